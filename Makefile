@@ -1,0 +1,41 @@
+# Each target sets up what it needs: a fresh clone needs nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: run test check lint gpu kernels soak clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	touch $@
+
+run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that ships
+	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
+
+test: $(VENV)/.installed-test  ## the suite that CI runs
+	$(BIN)/python -m pytest -q -m "not gpu and not kernels and not soak"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test  ## before every commit
+
+kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm_90, sm_100 (no GPU needed)
+	$(BIN)/python -m pytest -q -m kernels
+
+soak: $(VENV)/.installed-test  ## long random traffic
+	$(BIN)/python -m pytest -q -m soak
+
+gpu:  ## needs a CUDA device and the packages already installed
+	$(PYTHON) -m pytest -q -m gpu tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,22 @@
+"""compiled-mtp: decode Qwen3-Next, Qwen3.5 and Qwen3.6 checkpoints with their own MTP head, exactly."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compiled_mtp.config import EngineConfig
+    from compiled_mtp.engine import Engine
+    from compiled_mtp.request import RequestOutput, SamplingParams
+
+__all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOME = {"Engine": "engine", "EngineConfig": "config", "RequestOutput": "request", "SamplingParams": "request"}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that the scheduler and the command line's errors never wait for torch.
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Memory that outlives a step: pages of keys and values, recurrent states, and who owns which."""

@@ -1,0 +1,1 @@
+"""The checkpoint that ships; see README.md in this folder."""

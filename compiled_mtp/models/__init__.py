@@ -1,0 +1,1 @@
+"""The target model, its MTP head, and the loader that fills them."""

@@ -1,0 +1,1 @@
+"""Drafting, verification and their statistics."""

@@ -1,0 +1,32 @@
+"""Checks that operators make on metadata: shapes, dtypes, devices. They read no tensor values."""
+
+from __future__ import annotations
+
+import torch
+
+
+def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
+    """The one form of our argument errors, to be raised by the caller."""
+    return ValueError(f"{name} must {rule}, got {got}; {remedy}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], remedy: str) -> None:
+    """Raise ValueError unless `tensor` has `shape`; None stands for any size."""
+    actual = tuple(tensor.shape)
+    if len(actual) != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape, actual, strict=False)
+    ):
+        wanted = "[" + ", ".join("*" if n is None else str(n) for n in shape) + "]"
+        raise fail(name, f"have shape {wanted}", list(actual), remedy)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], remedy: str) -> None:
+    """Raise ValueError unless `tensor.dtype` is one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        raise fail(name, f"have dtype {' or '.join(str(d) for d in dtypes)}", tensor.dtype, remedy)
+
+
+def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension of `tensor` has stride 1 (earlier strides are free)."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise fail(name, "have a last dimension of stride 1", list(tensor.stride()), "pass a contiguous tensor")

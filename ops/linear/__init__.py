@@ -1,0 +1,5 @@
+"""x @ weight.T with rows whose bits do not depend on how many rows stand beside them."""
+
+from compiled_mtp.ops.linear.op import linear
+
+__all__ = ["linear"]

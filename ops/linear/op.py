@@ -1,0 +1,59 @@
+"""Checks and registration of `linear`."""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
+from compiled_mtp.ops.linear.reference import SCALE_BLOCK, linear_reference
+from compiled_mtp.ops.registry import register
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out_float32: bool,
+    prefill: bool,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if out_float32 else x.dtype)
+
+
+_linear = register("linear", linear_reference, _fake)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None = None,
+    out_float32: bool = False,
+    prefill: bool = False,
+) -> torch.Tensor:
+    """x @ weight.T, accumulated in float32 and rounded once.
+
+    x: [M, K] float32 or bfloat16, rows at any stride. weight: [N, K] of the same dtype, or float8_e4m3fn with
+    weight_scale [ceil(N/128), ceil(K/128)] float32, one factor per 128 x 128 block. Returns [M, N] of x's
+    dtype, or float32 when `out_float32`.
+
+    With prefill=False the bits of a row depend on that row and on the weight alone, for every M; with
+    prefill=True they may depend on M too, which lets a GPU use its fastest product.
+
+    Raises ValueError for shapes, dtypes or strides that do not fit.
+    """
+    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
+    check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight's")
+    check_last_contiguous("x", x)
+    check_last_contiguous("weight", weight)
+    if weight.dtype == torch.float8_e4m3fn:
+        if weight_scale is None:
+            raise fail(
+                "weight_scale", "be given for an FP8 weight", None, "pass the checkpoint's block scales"
+            )
+        blocks = tuple(-(-n // SCALE_BLOCK) for n in weight.shape)
+        check_shape("weight_scale", weight_scale, blocks, "pass one scale per 128 x 128 block")
+        check_dtype("weight_scale", weight_scale, (torch.float32,), "cast the scales")
+    else:
+        check_dtype("weight", weight, (x.dtype,), "use one dtype for activations and weights")
+        if weight_scale is not None:
+            raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
+    return _linear(x, weight, weight_scale, out_float32, prefill)

@@ -1,0 +1,48 @@
+"""The specification of `linear`, and what runs on the CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+SCALE_BLOCK = 128  # rows and columns of an FP8 weight that share one scale
+# Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
+# other bits at 1, 2, 3, 5 and 7 rows.
+ROW_UNIT = 8
+WEIGHT_ROWS_PER_CAST = 8192
+
+
+def dequantize(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """The float32 values of an FP8 weight [N, K] with one scale per 128 x 128 block [ceil(N/128), ceil(K/128)]."""
+    n, k = weight.shape
+    scale = weight_scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    return weight.float() * scale
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out_float32: bool,
+    prefill: bool,
+) -> torch.Tensor:
+    if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
+        return F.linear(x, weight)
+    rows, in_features = x.shape
+    padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)
+    padded[:rows] = x
+    if weight.dtype == torch.float32:
+        y = F.linear(padded, weight)
+    else:
+        # Cast in parts: a float32 copy of a whole output projection may not fit.
+        y = padded.new_empty((padded.shape[0], weight.shape[0]))
+        for first in range(0, weight.shape[0], WEIGHT_ROWS_PER_CAST):
+            part = slice(first, first + WEIGHT_ROWS_PER_CAST)
+            if weight_scale is None:
+                part_f32 = weight[part].float()
+            else:
+                first_scale = first // SCALE_BLOCK
+                scales = weight_scale[first_scale : first_scale + WEIGHT_ROWS_PER_CAST // SCALE_BLOCK]
+                part_f32 = dequantize(weight[part], scales)
+            y[:, part] = F.linear(padded, part_f32)
+    return y[:rows].to(torch.float32 if out_float32 else x.dtype)

@@ -1,0 +1,58 @@
+"""Checks and registration of `rms_norm` and `add_rms_norm`."""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape
+from compiled_mtp.ops.registry import register
+from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+
+
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+_rms_norm = register("rms_norm", rms_norm_reference, _rms_norm_fake)
+_add_rms_norm = register("add_rms_norm", add_rms_norm_reference, _add_rms_norm_fake)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
+    check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight")
+    check_last_contiguous("x", x)
+    check_shape("weight", weight, (None,), "pass a vector")
+    check_last_contiguous("weight", weight)
+    check_dtype("weight", weight, (torch.float32, torch.bfloat16), "cast the weight")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (1 + weight) for each row, in float32, rounded once.
+
+    x: [M, H] float32 or bfloat16, rows at any stride. weight: [H]. Returns [M, H] of x's dtype.
+    Raises ValueError for shapes, dtypes or strides that do not fit.
+    Source: Zhang and Sennrich, arXiv 1910.07467; the zero-centred weight is Qwen3-Next's.
+    """
+    _check(x, weight)
+    return _rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
+
+    x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H].
+    Returns (norm [M, H], new residual [M, H]). Raises ValueError for shapes, dtypes or strides that do not fit.
+    """
+    _check(x, weight)
+    check_shape("residual", residual, tuple(x.shape), "pass the residual of the same rows")
+    check_dtype("residual", residual, (x.dtype,), "use one dtype for activations and residual")
+    check_last_contiguous("residual", residual)
+    return _add_rms_norm(x, residual, weight, eps)

@@ -1,0 +1,19 @@
+"""The specification of `rms_norm` and `add_rms_norm`, and what runs on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x_f32 = x.float()
+    mean_square = (x_f32 * x_f32).sum(-1, keepdim=True) / x.shape[-1]
+    y = x_f32 / torch.sqrt(mean_square + eps) * (1.0 + weight.float())
+    return y.to(x.dtype).contiguous()
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
+    return rms_norm_reference(new_residual, weight, eps), new_residual
