@@ -13,7 +13,7 @@ WEIGHT_ROWS_PER_CAST = 8192
 
 
 def dequantize(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """The float32 values of an FP8 weight [N, K] with one scale per 128 x 128 block [ceil(N/128), ceil(K/128)]."""
+    """The float32 values of an FP8 weight [N, K] with one scale per 128 x 128 block."""
     n, k = weight.shape
     scale = weight_scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return weight.float() * scale

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape
+from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
 from compiled_mtp.ops.registry import register
 from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+
+# One row is one sum, which ATen splits over threads beyond this length when there is no other row.
+MAX_WIDTH = 32768
 
 
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,6 +30,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
     check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight")
     check_last_contiguous("x", x)
+    if x.shape[1] > MAX_WIDTH:
+        raise fail("x", f"have at most {MAX_WIDTH} columns", x.shape[1], "this norm is for hidden rows")
     check_shape("weight", weight, (None,), "pass a vector")
     check_last_contiguous("weight", weight)
     check_dtype("weight", weight, (torch.float32, torch.bfloat16), "cast the weight")
@@ -49,7 +54,8 @@ def add_rms_norm(
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
     x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H].
-    Returns (norm [M, H], new residual [M, H]). Raises ValueError for shapes, dtypes or strides that do not fit.
+    Returns (norm [M, H], new residual [M, H]).
+    Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     _check(x, weight)
     check_shape("residual", residual, tuple(x.shape), "pass the residual of the same rows")

@@ -8,7 +8,7 @@ import torch
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x_f32 = x.float()
     mean_square = (x_f32 * x_f32).sum(-1, keepdim=True) / x.shape[-1]
-    y = x_f32 / torch.sqrt(mean_square + eps) * (1.0 + weight.float())
+    y = x_f32 * torch.rsqrt(mean_square + eps) * (1.0 + weight.float())
     return y.to(x.dtype).contiguous()
 
 

@@ -1,0 +1,43 @@
+"""rms_norm and add_rms_norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+
+EPS = 1e-6
+
+
+def norm_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x64 = x.double()
+    return x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + EPS) * (1 + weight.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 100, 1024])
+def test_equals_float64(dtype: torch.dtype, width: int) -> None:
+    x, residual = torch.randn(2, 7, width).to(dtype).unbind(0)
+    weight = torch.randn(width).to(dtype)
+    torch.testing.assert_close(rms_norm(x, weight, EPS), norm_float64(x, weight).to(dtype))
+    y, new_residual = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(new_residual, x + residual)
+    # The norm reads the rounded residual, so that a later layer sees the same value.
+    assert torch.equal(y, rms_norm(new_residual, weight, EPS))
+
+
+def test_bad_arguments_raise() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match="x must have shape"):
+        rms_norm(x, torch.zeros(6), EPS)
+    with pytest.raises(ValueError, match="x must have dtype"):
+        rms_norm(x.half(), weight, EPS)
+    with pytest.raises(ValueError, match="weight must have dtype"):
+        rms_norm(x, weight.half(), EPS)
+    with pytest.raises(ValueError, match="at most 32768 columns"):
+        rms_norm(torch.zeros(1, 40000), torch.zeros(40000), EPS)
+    with pytest.raises(ValueError, match="residual must have shape"):
+        add_rms_norm(x, torch.zeros(3, 8), weight, EPS)
+    with pytest.raises(ValueError, match="residual must have dtype"):
+        add_rms_norm(x, x.bfloat16(), weight, EPS)

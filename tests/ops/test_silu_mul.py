@@ -1,0 +1,33 @@
+"""silu_mul: silu(gate) * up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.silu_mul import silu_mul
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 37, 512])
+def test_equals_float64(dtype: torch.dtype, width: int) -> None:
+    gate_up = torch.randn(5, 2 * width, dtype=dtype) * 4
+    gate, up = gate_up.double().chunk(2, -1)
+    wanted = gate * torch.sigmoid(gate) * up
+    torch.testing.assert_close(silu_mul(gate_up), wanted.to(dtype))
+
+
+def test_extremes_stay_finite() -> None:
+    gate_up = torch.tensor([[-200.0, -80.0, 0.0, 200.0, 2.0, 2.0, 2.0, 2.0]])
+    torch.testing.assert_close(silu_mul(gate_up), torch.tensor([[0.0, 0.0, 0.0, 400.0]]))
+
+
+def test_bad_arguments_raise() -> None:
+    with pytest.raises(ValueError, match="even number of columns"):
+        silu_mul(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="gate_up must have shape"):
+        silu_mul(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="gate_up must have dtype"):
+        silu_mul(torch.zeros(2, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="stride 1"):
+        silu_mul(torch.zeros(4, 2).t())
