@@ -1,0 +1,579 @@
+"""What the engine is told: EngineConfig by its caller, ModelConfig by a checkpoint.
+
+All validation of both lies here, and every environment variable is read here. Nothing here imports torch:
+dtypes are strings, and numbers that follow from others are results of pure methods.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+ENV_PREFIX = "COMPILED_MTP_"
+DEFAULT_MAX_MODEL_LEN = 4096
+
+FAMILIES = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+# Keys that, where present, must hold one of these values: the engine computes nothing else.
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_act", ("silu",), "other activations are not supported"),
+    ("attention_bias", (False, None), "attention biases are not supported"),
+    ("attn_output_gate", (True,), "attention without its output gate is not supported"),
+    ("use_sliding_window", (False, None), "sliding windows are not supported"),
+    ("mlp_only_layers", ([], None), "layers that mix dense and expert FFNs are not supported"),
+    ("decoder_sparse_step", (1,), "layers that mix dense and expert FFNs are not supported"),
+    ("mtp_use_dedicated_embeddings", (False, None), "an MTP head with its own embedding is not supported"),
+    ("mamba_ssm_dtype", ("float32", None), "the recurrent state is kept in float32"),
+    ("linear_conv_kernel_dim", (4,), "convolutions of another length are not supported"),
+)
+
+
+def _fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
+    return ValueError(f"{name} must {rule}, got {got}; {remedy}")
+
+
+def _split_names(value: Any) -> Any:
+    """'a,b' as the environment and the command line give it -> ('a', 'b')."""
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    )
+
+
+class EngineConfig(BaseSettings):
+    """How to run a checkpoint; keyword arguments win over COMPILED_MTP_* variables, and both over defaults.
+
+    Frozen after creation. Raises ValueError with one line per mistake: the field, its rule, the value and
+    what to give instead; unknown names are mistakes, in keyword arguments and in the environment.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    model: Path = Field(
+        default=Path(__file__).parent / "default_model",
+        description="a Hugging Face checkpoint directory; default: the checkpoint that ships",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto for the GPU if there is one, else the CPU"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="auto for the checkpoint's dtype on a GPU and float32 on a CPU"
+    )
+    mtp_step: int = Field(
+        default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
+    )
+    max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="the most tokens of prompt and output together; default: the checkpoint's, at most 4096",
+    )
+    block_size: int = Field(
+        default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
+    )
+    num_blocks: int | None = Field(
+        default=None, ge=2, description="KV blocks; default: what free memory holds"
+    )
+    prefill_chunk: int = Field(
+        default=512,
+        ge=64,
+        multiple_of=64,
+        description="tokens of a prefill chunk, a multiple of 64 and of block_size",
+    )
+    prefix_cache: bool = Field(default=False, description="False: the prefix cache is not in this version")
+    compile: Literal["auto", "off", "on"] = Field(
+        default="auto", description="off to run without torch.compile, on to insist on it"
+    )
+    graph_mode: Literal["auto", "reduce-overhead", "replay"] = Field(
+        default="auto", description="how a compiled step is replayed on a GPU"
+    )
+    graph_cache: Path | None = Field(default=None, description="a file that tools/export_graphs.py wrote")
+    draft_vocab: int | None = Field(
+        default=None,
+        ge=1,
+        description="draft only from that many lowest ids and the special tokens; default: all",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="seed of requests that bring none, 0 to 2**63 - 1; default: from the operating system",
+    )
+    synthetic_acceptance: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
+    )
+    max_in_flight: int | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on CUDA",
+    )
+    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)] = Field(
+        default=(), description="operators put back on their reference, separated by commas"
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of torch; default: torch's own"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        known = set(type(self).model_fields)
+        prefix = ENV_PREFIX.lower()
+        unknown = sorted(
+            k for k in os.environ if k.lower().startswith(prefix) and k[len(prefix) :].lower() not in known
+        )
+        if unknown:
+            raise _fail(
+                "environment",
+                "name settings only",
+                unknown,
+                f"known are {ENV_PREFIX} and one of {sorted(known)}",
+            )
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError("\n".join(_explain(e) for e in error.errors())) from None
+
+    @field_validator("prefix_cache")
+    @classmethod
+    def _no_prefix_cache(cls, value: bool) -> bool:
+        if value:
+            raise _fail("prefix_cache", "be False", value, "the prefix cache is not in this version")
+        return value
+
+    @model_validator(mode="after")
+    def _chunk_fits_blocks(self) -> EngineConfig:
+        if self.prefill_chunk % self.block_size:
+            raise _fail(
+                "prefill_chunk",
+                f"be a multiple of block_size ({self.block_size})",
+                self.prefill_chunk,
+                "change one of the two",
+            )
+        return self
+
+    def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
+        """The dtype of weights and activations on `device` ('cpu' or 'cuda')."""
+        if self.dtype != "auto":
+            return self.dtype
+        if device == "cpu" or model.dtype == "float32":
+            return "float32"
+        if model.dtype == "bfloat16":
+            return "bfloat16"
+        raise _fail(
+            "dtype", "be float32 or bfloat16", f"{model.dtype} from the checkpoint", "pass dtype='bfloat16'"
+        )
+
+    def resolve_max_model_len(self, model: ModelConfig) -> int:
+        """The most tokens of one request; by default the checkpoint's limit, at most 4096."""
+        limit = model.max_position_embeddings
+        if self.max_model_len is None:
+            return min(limit, DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > limit:
+            raise _fail(
+                "max_model_len", f"be at most {limit}, the checkpoint's limit", self.max_model_len, "lower it"
+            )
+        return self.max_model_len
+
+    def resolve_max_in_flight(self, device: str) -> int:
+        """Steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""
+        return self.max_in_flight if self.max_in_flight is not None else int(device == "cuda")
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in our form."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    name = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] == "extra_forbidden":
+        return str(
+            _fail("config", "name settings only", name, f"known are {sorted(EngineConfig.model_fields)}")
+        )
+    rule = (
+        error["msg"]
+        .replace("Input should be", "be")
+        .replace("Input should", "")
+        .replace("Input is", "be")
+        .strip()
+    )
+    described = EngineConfig.model_fields.get(str(error["loc"][0]))
+    remedy = described.description if described is not None and described.description else "see EngineConfig"
+    return str(_fail(name, rule, repr(error["input"]), f"give {remedy}"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a checkpoint is: the text path of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model and its MTP head.
+
+    Sizes are numbers of rows, heads or features; dtypes are names ('bfloat16'). A size of a part that the
+    family lacks (experts in a dense model) is 0.
+    """
+
+    family: Literal["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    conv_kernel: int
+    is_full_attention: tuple[bool, ...]
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+    tie_word_embeddings: bool
+    mtp_num_layers: int
+    gate_activation: Literal["silu", "sigmoid"]
+    dtype: str
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    quantized: bool
+    generation_defaults: dict[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def linear_key_dim(self) -> int:
+        """Features of all linear key heads together."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        """Features of all linear value heads together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_conv_dim(self) -> int:
+        """Channels of the causal convolution: queries, keys and values."""
+        return 2 * self.linear_key_dim + self.linear_value_dim
+
+    @property
+    def linear_proj_dim(self) -> int:
+        """Rows of the merged GDN input projection q|k|v|z|b|a."""
+        return self.linear_conv_dim + self.linear_value_dim + 2 * self.linear_num_value_heads
+
+    @property
+    def qkv_dim(self) -> int:
+        """Rows of the merged attention projection (q and gate of each head)|k|v."""
+        return 2 * (self.num_q_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether every FFN is a mixture of experts."""
+        return self.num_experts > 0
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Full-attention layers of the target model."""
+        return sum(self.is_full_attention)
+
+    @property
+    def num_gdn_layers(self) -> int:
+        """GDN layers of the target model."""
+        return self.num_layers - self.num_attention_layers
+
+    @classmethod
+    def from_hf(cls, path: str | Path) -> ModelConfig:
+        """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`.
+
+        Raises ValueError for a directory that is no such checkpoint and for every feature the engine does not
+        compute, each by name. Source: the configuration classes of Hugging Face transformers 5.
+        """
+        root = Path(path)
+        if root.suffix == ".gguf":
+            raise _fail("model", "be a Hugging Face directory", root, "GGUF weights are not supported")
+        if not (root / "config.json").is_file():
+            raise _fail(
+                "model", "be a directory with a config.json", root, "pass a Hugging Face checkpoint directory"
+            )
+        if (root / "hf_quant_config.json").is_file():
+            raise _fail(
+                "quantization",
+                "be fp8 in blocks of 128",
+                "hf_quant_config.json",
+                "use the bf16 or FP8 release",
+            )
+        top = _read_json(root / "config.json")
+        name = top.get("model_type")
+        if name not in FAMILIES:
+            raise _fail(
+                "model_type",
+                f"be one of {', '.join(FAMILIES)}",
+                name,
+                "other architectures are not supported",
+            )
+        text = top.get("text_config")
+        if text is None:
+            text = top
+        inner = text.get("model_type", name)
+        if FAMILIES.get(inner) != FAMILIES[name]:
+            raise _fail("text_config.model_type", f"belong to {FAMILIES[name]}", inner, "fix config.json")
+        generation = _read_json(root / "generation_config.json", optional=True)
+        return cls(
+            **_text_fields(FAMILIES[name], _Keys(text), top), **_sampling_fields(root, top, text, generation)
+        )
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise _fail(str(path), "be a readable JSON file", error, "download the file again") from None
+    if not isinstance(value, dict):
+        raise _fail(str(path), "hold a JSON object", type(value).__name__, "download the file again")
+    return value
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """A section of config.json whose reads name the key that is missing or malformed."""
+
+    values: dict[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise _fail(key, "be a positive number", value, "fix config.json")
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _fail(key, f"be an integer of at least {least}", value, "fix config.json")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise _fail(key, "be true or false", value, "fix config.json")
+        return value
+
+
+def _text_fields(family: str, keys: _Keys, top: dict[str, Any]) -> dict[str, Any]:
+    """The fields that describe the model, from the text section `keys` and the top level of config.json."""
+    for key, allowed, why in _ONLY:
+        if key in keys.values and keys.values[key] not in allowed:
+            raise _fail(key, f"be {json.dumps(allowed[0])}", json.dumps(keys.values[key]), why)
+    if keys.values.get("sliding_window") is not None and keys.values.get("use_sliding_window") is not False:
+        raise _fail(
+            "sliding_window", "be null", keys.values["sliding_window"], "sliding windows are not supported"
+        )
+    num_layers = keys.integer("num_hidden_layers")
+    num_q_heads, num_kv_heads = keys.integer("num_attention_heads"), keys.integer("num_key_value_heads")
+    num_k_heads, num_v_heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
+    if num_q_heads % num_kv_heads:
+        raise _fail(
+            "num_attention_heads", f"be a multiple of {num_kv_heads} KV heads", num_q_heads, "fix config.json"
+        )
+    if num_v_heads % num_k_heads:
+        raise _fail(
+            "linear_num_value_heads",
+            f"be a multiple of {num_k_heads} key heads",
+            num_v_heads,
+            "fix config.json",
+        )
+    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // num_q_heads)
+    if head_dim not in (64, 128, 256):
+        raise _fail("head_dim", "be 64, 128 or 256", head_dim, "other head sizes are not supported")
+    theta, factor = _rope(keys)
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise _fail(
+            "partial_rotary_factor", f"give an even part of head_dim {head_dim}", factor, "fix config.json"
+        )
+    # Qwen3-Next names no count and ships one layer; a checkpoint without it still decodes with mtp_step 0.
+    mtp_key = (
+        "num_nextn_predict_layers" if "num_nextn_predict_layers" in keys.values else "mtp_num_hidden_layers"
+    )
+    mtp_num_layers = keys.integer(mtp_key, 1, least=0)
+    if mtp_num_layers > 1:
+        raise _fail(mtp_key, "be 0 or 1", mtp_num_layers, "heads of several layers are not supported")
+    gate = keys.values.get("output_gate_type") or "silu"
+    if gate not in ("silu", "swish", "sigmoid"):
+        raise _fail("output_gate_type", "be silu, swish or sigmoid", gate, "other gates are not supported")
+    return {
+        "family": family,
+        "num_layers": num_layers,
+        "hidden_size": keys.integer("hidden_size"),
+        "vocab_size": keys.integer("vocab_size"),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "rope_theta": theta,
+        "rms_norm_eps": keys.number("rms_norm_eps"),
+        "linear_num_key_heads": num_k_heads,
+        "linear_num_value_heads": num_v_heads,
+        "linear_key_head_dim": keys.integer("linear_key_head_dim"),
+        "linear_value_head_dim": keys.integer("linear_value_head_dim"),
+        "conv_kernel": 4,
+        "is_full_attention": _layer_pattern(keys, num_layers),
+        **_ffn_fields(family, keys),
+        "tie_word_embeddings": _Keys(top if "tie_word_embeddings" in top else keys.values).flag(
+            "tie_word_embeddings", False
+        ),
+        "mtp_num_layers": mtp_num_layers,
+        "gate_activation": "sigmoid" if gate == "sigmoid" else "silu",
+        "dtype": _dtype_name(keys.values, top),
+        "max_position_embeddings": keys.integer("max_position_embeddings"),
+        "quantized": _is_fp8(top.get("quantization_config") or keys.values.get("quantization_config")),
+    }
+
+
+def _ffn_fields(family: str, keys: _Keys) -> dict[str, Any]:
+    num_experts = (
+        0 if family == "qwen3_5" else keys.integer("num_experts", least=0 if family == "qwen3_next" else 1)
+    )
+    if num_experts == 0:
+        sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        dense = {
+            "intermediate_size": keys.integer("intermediate_size"),
+            "num_experts": 0,
+            "norm_topk_prob": True,
+        }
+        return dense | dict.fromkeys(sizes, 0)
+    top_k = keys.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise _fail(
+            "num_experts_per_tok", f"be at most num_experts ({num_experts})", top_k, "fix config.json"
+        )
+    moe_size, shared_size = (
+        keys.integer("moe_intermediate_size"),
+        keys.integer("shared_expert_intermediate_size"),
+    )
+    if shared_size != moe_size:
+        raise _fail(
+            "shared_expert_intermediate_size",
+            f"equal moe_intermediate_size ({moe_size})",
+            shared_size,
+            "the shared expert is computed as one more expert; other sizes are not supported",
+        )
+    return {
+        "intermediate_size": 0,
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": moe_size,
+        "shared_expert_intermediate_size": shared_size,
+        # Qwen3.5-MoE has no such key and always renormalises.
+        "norm_topk_prob": keys.flag("norm_topk_prob", True) if family == "qwen3_next" else True,
+    }
+
+
+def _layer_pattern(keys: _Keys, num_layers: int) -> tuple[bool, ...]:
+    types = keys.values.get("layer_types")
+    if types is None:
+        interval = keys.integer("full_attention_interval", 4)
+        return tuple((i + 1) % interval == 0 for i in range(num_layers))
+    unknown = sorted({str(t) for t in types} - {"full_attention", "linear_attention"})
+    if unknown:
+        raise _fail(
+            "layer_types", "be full_attention or linear_attention", unknown, "other layers are not supported"
+        )
+    if len(types) != num_layers:
+        raise _fail(
+            "layer_types", f"have num_hidden_layers ({num_layers}) entries", len(types), "fix config.json"
+        )
+    return tuple(t == "full_attention" for t in types)
+
+
+def _rope(keys: _Keys) -> tuple[float, float]:
+    """Theta and the rotary part of a head; M-RoPE sections do not matter to text, whose axes are equal."""
+    nested = keys.values.get("rope_parameters") or {}
+    for section in (nested, keys.values.get("rope_scaling") or {}):
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind != "default":
+            raise _fail("rope_type", "be default", kind, "YaRN and other rope scalings are not supported")
+    rope = _Keys(keys.values | nested)
+    return rope.number("rope_theta"), rope.number("partial_rotary_factor", 0.25)
+
+
+def _dtype_name(text: dict[str, Any], top: dict[str, Any]) -> str:
+    found = [section[key] for section in (text, top) for key in ("dtype", "torch_dtype") if section.get(key)]
+    name = str(found[0]).removeprefix("torch.") if found else "bfloat16"
+    if name not in ("bfloat16", "float16", "float32"):
+        raise _fail("dtype", "be bfloat16, float16 or float32", name, "fix config.json")
+    return name
+
+
+def _is_fp8(quantization: dict[str, Any] | None) -> bool:
+    if not quantization:
+        return False
+    remedy = "use the bf16 or the FP8 release of the model"
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise _fail("quantization_config.quant_method", "be fp8", method, remedy)
+    for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("weight_block_size", [128, 128])):
+        # A missing block size means one scale a tensor, which is another format.
+        value = quantization.get(key, None if key == "weight_block_size" else wanted)
+        if value != wanted:
+            raise _fail(f"quantization_config.{key}", f"be {json.dumps(wanted)}", json.dumps(value), remedy)
+    return True
+
+
+def _sampling_fields(
+    root: Path, top: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]
+) -> dict[str, Any]:
+    """Default sampling parameters, and the union of all eos ids (a turn ends with another id than a text)."""
+    eos: set[int] = set()
+    for section in (top, text, generation):
+        ids = section.get("eos_token_id")
+        eos.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    eos.update(_tokenizer_eos(root))
+    vocab_size = text["vocab_size"]
+    wrong = sorted(i for i in eos if not 0 <= i < vocab_size)
+    if wrong:
+        raise _fail(
+            "eos_token_id", f"lie in the vocabulary of {vocab_size}", wrong, "fix the checkpoint's JSON files"
+        )
+    defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return {"eos_token_ids": tuple(sorted(eos)), "generation_defaults": defaults}
+
+
+def _tokenizer_eos(root: Path) -> list[int]:
+    """The id of the eos token that the tokenizer's files name, or nothing where they name none."""
+    token: Any = None
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = token or _read_json(root / file, optional=True).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None or not (root / "tokenizer.json").is_file():
+        return []
+    tokenizer = _read_json(root / "tokenizer.json")
+    ids = {t["content"]: t["id"] for t in tokenizer.get("added_tokens", [])}
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    if token not in ids and token not in vocab:
+        raise _fail("eos_token", "be a token of tokenizer.json", repr(token), "fix the tokenizer's files")
+    return [ids[token] if token in ids else vocab[token]]
