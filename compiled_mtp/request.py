@@ -1,0 +1,392 @@
+"""What a caller asks for, what it gets back, and what the scheduler and the runner tell each other.
+
+The host's side of one request lives in `Request`; the device's side lives in the runner, by slot. No torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Fields that a checkpoint's generation_config.json may set, under the same names.
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+# Known by name, so that they are refused instead of ignored.
+_NOT_IN_THIS_VERSION: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "logprobs": None,
+    "n": 1,
+}
+
+
+class SamplingParams(BaseModel):
+    """How the tokens of one request are chosen and when they end.
+
+    Names and ranges are OpenAI's where OpenAI has them. temperature 0 is greedy; top_k 0 or -1 is off; a stop
+    string is cut from the text unless include_stop; eos ids end a request unless ignore_eos, `stop_token_ids`
+    always do. Raises ValueError, one line, for an unknown name, a value out of range and for what this
+    version lacks.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: int = Field(default=128, description="most tokens to decode")
+    temperature: float = Field(default=1.0, description="0 (greedy) to 2")
+    top_k: int = Field(default=0, description="keep the k likeliest tokens; 0 or -1 is off")
+    top_p: float = Field(default=1.0, description="keep the likeliest tokens that hold this probability")
+    min_p: float = Field(default=0.0, description="drop tokens below this fraction of the likeliest one")
+    presence_penalty: float = Field(default=0.0, description="not in this version")
+    frequency_penalty: float = Field(default=0.0, description="not in this version")
+    repetition_penalty: float = Field(default=1.0, description="not in this version")
+    logit_bias: dict[int, float] | None = Field(default=None, description="not in this version")
+    min_tokens: int = Field(default=0, description="not in this version")
+    stop: tuple[str, ...] = Field(default=(), description="strings that end the text")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="token ids that end the request")
+    ignore_eos: bool = Field(default=False, description="go on after an eos token")
+    include_stop: bool = Field(default=False, description="leave the stop in the text")
+    seed: int | None = Field(default=None, description="of the noise; none: drawn from the operating system")
+    logprobs: int | None = Field(default=None, description="not in this version")
+    n: int = Field(default=1, description="not in this version")
+
+    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise ValueError("; ".join(_describe(problem) for problem in error.errors())) from None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _wrap_single_stop(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rules = (
+            ("max_tokens", self.max_tokens >= 1, "be at least 1", "ask for one token or more"),
+            ("temperature", 0 <= self.temperature <= 2, "be from 0 to 2", "0 is greedy"),
+            ("top_k", self.top_k >= -1, "be -1 or more", "0 or -1 turns it off"),
+            (
+                "top_p",
+                0 < self.top_p <= 1,
+                "be above 0 and at most 1",
+                "use temperature=0 for greedy decoding",
+            ),
+            ("min_p", 0 <= self.min_p <= 1, "be from 0 to 1", "0 turns it off"),
+            ("stop", all(self.stop), "hold no empty string", "leave it out"),
+            (
+                "stop_token_ids",
+                all(i >= 0 for i in self.stop_token_ids),
+                "hold no negative id",
+                "leave it out",
+            ),
+            (
+                "seed",
+                self.seed is None or -(2**63) <= self.seed < 2**63,
+                "fit into 64 signed bits",
+                "choose a smaller one",
+            ),
+        )
+        for name, is_met, rule, remedy in rules:
+            if not is_met:
+                raise ValueError(f"{name} must {rule}, got {getattr(self, name)!r}; {remedy}")
+        for name, neutral in _NOT_IN_THIS_VERSION.items():
+            value = getattr(self, name)
+            if value != neutral:
+                raise ValueError(
+                    f"{name} must be {neutral!r}, got {value!r}; {name} is not in this version, "
+                    f"leave it out or set {name}={neutral!r}"
+                )
+        return self
+
+    def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return these parameters with the fields the caller did not set taken from a generation_config.
+
+        temperature, top_k, top_p, min_p and repetition_penalty are read, and `do_sample: false` means
+        temperature 0; other keys are not sampling. Raises ValueError if the checkpoint asks for what this version
+        lacks.
+        """
+        defaults = {
+            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
+        }
+        if generation_defaults.get("do_sample") is False:
+            defaults["temperature"] = 0.0
+        fields = {name: value for name, value in defaults.items() if value is not None}
+        try:
+            return SamplingParams(**(fields | {name: getattr(self, name) for name in self.model_fields_set}))
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of the checkpoint: {error}") from None
+
+
+def _describe(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(SamplingParams.model_fields)
+        return f"{name} must be a sampling parameter, got an unknown name; known are {known}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    rule = problem["msg"].replace("Input should be", "must be", 1)
+    return f"{name} {rule}, got {problem['input']!r}; correct the value"
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text one at a time; holds back what is not yet a whole character."""
+
+    def add(self, token_id: int) -> str:
+        """Return the text that `token_id` completes, maybe none."""
+
+    def flush(self) -> str:
+        """Return what was held back, once, at the end."""
+
+
+class StopStrings:
+    """Finds the stop string that is complete first in a stream of text.
+
+    "First" counts characters, so the answer does not depend on how the text was cut into tokens or windows;
+    of several that end at one character the longest counts.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
+        self.stops = tuple(stops)
+        self.include_stop = include_stop
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """Take more text; return the text that is safe to show, and whether a stop string was found.
+
+        Held back is the longest tail that may be the beginning of a stop string.
+        """
+        if not self.stops:
+            return text, False
+        held, self._held = self._held + text, ""
+        found = min(
+            ((at + len(stop), at) for stop in self.stops if (at := held.find(stop)) >= 0),
+            default=None,
+        )
+        if found is not None:
+            end, start = found
+            return held[: end if self.include_stop else start], True
+        for length in range(min(self._longest - 1, len(held)), 0, -1):
+            if held.endswith(tuple(stop[:length] for stop in self.stops if len(stop) > length)):
+                self._held = held[-length:]
+                return held[:-length], False
+        return held, False
+
+    def flush(self) -> str:
+        """Return the text held back, once no stop string can follow."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Counts and times of one request so far; ratios are in `spec.stats`.
+
+    rounds counts verify rounds. output_tokens and accepted_by_index leave out what a stop cut off; the first
+    output token comes from prefill, the others from the rounds. accepted_by_index[i] is the number of rounds
+    that kept draft i + 1. Times are seconds from the request's arrival.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    rounds: int
+    accepted_by_index: list[int]
+    time_to_first_token_s: float | None
+    total_s: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step gave one request: the new tokens and text, and how it ended if it did.
+
+    new_token_ids holds the token that ended the request; new_text holds its stop only with `include_stop`.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    new_text: str
+    metrics: RequestMetrics
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """The host's state of one request, owned by the scheduler.
+
+    pos_cpu is the last cursor the host knows (absolute position of the last emitted token; the prompt's
+    length once prefill is launched), in_flight the decode launches whose result it has not read. slot 0 means
+    none. `generation` tells the owners of a slot apart. Raises ValueError for an empty prompt.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    detokenizer: Detokenizer | None = None
+    arrival_s: float = field(default_factory=time.monotonic)
+    seed: int = field(init=False)
+    max_output: int = field(init=False)
+    output_token_ids: list[int] = field(default_factory=list)
+    slot: int = 0
+    generation: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    pos_cpu: int = 0
+    in_flight: int = 0
+    is_first_token_due: bool = False
+    finish_reason: FinishReason | None = None
+    first_token_s: float | None = None
+    finish_s: float | None = None
+    rounds: int = 0
+    accepted_by_index: list[int] = field(default_factory=list)
+    _stop_strings: StopStrings = field(init=False)
+    _stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("prompt must have at least one token, got none; give some text or token ids")
+        if self.params.stop and self.detokenizer is None:
+            raise ValueError(
+                f"stop must be empty without a tokenizer, got {self.params.stop!r}; use stop_token_ids"
+            )
+        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self.max_output = self.params.max_tokens
+        self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
+        self._stop_ids = frozenset(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            self._stop_ids |= self.eos_token_ids
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def min_output(self) -> int:
+        """Fewest output tokens that are certain once every launch in flight is read."""
+        return len(self.output_token_ids) + self.in_flight + self.is_first_token_due
+
+    def append(self, token_ids: Sequence[int], is_round: bool) -> tuple[list[int], str]:
+        """Take the tokens of one result; return those kept and their text, cut together at the first stop.
+
+        `is_round` says that a verify round emitted them: all but the last were drafts. Sets finish_reason.
+        """
+        kept: list[int] = []
+        text = ""
+        for token_id in token_ids:
+            kept.append(token_id)
+            self.output_token_ids.append(token_id)
+            text += self._take_text(token_id)
+            if self.finish_reason is None and len(self.output_token_ids) >= self.max_output:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        now = time.monotonic()
+        if kept and self.first_token_s is None:
+            self.first_token_s = now
+        if is_round:
+            self.rounds += 1
+            for index in range(min(len(token_ids) - 1, len(kept))):
+                self.accepted_by_index[index] += 1
+        if self.finish_reason is not None:
+            text += self.finish(self.finish_reason)
+        return kept, text
+
+    def finish(self, reason: FinishReason) -> str:
+        """End the request; return the text that was held back, unless a stop string ended it."""
+        self.finish_reason = reason
+        self.finish_s = time.monotonic()
+        held = self.detokenizer.flush() if self.detokenizer is not None else ""
+        return self._stop_strings.flush() + held
+
+    def metrics(self) -> RequestMetrics:
+        """Return counts and times so far."""
+        end_s = time.monotonic() if self.finish_s is None else self.finish_s
+        first_s = None if self.first_token_s is None else self.first_token_s - self.arrival_s
+        return RequestMetrics(
+            prompt_tokens=self.prompt_len,
+            output_tokens=len(self.output_token_ids),
+            rounds=self.rounds,
+            accepted_by_index=list(self.accepted_by_index),
+            time_to_first_token_s=first_s,
+            total_s=end_s - self.arrival_s,
+            seed=self.seed,
+        )
+
+    def _take_text(self, token_id: int) -> str:
+        is_stop_id = token_id in self._stop_ids
+        if is_stop_id:
+            self.finish_reason = "stop"
+        if self.detokenizer is None or (is_stop_id and not self.params.include_stop):
+            return ""
+        text, is_stop_string = self._stop_strings.add(self.detokenizer.add(token_id))
+        if is_stop_string:
+            self.finish_reason = "stop"
+            self.detokenizer.flush()
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """What the device must know of a new request before its first launch; its slot is cleared first."""
+
+    slot: int
+    generation: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One launch: a prefill chunk of one request, or one decode round of several.
+
+    Installed before the launch, in this order: `released` slots (their block-table rows become -1),
+    `admitted`, `block_updates` as (slot, index in its block-table row, block id). prefill: token_ids stand at
+    positions start, start + 1, ...; the last chunk also emits the first token and leaves mtp_step drafts.
+    decode: every slot is verified on mtp_step + 1 rows and mtp_step new drafts are left.
+    """
+
+    step_id: int
+    kind: Literal["prefill", "decode"]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    mtp_step: int
+    token_ids: tuple[int, ...] = ()
+    start: int = 0
+    is_last: bool = False
+    block_updates: tuple[tuple[int, int, int], ...] = ()
+    admitted: tuple[SlotInit, ...] = ()
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens of a finished launch, one list per slot of `plan`, or the error that it ended with.
+
+    prefill: [[y_0]] after the last chunk, else [[]]. decode: the num_new tokens of each request.
+    """
+
+    plan: StepPlan
+    token_ids: list[list[int]]
+    error: str | None = None

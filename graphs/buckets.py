@@ -1,0 +1,88 @@
+"""The shapes that are compiled: how many rows a decode graph has, how long a prefill chunk is padded.
+
+Pure arithmetic. Rows of a decode bucket are whole groups of mtp_step + 1, one group per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+PREFILL_MULTIPLE = 64
+"""Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """A compiled decode shape: `rows` rows, in groups of mtp_step + 1 that each belong to one request."""
+
+    rows: int
+    mtp_step: int
+
+    @property
+    def groups(self) -> int:
+        """Number of requests that fit."""
+        return self.rows // (self.mtp_step + 1)
+
+
+def ladder(unit: int, mtp_step: int, max_batch: int) -> tuple[Bucket, ...]:
+    """Return the decode buckets, smallest first: rows double until they cover max_batch requests.
+
+    Rows are multiples of lcm(unit, mtp_step + 1), `unit` being the row granularity of the backend; the last
+    bucket is the smallest multiple that covers max_batch. Raises ValueError for a number out of range.
+    """
+    _check("unit", unit, 1)
+    _check("mtp_step", mtp_step, 0)
+    _check("max_batch", max_batch, 1)
+    query_len = mtp_step + 1
+    step = lcm(unit, query_len)
+    return tuple(Bucket(count * step, mtp_step) for count in _doubling(-(-max_batch * query_len // step)))
+
+
+def pick(buckets: Sequence[Bucket], num_requests: int) -> Bucket:
+    """Return the smallest of `buckets` (sorted) that holds num_requests; raises ValueError if none does."""
+    _check("num_requests", num_requests, 1)
+    for bucket in buckets:
+        if bucket.groups >= num_requests:
+            return bucket
+    raise ValueError(
+        f"num_requests must be at most {buckets[-1].groups}, got {num_requests}; raise max_batch"
+    )
+
+
+def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
+    """Return the padded lengths of prefill chunks, smallest first: doubling from 64, at last prefill_chunk.
+
+    Raises ValueError unless prefill_chunk is a positive multiple of 64.
+    """
+    if prefill_chunk < 1 or prefill_chunk % PREFILL_MULTIPLE:
+        raise ValueError(
+            f"prefill_chunk must be a positive multiple of {PREFILL_MULTIPLE}, got {prefill_chunk}; "
+            f"{PREFILL_MULTIPLE * max(1, -(-prefill_chunk // PREFILL_MULTIPLE))} is the next one"
+        )
+    return tuple(count * PREFILL_MULTIPLE for count in _doubling(prefill_chunk // PREFILL_MULTIPLE))
+
+
+def pick_prefill_length(lengths: Sequence[int], num_tokens: int) -> int:
+    """Return the smallest of `lengths` (sorted) that holds num_tokens: a function of the length alone.
+
+    Raises ValueError if none does.
+    """
+    _check("num_tokens", num_tokens, 1)
+    for length in lengths:
+        if length >= num_tokens:
+            return length
+    raise ValueError(f"num_tokens must be at most {lengths[-1]}, got {num_tokens}; prefill it in chunks")
+
+
+def _doubling(last: int) -> tuple[int, ...]:
+    counts = [1]
+    while counts[-1] < last:
+        counts.append(min(2 * counts[-1], last))
+    return tuple(counts)
+
+
+def _check(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}; raise it")

@@ -1,0 +1,43 @@
+"""Blocks are handed out once and taken back once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_mtp.cache.block_pool import BlockPool
+
+
+@given(st.integers(2, 20), st.data())
+def test_every_block_is_owned_by_one(num_blocks: int, data: st.DataObject) -> None:
+    pool, owned = BlockPool(num_blocks), []
+    for _ in range(data.draw(st.integers(0, 12))):
+        if owned and data.draw(st.booleans()):
+            count = data.draw(st.integers(1, len(owned)))
+            pool.free(owned[:count])
+            owned = owned[count:]
+        else:
+            owned += pool.allocate(data.draw(st.integers(0, pool.num_free)))
+        assert len(set(owned)) == len(owned)
+        assert all(0 < block_id < num_blocks for block_id in owned)
+        assert pool.num_used == len(owned)
+        assert pool.num_free == num_blocks - 1 - len(owned)
+
+
+def test_a_bug_of_ours_is_an_assertion() -> None:
+    pool = BlockPool(4)
+    (first, *_) = pool.allocate(3)
+    with pytest.raises(AssertionError, match="1 blocks asked for, 0 are free"):
+        pool.allocate(1)
+    pool.free([first])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([first])
+    for block_id in (0, 4):
+        with pytest.raises(AssertionError, match="never handed out"):
+            pool.free([block_id])
+
+
+def test_a_pool_needs_a_block() -> None:
+    with pytest.raises(ValueError, match="num_blocks must be at least 2, got 1"):
+        BlockPool(1)

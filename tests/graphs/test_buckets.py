@@ -1,0 +1,77 @@
+"""Every batch and every chunk fits a bucket, in whole groups, with little waste."""
+
+from __future__ import annotations
+
+from math import ceil, lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_mtp.graphs.buckets import Bucket, ladder, pick, pick_prefill_length, prefill_lengths
+
+
+@given(unit=st.integers(1, 16), mtp_step=st.integers(0, 8), max_batch=st.integers(1, 300))
+def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step: int, max_batch: int) -> None:
+    buckets, query_len = ladder(unit, mtp_step, max_batch), mtp_step + 1
+    step = lcm(unit, query_len)
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[-1].rows == ceil(max_batch * query_len / step) * step
+    for bucket in buckets:
+        assert bucket.mtp_step == mtp_step
+        assert bucket.rows % unit == 0
+        assert bucket.groups * query_len == bucket.rows
+    assert len(buckets) <= 2 + ceil(max_batch * query_len / step).bit_length()
+    for num_requests in range(1, max_batch + 1):
+        bucket = pick(buckets, num_requests)
+        assert bucket.groups >= num_requests
+        assert all(other.groups < num_requests for other in buckets if other < bucket)
+        if num_requests >= step // query_len:
+            assert 2 * num_requests * query_len > bucket.rows
+
+
+@pytest.mark.parametrize(
+    "unit, mtp_step, max_batch, rows",
+    [
+        (1, 3, 8, [4, 8, 16, 32]),
+        (4, 3, 8, [4, 8, 16, 32]),
+        (4, 2, 8, [12, 24]),
+        (4, 0, 8, [4, 8]),
+        (1, 0, 1, [1]),
+        (8, 1, 9, [8, 16, 24]),
+    ],
+)
+def test_ladders(unit: int, mtp_step: int, max_batch: int, rows: list[int]) -> None:
+    assert [bucket.rows for bucket in ladder(unit, mtp_step, max_batch)] == rows
+
+
+@given(chunks=st.integers(1, 40), data=st.data())
+def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> None:
+    lengths = prefill_lengths(64 * chunks)
+    assert lengths[0] == 64
+    assert lengths[-1] == 64 * chunks
+    assert all(length % 64 == 0 for length in lengths)
+    num_tokens = data.draw(st.integers(1, 64 * chunks))
+    length = pick_prefill_length(lengths, num_tokens)
+    assert num_tokens <= length
+    assert length == 64 or length < 2 * num_tokens
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^unit must be at least 1, got 0"):
+        ladder(0, 3, 8)
+    with pytest.raises(ValueError, match=r"^mtp_step must be at least 0, got -1"):
+        ladder(1, -1, 8)
+    with pytest.raises(ValueError, match=r"^max_batch must be at least 1, got 0"):
+        ladder(1, 3, 0)
+    with pytest.raises(ValueError, match=r"^num_requests must be at most 2, got 3; raise max_batch"):
+        pick((Bucket(8, 3),), 3)
+    with pytest.raises(ValueError, match=r"^num_requests must be at least 1, got 0"):
+        pick((Bucket(8, 3),), 0)
+    for chunk in (0, 100):
+        with pytest.raises(
+            ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"
+        ):
+            prefill_lengths(chunk)
+    with pytest.raises(ValueError, match=r"^num_tokens must be at most 64, got 65"):
+        pick_prefill_length((64,), 65)
