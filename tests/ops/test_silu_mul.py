@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.silu_mul import silu_mul
+from tests.ops.harness import check_compiles, check_registration, check_row_invariance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,3 +32,15 @@ def test_bad_arguments_raise() -> None:
         silu_mul(torch.zeros(2, 4, dtype=torch.float16))
     with pytest.raises(ValueError, match="stride 1"):
         silu_mul(torch.zeros(4, 2).t())
+
+
+def test_registration_and_compile() -> None:
+    cases = [(torch.randn(m, 2 * i),) for m, i in ((3, 8), (5, 12))]
+    check_registration(torch.ops.compiled_mtp.silu_mul.default, cases[0])
+    check_compiles(silu_mul, cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
+    gate_up = torch.randn(70, 2 * 37, dtype=dtype)
+    check_row_invariance(lambda m: silu_mul(gate_up[:m]), range(1, 70), 70)
