@@ -16,7 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Fields that a checkpoint's generation_config.json may set, under the same names.
-_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 # Known by name, so that they are refused instead of ignored.
 _NOT_IN_THIS_VERSION: dict[str, Any] = {
@@ -116,15 +124,12 @@ class SamplingParams(BaseModel):
     def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
         """Return these parameters with the fields the caller did not set taken from a generation_config.
 
-        temperature, top_k, top_p, min_p and repetition_penalty are read, and `do_sample: false` means
-        temperature 0; other keys are not sampling. Raises ValueError if the checkpoint asks for what this version
-        lacks.
+        Other keys than those of sampling are left alone. Raises ValueError if the checkpoint asks for what
+        this version lacks.
         """
         defaults = {
             name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
         }
-        if generation_defaults.get("do_sample") is False:
-            defaults["temperature"] = 0.0
         fields = {name: value for name, value in defaults.items() if value is not None}
         try:
             return SamplingParams(**(fields | {name: getattr(self, name) for name in self.model_fields_set}))
@@ -227,7 +232,7 @@ class RequestOutput:
     logprobs: None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """The host's state of one request, owned by the scheduler.
 

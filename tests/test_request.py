@@ -70,7 +70,6 @@ def test_defaults_of_the_checkpoint_fill_only_what_the_caller_left_out() -> None
     params = SamplingParams(temperature=1.0, max_tokens=5).with_defaults(generation)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 20, 0.95, 0.0)
     assert params.max_tokens == 5
-    assert SamplingParams().with_defaults({"do_sample": False, "temperature": 0.6}).temperature == 0.0
     assert SamplingParams().with_defaults({}) == SamplingParams()
 
 

@@ -1,0 +1,304 @@
+"""Who runs, how many tokens, which blocks. Pure host arithmetic: no torch.
+
+A step is one prefill chunk of one request or one decode round of all running ones; while both are waiting
+they take turns, so a long prompt delays the others by one chunk at a time. Results may arrive `max_in_flight`
+steps late: a plan depends on what is certain and reserves for what is possible.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from compiled_mtp.cache.block_pool import BlockPool
+from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
+
+
+class Scheduler:
+    """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served.
+
+    A request is admitted when its worst case (prompt, output, speculative rows) fits beside the worst cases
+    of those running; then its growth cannot fail and nothing is ever preempted. Raises ValueError for a number
+    that is too small.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefill_chunk: int,
+        mtp_step: int,
+        max_in_flight: int,
+    ) -> None:
+        numbers = (
+            ("max_batch", max_batch, 1),
+            ("block_size", block_size, 1),
+            ("max_model_len", max_model_len, 2),
+            ("prefill_chunk", prefill_chunk, 1),
+            ("mtp_step", mtp_step, 0),
+            ("max_in_flight", max_in_flight, 0),
+        )
+        for name, value, low in numbers:
+            if value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}; raise it")
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.prefill_chunk = prefill_chunk
+        self.mtp_step = mtp_step
+        self.max_in_flight = max_in_flight
+        self.pool = BlockPool(num_blocks)
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._prefilling: Request | None = None
+        self._running: dict[int, Request] = {}
+        self._free_slots = list(range(max_batch, 0, -1))
+        self._generations = [0] * (max_batch + 1)
+        self._committed_blocks = 0
+        self._released: list[int] = []
+        self._outputs: list[RequestOutput] = []
+        self._is_prefill_next = True
+        self._next_step_id = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; mutates its output limit. Raises ValueError if it could never run.
+
+        That is: its id is in use, its prompt leaves no room for a token, or its worst case needs more blocks
+        than there are.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id must be unused, got {request.request_id!r}; choose another")
+        room = self.max_model_len - request.prompt_len
+        if room < 1:
+            raise ValueError(
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got "
+                f"{request.prompt_len}; shorten it or raise max_model_len"
+            )
+        request.max_output = min(request.params.max_tokens, room)
+        blocks, most = self._worst_case_blocks(request), self.pool.num_blocks - 1
+        if blocks > most:
+            raise ValueError(
+                f"prompt and max_tokens must fit into {most} blocks of {self.block_size} tokens, got a prompt "
+                f"of {request.prompt_len} and max_tokens={request.params.max_tokens}, which need {blocks}; "
+                "lower max_tokens, shorten the prompt or raise num_blocks"
+            )
+        request.accepted_by_index = [0] * self.mtp_step
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; return False if there is none of that id.
+
+        Its last output, with finish_reason "abort", comes from the next `update`; launches in flight are
+        dropped.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "abort")
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Return whether a request, or its last output, is still to come."""
+        return bool(self._requests or self._outputs)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return len(self._running) + (self._prefilling is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for blocks."""
+        return len(self._waiting)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
+        if self._prefilling is None:
+            self._admit()
+        decoding = [r for r in self._running.values() if r.min_output < r.max_output]
+        if self._prefilling is not None and (self._is_prefill_next or not decoding):
+            self._is_prefill_next = False
+            return self._plan_prefill(self._prefilling)
+        self._is_prefill_next = True
+        return self._plan_decode(decoding) if decoding else None
+
+    def update(self, result: StepResult | None) -> list[RequestOutput]:
+        """Take the result of a launch, if there is one, and return what the requests gained since.
+
+        Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch alone.
+        """
+        if result is not None:
+            lists = result.token_ids if result.error is None else [[]] * len(result.plan.slots)
+            owners = zip(result.plan.slots, result.plan.generations, lists, strict=True)
+            for slot, generation, token_ids in owners:
+                request = self._owner(slot, generation)
+                if request is not None:
+                    self._take(request, result, token_ids)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _admit(self) -> None:
+        if not (self._waiting and self._free_slots):
+            return
+        blocks = self._worst_case_blocks(self._waiting[0])
+        if self._committed_blocks + blocks > self.pool.num_blocks - 1:
+            return
+        request = self._waiting.popleft()
+        self._committed_blocks += blocks
+        request.slot = self._free_slots.pop()
+        self._generations[request.slot] += 1
+        request.generation = self._generations[request.slot]
+        self._prefilling = request
+
+    def _plan_prefill(self, request: Request) -> StepPlan:
+        start = request.num_prefilled
+        end = min(start + self.prefill_chunk, request.prompt_len)
+        is_last = end == request.prompt_len
+        admitted = () if start else (self._slot_init(request),)
+        # After the last chunk the draft writes the pairs of its mtp_step drafts, from slot `end` on.
+        updates = self._reserve(request, end - 1 + (self.mtp_step if is_last else 0))
+        request.num_prefilled = end
+        if is_last:
+            request.pos_cpu = end
+            request.is_first_token_due = True
+            self._prefilling = None
+            self._running[request.slot] = request
+        return StepPlan(
+            step_id=self._step_id(),
+            kind="prefill",
+            slots=(request.slot,),
+            generations=(request.generation,),
+            mtp_step=self.mtp_step,
+            token_ids=tuple(request.prompt_token_ids[start:end]),
+            start=start,
+            is_last=is_last,
+            block_updates=tuple(updates),
+            admitted=admitted,
+            released=self._take_released(),
+        )
+
+    def _plan_decode(self, requests: list[Request]) -> StepPlan:
+        updates: list[tuple[int, int, int]] = []
+        for request in requests:
+            assert request.in_flight <= self.max_in_flight, f"{request.in_flight} results are late"
+            updates += self._reserve(request, self._last_write(request.pos_cpu, request.in_flight))
+            request.in_flight += 1
+        return StepPlan(
+            step_id=self._step_id(),
+            kind="decode",
+            slots=tuple(request.slot for request in requests),
+            generations=tuple(request.generation for request in requests),
+            mtp_step=self.mtp_step,
+            block_updates=tuple(updates),
+            released=self._take_released(),
+        )
+
+    def _last_write(self, pos: int, in_flight: int) -> int:
+        """Last position a round may write after `in_flight` unread ones: its verify rows, then the chain's."""
+        return pos + in_flight * (self.mtp_step + 1) + 2 * self.mtp_step
+
+    def _worst_case_blocks(self, request: Request) -> int:
+        """Blocks for every position that any launch of this request may write.
+
+        A round is launched while one token may be missing, unread rounds counted with one token each; each of
+        those may have given mtp_step more.
+        """
+        last = request.prompt_len + max(request.max_output - 2, 0) + (self.max_in_flight + 2) * self.mtp_step
+        return self._blocks_up_to(last)
+
+    def _blocks_up_to(self, position: int) -> int:
+        return min(position, self.max_model_len - 1) // self.block_size + 1
+
+    def _reserve(self, request: Request, position: int) -> list[tuple[int, int, int]]:
+        owned = len(request.block_ids)
+        new = self.pool.allocate(max(self._blocks_up_to(position) - owned, 0))
+        request.block_ids += new
+        return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
+
+    def _take(self, request: Request, result: StepResult, token_ids: list[int]) -> None:
+        is_round = result.plan.kind == "decode"
+        if result.error is not None:
+            self._end(request, "error", result.error)
+            return
+        if is_round:
+            assert 1 <= len(token_ids) <= self.mtp_step + 1, f"a round emitted {len(token_ids)} tokens"
+            request.in_flight -= 1
+            request.pos_cpu += len(token_ids)
+        elif not result.plan.is_last:
+            return
+        else:
+            request.is_first_token_due = False
+        kept, text = request.append(token_ids, is_round)
+        if request.finish_reason is not None:
+            self._release(request)
+        self._outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                new_token_ids=kept,
+                new_text=text,
+                metrics=request.metrics(),
+                finish_reason=request.finish_reason,
+            )
+        )
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        text = request.finish(reason)
+        self._release(request)
+        self._outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                new_text=text,
+                metrics=request.metrics(),
+                finish_reason=reason,
+                error=error,
+            )
+        )
+
+    def _release(self, request: Request) -> None:
+        """Give back slot and blocks, once. A launch in flight may still write them: it runs before the next
+        owner's, and its tokens are dropped by generation.
+        """
+        del self._requests[request.request_id]
+        if not request.slot:
+            self._waiting.remove(request)
+            return
+        if request is self._prefilling:
+            self._prefilling = None
+        else:
+            del self._running[request.slot]
+        self.pool.free(request.block_ids)
+        self._committed_blocks -= self._worst_case_blocks(request)
+        self._free_slots.append(request.slot)
+        self._released.append(request.slot)
+        request.block_ids = []
+        request.slot = 0
+
+    def _owner(self, slot: int, generation: int) -> Request | None:
+        if self._generations[slot] != generation:
+            return None
+        if self._prefilling is not None and self._prefilling.slot == slot:
+            return self._prefilling
+        return self._running.get(slot)
+
+    def _slot_init(self, request: Request) -> SlotInit:
+        params = request.params
+        return SlotInit(
+            slot=request.slot,
+            generation=request.generation,
+            seed=request.seed,
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+
+    def _take_released(self) -> tuple[int, ...]:
+        released, self._released = tuple(self._released), []
+        return released
+
+    def _step_id(self) -> int:
+        self._next_step_id += 1
+        return self._next_step_id - 1
