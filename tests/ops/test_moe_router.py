@@ -1,0 +1,83 @@
+"""moe_router: choice, order, weights, invariance and registration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.moe_router import moe_router
+from compiled_mtp.ops.moe_router.reference import moe_router as reference
+
+
+@pytest.mark.parametrize(
+    "experts, top_k, renormalize", [(8, 2, True), (256, 8, True), (512, 10, False), (3, 3, True)]
+)
+def test_weights_match_float64(experts: int, top_k: int, renormalize: bool) -> None:
+    logits = torch.randn(17, experts + 1, generator=torch.Generator().manual_seed(0)) * 4
+    weights, ids = moe_router(logits, top_k, renormalize)
+    probability = torch.softmax(logits[:, :-1].double(), -1)
+    expected, expected_ids = probability.topk(top_k)
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert torch.equal(ids[:, :top_k].long(), expected_ids)
+    assert torch.equal(ids[:, top_k], torch.full((17,), experts, dtype=torch.int32))
+    torch.testing.assert_close(weights[:, :top_k].double(), expected, rtol=1e-6, atol=1e-9)
+    gate = torch.sigmoid(logits[:, -1].double())
+    torch.testing.assert_close(weights[:, top_k].double(), gate, rtol=1e-6, atol=0)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0]])
+    _, ids = moe_router(logits, 4, True)
+    assert ids.tolist() == [[1, 2, 4, 0, 5]]
+
+
+def test_nan_logits_give_valid_distinct_ids() -> None:
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
+    logits[1] = float("nan")
+    logits[2, 5] = float("nan")
+    weights, ids = moe_router(logits, 3, True)
+    assert all(len(set(row)) == 4 and max(row) == 8 and min(row) >= 0 for row in ids.tolist())
+    assert weights[0].isfinite().all()
+    assert weights[1, :3].isnan().all()
+    assert 5 not in ids[2].tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_rows_do_not_depend_on_their_company(threads: int) -> None:
+    logits = torch.randn(65, 257, generator=torch.Generator().manual_seed(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = moe_router(logits, 8, True)
+        for rows in (1, 2, 3, 7):
+            alone = [moe_router(part, 8, True) for part in logits.split(rows)]
+            assert torch.equal(torch.cat([a[0] for a in alone]), together[0])
+            assert torch.equal(torch.cat([a[1] for a in alone]), together[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_opcheck_and_compile() -> None:
+    logits = torch.randn(5, 9)
+    torch.library.opcheck(torch.ops.compiled_mtp.moe_router.default, (logits, 2, True))
+    compiled = torch.compile(lambda x: moe_router(x, 2, True), fullgraph=True, dynamic=False)
+    for rows in (1, 5):
+        got, expected = compiled(logits[:rows]), reference(logits[:rows], 2, True)
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    "logits, top_k, message",
+    [
+        (torch.zeros(9), 2, "logits must have shape"),
+        (torch.zeros(2, 9, dtype=torch.bfloat16), 2, "logits must have dtype"),
+        (torch.zeros(9, 2).t(), 2, "logits must have a last dimension of stride 1"),
+        (torch.zeros(2, 9), 9, "top_k must be in 1..8, got 9"),
+        (torch.zeros(2, 9), 0, "top_k must be in 1..8, got 0"),
+    ],
+)
+def test_errors(logits: torch.Tensor, top_k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_router(logits, top_k, True)
