@@ -1,0 +1,248 @@
+"""`paged_attention`: the reference against float64, its masks, and row invariance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compiled_mtp.ops.paged_attention import paged_attention
+
+F8 = torch.float8_e4m3fn
+
+
+def make(
+    lengths,  # keys each request holds, its last W rows included
+    window,
+    num_q_heads,
+    num_kv_heads,
+    hd,
+    dtype=torch.float32,
+    block_size=64,
+    fp8=False,
+    spare=3,
+    seed=0,
+    device="cpu",
+    max_blocks=0,
+):
+    """One call's arguments; pages lie in random order, everything no row may read is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    num_requests = len(lengths)
+    needed = [-(-n // block_size) for n in lengths]
+    max_blocks = max(max_blocks, max(needed) + 1)
+    num_blocks = sum(needed) + spare
+    order = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
+    table = torch.full((num_requests, max_blocks), -1, dtype=torch.int32)
+    kv = torch.full((num_blocks, 2, num_kv_heads, block_size, hd), torch.nan)
+    positions = torch.empty(num_requests * window, dtype=torch.int64)
+    for b, length in enumerate(lengths):
+        positions[b * window : (b + 1) * window] = torch.arange(length - window, length)
+        for i in range(needed[b]):
+            block = order.pop()
+            table[b, i] = block
+            n = min(block_size, length - i * block_size)
+            kv[block, :, :, :n] = torch.randn(2, num_kv_heads, n, hd, generator=g)
+    scale = None
+    if fp8:
+        scale = torch.nan_to_num(kv).abs().amax(-1) / 448
+        scale = torch.where(kv.isnan().any(-1), torch.nan, scale)
+        kv = (kv / scale.unsqueeze(-1)).to(F8)
+    else:
+        kv = kv.to(dtype)
+    rows = num_requests * window
+    qg = torch.randn(rows, num_q_heads, 2, hd, generator=g).to(dtype)
+    out = [qg[:, :, 0].contiguous(), qg[:, :, 1], kv, scale, table, positions]
+    out[1] = qg.to(device)[:, :, 1]
+    return [t.to(device) if isinstance(t, torch.Tensor) and i != 1 else t for i, t in enumerate(out)] + [
+        hd**-0.5,
+        0,
+    ]
+
+
+def exact(q, gate, kv, kv_scale, table, positions, softmax_scale, first_key):
+    """The formula in float64, one row and head at a time."""
+    rows, hq, hd = q.shape
+    window = rows // table.shape[0]
+    group = hq // kv.shape[2]
+    bs = kv.shape[3]
+    cache = kv.double() if kv_scale is None else kv.double() * kv_scale.double().unsqueeze(-1)
+    out = torch.zeros(rows, hq, hd, dtype=torch.float64)
+    for m in range(rows):
+        keys = torch.arange(first_key, max(first_key, int(positions[m]) + 1))
+        keys = keys[keys // bs < table.shape[1]]
+        blocks = table[m // window][keys // bs].long()
+        keys, blocks = keys[blocks >= 0], blocks[blocks >= 0]
+        if len(keys) == 0:
+            continue
+        for h in range(hq):
+            k, v = (cache[blocks, i, h // group, keys % bs] for i in (0, 1))
+            p = torch.softmax(softmax_scale * (k @ q[m, h].double()), 0)
+            out[m, h] = p @ v
+    return (out * torch.sigmoid(gate.double())).flatten(1)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (8, 2), (6, 1), (8, 1), (3, 1)])
+def test_reference_matches_float64(hq, hkv, block_size):
+    args = make([131, 64, 1 + 3, 200], 3, hq, hkv, 64, block_size=block_size)
+    torch.testing.assert_close(paged_attention(*args).double(), exact(*args), rtol=0, atol=2e-6)
+
+
+def test_reference_matches_sdpa_on_a_prefill_chunk():
+    args = make([300], 172, 8, 2, 128)
+    q, gate, kv, _, table, positions, scale, _ = args
+    pages = kv[table[0, :5].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :300]
+    mask = torch.arange(300) <= positions.unsqueeze(1)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        pages[0][None],
+        pages[1][None],
+        attn_mask=mask[None],
+        scale=scale,
+        enable_gqa=True,
+    )[0]
+    want = (want.transpose(0, 1) * torch.sigmoid(gate)).flatten(1)
+    torch.testing.assert_close(paged_attention(*args), want, rtol=0, atol=2e-6)
+
+
+def test_fp8_pages_are_read_with_their_scales():
+    args = make([70, 5], 2, 4, 2, 64, fp8=True)
+    args[3][args[4][0, 0].long(), :, 0, 3] *= 1e4  # one loud token
+    want = exact(*args)
+    error = (paged_attention(*args).double() - want).abs().max() / want.abs().max()
+    assert error < 1e-6
+
+
+def test_first_key_hides_earlier_keys_and_rows_before_it_are_zero():
+    args = make([70, 5], 4, 4, 2, 64)
+    args[-1] = 3
+    out = paged_attention(*args)
+    torch.testing.assert_close(out.double(), exact(*args), rtol=0, atol=2e-6)
+    assert (args[5][4:] == torch.tensor([1, 2, 3, 4])).all()
+    assert (out[4:6] == 0).all()
+    assert (out[6:] != 0).any()
+    args[-1] = 500
+    assert (paged_attention(*args) == 0).all()
+
+
+def test_padding_requests_and_unwritten_rows_harm_no_one():
+    args = make([70, 66], 4, 4, 2, 64)
+    alone = paged_attention(*args)
+    table = torch.cat((args[4], torch.full_like(args[4][:1], -1)))
+    positions = torch.cat((args[5], torch.zeros(4, dtype=torch.int64)))
+    q, gate = (torch.cat((t, torch.full_like(t[:4], 7.0))) for t in args[:2])
+    both = paged_attention(q, gate, *args[2:4], table, positions, *args[6:])
+    assert torch.equal(both[:8], alone)
+    assert (both[8:] == 0).all()
+    # Rows past the end of a chunk: their positions lie in the page, their keys were never written.
+    args = make([70], 4, 4, 2, 64)
+    want = paged_attention(*args)
+    q, gate = (torch.cat((t, t)) for t in args[:2])
+    positions = torch.cat((args[5], torch.arange(70, 74)))
+    got = paged_attention(q, gate, *args[2:5], positions, *args[6:])
+    assert torch.equal(got[:4], want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (8, 2), (6, 1), (8, 1), (3, 1)])
+def test_bits_of_a_row_are_its_own(hq, hkv, dtype, threads):
+    lengths = [131, 66, 9, 257, 64]
+    window = 8
+    args = make(lengths, window, hq, hkv, 64, dtype=dtype)
+    q, gate, kv, _, table, positions, scale, first = args
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        full = paged_attention(*args).unflatten(0, (len(lengths), window))
+        torch.set_num_threads(threads)
+        rows = torch.arange(len(lengths) * window).view(len(lengths), window)
+        for requests in ([3, 0, 1, 4, 2], [2], [1, 3]):
+            for part in (slice(0, 8), slice(2, 5), slice(7, 8), slice(0, 1)):
+                pick = rows[requests, part].flatten()
+                got = paged_attention(
+                    q[pick], gate[pick], kv, None, table[requests], positions[pick], scale, first
+                )
+                assert torch.equal(got, full[requests, part].flatten(0, 1))
+        # A wide block table, and one request as a prefill chunk.
+        wide = torch.nn.functional.pad(table, (0, 40), value=-1)
+        assert torch.equal(paged_attention(q, gate, kv, None, wide, *args[5:]), full.flatten(0, 1))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_chunk_of_rows_gives_the_bits_of_its_windows():
+    args = make([600], 600, 8, 2, 64)
+    q, gate, kv, _, table, positions, scale, first = args
+    chunk = paged_attention(*args)
+    for begin, end in ((0, 1), (63, 67), (500, 508), (599, 600)):
+        part = slice(begin, end)
+        got = paged_attention(q[part], gate[part], kv, None, table, positions[part], scale, first)
+        assert torch.equal(got, chunk[part])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_opcheck(fp8):
+    args = make([70, 5], 2, 4, 2, 64, fp8=fp8)
+    # The schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    overload = torch.ops.compiled_mtp.paged_attention.default
+    torch.library.opcheck(overload, tuple(args), test_utils=tests if fp8 else "ALL")
+
+
+def test_traces_as_one_graph_at_two_sizes():
+    compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager", dynamic=False)
+    for lengths in ([70, 5], [9]):
+        args = make(lengths, 2, 4, 2, 64)
+        assert torch.equal(compiled(*args), paged_attention(*args))
+
+
+def bad(index, value):
+    def change(args):
+        args[index] = value(args[index])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("q must have shape", bad(0, lambda t: t[0])),
+        ("q must have dtype", bad(0, lambda t: t.half())),
+        ("q must have a last dimension of stride 1", bad(0, lambda t: t.transpose(1, 2).contiguous().mT)),
+        ("gate must have shape", bad(1, lambda t: t[:2])),
+        ("gate must have dtype", bad(1, lambda t: t.bfloat16())),
+        ("kv must have shape", bad(2, lambda t: t[:, :1])),
+        ("kv must have dtype", bad(2, lambda t: t.bfloat16())),
+        ("query heads must be a multiple", bad(2, lambda t: t[:, :, [0, 1, 1]])),
+        ("block_size must be a multiple of 16", bad(2, lambda t: t[:, :, :, :24])),
+        ("kv must have dtype", bad(3, lambda t: torch.ones(1))),
+        ("block_table must have dtype", bad(4, lambda t: t.long())),
+        ("rows must be a multiple", bad(4, lambda t: t[[0, 0, 0]])),
+        ("positions must have shape", bad(5, lambda t: t[:3])),
+        ("positions must have dtype", bad(5, lambda t: t.int())),
+        ("first_key must be at least 0", bad(7, lambda t: -1)),
+    ],
+)
+def test_errors_name_the_argument(message, change):
+    args = make([70, 5], 2, 4, 2, 64)
+    change(args)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*args)
+
+
+def test_head_dim_outside_the_kernels_is_refused():
+    args = make([70], 2, 4, 2, 64)
+    args[0], args[1], args[2] = (t[..., :48] for t in args[:3])
+    with pytest.raises(ValueError, match="head_dim must be"):
+        paged_attention(*args)
+
+
+def test_scores_far_apart_do_not_overflow():
+    args = make([130], 2, 4, 2, 64)
+    args[0] = args[0] * 1e4
+    out = paged_attention(*args)
+    assert out.isfinite().all()
+    want = exact(*args)
+    assert math.isclose(float(out.double().norm()), float(want.norm()), rel_tol=1e-4)
