@@ -1,0 +1,268 @@
+"""Random GDN layers for the tests: inputs drawn as a checkpoint draws them, and a float64 recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    @property
+    def key(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def value(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key + self.value
+
+    @property
+    def columns(self) -> int:
+        return self.channels + self.value + 2 * self.num_v_heads
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        return self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+
+
+@dataclass
+class Layer:
+    """The weights of one GDN layer between the two projections."""
+
+    shape: Shape
+    conv_weight: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm_weight: torch.Tensor
+
+
+def make_layer(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Layer:
+    """Decay rates exp(a_log) from 0.02 to 16, as released checkpoints hold both slow and very fast heads."""
+    rng = torch.Generator().manual_seed(seed)
+    heads = shape.num_v_heads
+    return Layer(
+        shape,
+        (torch.randn(shape.channels, 4, generator=rng) * 0.5).to(device, dtype),
+        torch.empty(heads).uniform_(-4.0, 2.8, generator=rng).to(device),
+        torch.empty(heads).uniform_(-3.0, 1.0, generator=rng).to(device),
+        torch.empty(shape.head_v_dim).uniform_(0.5, 1.5, generator=rng).to(device),
+    )
+
+
+def make_proj(
+    shape: Shape,
+    rows: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+    padding: int = 0,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """Rows of the merged input projection; NaN in the padding columns."""
+    rng = torch.Generator().manual_seed(seed)
+    proj = torch.randn(rows, shape.columns + padding, generator=rng)
+    if padding:
+        proj[:, -padding:] = torch.nan
+    return proj.to(device, dtype)
+
+
+@dataclass
+class Cache:
+    """State and rings of one layer, poisoned with NaN: whatever is read must have been written before."""
+
+    state: torch.Tensor
+    ring_k: torch.Tensor
+    ring_u: torch.Tensor
+    ring_g: torch.Tensor
+    conv_ring: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.state, self.ring_k, self.ring_u, self.ring_g, self.conv_ring
+
+    def clone(self) -> Cache:
+        return Cache(*(t.clone() for t in self.tensors))
+
+
+def make_cache(
+    shape: Shape, slots: int, ring: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Cache:
+    """NaN everywhere but in the states, which are random, and in the state of slot 0, which is zero."""
+    rng = torch.Generator().manual_seed(7)
+    state = torch.randn(slots, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, generator=rng) * 0.3
+    state[0] = 0.0
+    nan = torch.nan
+    return Cache(
+        state.to(device),
+        torch.full((slots, shape.num_k_heads, ring, shape.head_k_dim), nan, device=device),
+        torch.full((slots, shape.num_v_heads, ring, shape.head_v_dim), nan, device=device),
+        torch.full((slots, shape.num_v_heads, ring), nan, device=device),
+        torch.full((slots, ring, shape.channels), nan, device=device, dtype=dtype),
+    )
+
+
+def recurrence_float64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    exp_g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule of one sequence in float64: (o [T, nv, dv], state [nv, dv, dk])."""
+    group = v.shape[1] // k.shape[1]
+    q, k = (x.double().repeat_interleave(group, dim=1) for x in (q, k))
+    v, exp_g, beta, current = v.double(), exp_g.double(), beta.double(), state.double().clone()
+    out = torch.empty_like(v)
+    for t in range(v.shape[0]):
+        current = current * exp_g[t, :, None, None]
+        u = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", current, k[t]))
+        current = current + u[..., None] * k[t, :, None, :]
+        out[t] = torch.einsum("hvk,hk->hv", current, q[t])
+    return out, current
+
+
+def gated_norm_float64(
+    out: torch.Tensor, z: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_activation: str
+) -> torch.Tensor:
+    """rmsnorm(out) * norm_weight * act(z), [T, nv*dv] float64."""
+    out = out.double()
+    gate = z.double().view(out.shape)
+    gate = torch.sigmoid(gate) if gate_activation == "sigmoid" else torch.nn.functional.silu(gate)
+    norm = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps)
+    return (norm * norm_weight.double() * gate).flatten(1)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of `expected`."""
+    expected = expected.double()
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_window(
+    shape: Shape, rows: int, dtype: torch.dtype = torch.float32, seed: int = 2, device: str = "cpu"
+) -> Window:
+    """Inputs (q, k, v, exp_g, beta, z) of gdn_verify; z is a strided view, its neighbours are NaN."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def unit(*size: int) -> torch.Tensor:
+        x = torch.randn(*size, generator=rng)
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    q = unit(rows, shape.num_k_heads, shape.head_k_dim) * shape.head_k_dim**-0.5
+    k = unit(rows, shape.num_k_heads, shape.head_k_dim)
+    v = torch.randn(rows, shape.num_v_heads, shape.head_v_dim, generator=rng)
+    exp_g = torch.exp(-torch.empty(rows, shape.num_v_heads).exponential_(4.0, generator=rng))
+    beta = torch.sigmoid(torch.randn(rows, shape.num_v_heads, generator=rng))
+    wide = torch.full((rows, shape.value + 6), torch.nan)
+    wide[:, 2:-4] = torch.randn(rows, shape.value, generator=rng)
+    z = wide.to(device, dtype)[:, 2:-4]
+    return q.to(device), k.to(device), v.to(device), exp_g.to(device), beta.to(device), z
+
+
+def select_rows(window: Window, rows: list[int]) -> Window:
+    """The named rows of every input."""
+    q, k, v, exp_g, beta, z = window
+    return q[rows], k[rows], v[rows], exp_g[rows], beta[rows], z[rows]
+
+
+@dataclass
+class Stream:
+    """Requests decoded with gdn_verify: their slots and cursors, advanced as the engine advances them."""
+
+    layer: Layer
+    cache: Cache
+    slots: list[int]
+    base: list[int]
+    pos: list[int]
+    gate_activation: str = "silu"
+    eps: float = 1e-6
+
+    def cursors(self, requests: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        device = self.cache.state.device
+        return (
+            torch.tensor([self.slots[r] for r in requests], dtype=torch.int32, device=device),
+            torch.tensor([self.base[r] for r in requests], device=device),
+            torch.tensor([self.pos[r] for r in requests], device=device),
+        )
+
+    def verify(
+        self, verify: Callable[..., torch.Tensor], window: Window, requests: list[int]
+    ) -> torch.Tensor:
+        """One call for the named requests; `base` moves to `pos`, `pos` stays until `accept`."""
+        cache = self.cache
+        y = verify(
+            *window, self.layer.norm_weight, cache.state, cache.ring_k, cache.ring_u, cache.ring_g,
+            *self.cursors(requests), self.eps, self.gate_activation,
+        )  # fmt: skip
+        for request in requests:
+            self.base[request] = self.pos[request]
+        return y
+
+    def accept(self, request: int, count: int, query_len: int) -> None:
+        """Advance by `count` tokens and poison the records of the rest of the window."""
+        ring_length = self.cache.ring_k.shape[2]
+        rejected = [(self.pos[request] + t) % ring_length for t in range(count, query_len)]
+        for ring in (self.cache.ring_k, self.cache.ring_u, self.cache.ring_g):
+            ring[self.slots[request]][:, rejected] = torch.nan
+        self.pos[request] += count
+
+    def folded(self, commit: Callable[..., None]) -> torch.Tensor:
+        """The states at `pos`, from a copy: the stream goes on as if nobody had looked."""
+        copy = self.cache.clone()
+        index, base, pos = self.cursors(list(range(len(self.slots))))
+        commit(copy.state, copy.ring_k, copy.ring_u, copy.ring_g, index, base, pos)
+        return copy.state[index.long()]
+
+
+def check_windows_equal_single_steps(
+    verify: Callable[..., torch.Tensor],
+    commit: Callable[..., None],
+    shape: Shape,
+    *,
+    rounds: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    """Windows of changing W, three requests a call, random acceptance, garbage in rejected records, against
+    one request and one token a call: the same outputs and states bit for bit, other slots untouched."""
+    rng = torch.Generator().manual_seed(11)
+    layer = make_layer(shape, dtype, device=device)
+    slots, start = [3, 2, 4], [0, 61, 7]
+    windows, single = (
+        Stream(layer, make_cache(shape, 6, 16, dtype, device), slots, list(start), list(start))
+        for _ in range(2)
+    )
+    before = windows.cache.clone()
+    for round_number in range(rounds):
+        query_len = (4, 1, 8, 3, 5, 2, 7, 6)[round_number % 8]
+        window = make_window(shape, 3 * query_len, dtype, seed=100 + round_number, device=device)
+        y = windows.verify(verify, window, [0, 1, 2])
+        for request in range(3):
+            count = int(torch.randint(1, query_len + 1, (1,), generator=rng))
+            for token in range(count):
+                row = request * query_len + token
+                alone = single.verify(verify, select_rows(window, [row]), [request])
+                assert torch.equal(alone[0], y[row]), (round_number, request, token)
+                single.accept(request, 1, 1)
+            windows.accept(request, count, query_len)
+        assert windows.pos == single.pos
+        states = windows.folded(commit)
+        assert torch.isfinite(states).all()
+        assert torch.equal(states, single.folded(commit)), round_number
+    for now, then in zip(windows.cache.tensors, before.tensors, strict=True):
+        assert torch.equal(now[[1, 5]].nan_to_num(), then[[1, 5]].nan_to_num())
+        assert torch.equal(now[[1, 5]].isnan(), then[[1, 5]].isnan())
