@@ -14,7 +14,7 @@ class KernelVariant:
     name: unique within the operator, and stable, since the recorded resource table is keyed by it.
     function: the `@triton.jit` function. signature: Triton type of every argument that is not a constexpr
     ("*bf16", "*fp8e4nv", "fp32", "i32"). constexprs: the value of every constexpr argument.
-    aligned: arguments (pointers, strides) that are multiples of 16 whenever `launch()` is called on real shapes;
+    aligned: arguments (pointers, strides) that are multiples of 16 whenever `launch()` sees real shapes;
     without them loads are narrow and the compiled code is not the one that runs.
     options: further compiler options, such as enable_fp_fusion.
     min_capability: the first compute capability (major * 10 + minor) it is meant for.

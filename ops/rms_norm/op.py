@@ -22,8 +22,25 @@ def _add_rms_norm_fake(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-_rms_norm = register("rms_norm", rms_norm_reference, _rms_norm_fake)
-_add_rms_norm = register("add_rms_norm", add_rms_norm_reference, _add_rms_norm_fake)
+# Imported on first use: without a GPU nothing needs Triton.
+def _rms_norm_launch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    from compiled_mtp.ops.rms_norm.kernel import launch_rms_norm
+
+    return launch_rms_norm(x, weight, eps)
+
+
+def _add_rms_norm_launch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm
+
+    return launch_add_rms_norm(x, residual, weight, eps)
+
+
+_rms_norm = register("rms_norm", rms_norm_reference, _rms_norm_fake, launch=_rms_norm_launch)
+_add_rms_norm = register(
+    "add_rms_norm", add_rms_norm_reference, _add_rms_norm_fake, launch=_add_rms_norm_launch
+)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

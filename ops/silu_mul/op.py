@@ -13,7 +13,14 @@ def _fake(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-_silu_mul = register("silu_mul", silu_mul_reference, _fake)
+def _launch(gate_up: torch.Tensor) -> torch.Tensor:
+    # Imported on first use: without a GPU nothing needs Triton.
+    from compiled_mtp.ops.silu_mul.kernel import launch
+
+    return launch(gate_up)
+
+
+_silu_mul = register("silu_mul", silu_mul_reference, _fake, launch=_launch)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

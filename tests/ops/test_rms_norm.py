@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
 EPS = 1e-6
 
@@ -41,3 +43,33 @@ def test_bad_arguments_raise() -> None:
         add_rms_norm(x, torch.zeros(3, 8), weight, EPS)
     with pytest.raises(ValueError, match="residual must have dtype"):
         add_rms_norm(x, x.bfloat16(), weight, EPS)
+
+
+def test_registration_and_compile() -> None:
+    norm_cases = [(torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
+    add_cases = [(torch.randn(m, 12), torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
+    check_registration(torch.ops.compiled_mtp.rms_norm.default, norm_cases[0])
+    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, add_cases[0])
+    check_compiles(rms_norm, norm_cases)
+    check_compiles(add_rms_norm, add_cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 70, 101).to(dtype).unbind(0)
+    weight = torch.randn(101)
+    check_row_invariance(lambda m: add_rms_norm(x[:m], residual[:m], weight, EPS), range(1, 70), 70)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("width", [100, 1024])
+def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: float, width: int) -> None:
+    from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm, launch_rms_norm
+
+    wide = torch.randn(3, width + 5).to(dtype)
+    wide[:, width:] = float("nan")
+    x, residual, weight = wide[:, :width], torch.randn(3, width).to(dtype), torch.randn(width).to(dtype)
+    check_launch(launch_rms_norm, rms_norm_reference, (x, weight, EPS), rtol=rtol, atol=1e-6)
+    check_launch(
+        launch_add_rms_norm, add_rms_norm_reference, (x, residual, weight, EPS), rtol=rtol, atol=1e-6
+    )

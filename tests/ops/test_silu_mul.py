@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops.harness import check_compiles, check_registration, check_row_invariance
+from compiled_mtp.ops.silu_mul.reference import silu_mul_reference
+from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,3 +45,13 @@ def test_registration_and_compile() -> None:
 def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     gate_up = torch.randn(70, 2 * 37, dtype=dtype)
     check_row_invariance(lambda m: silu_mul(gate_up[:m]), range(1, 70), 70)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("width", [37, 1500])
+def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: float, width: int) -> None:
+    from compiled_mtp.ops.silu_mul.kernel import launch
+
+    wide = torch.randn(3, 2 * width + 5, dtype=dtype)
+    wide[:, 2 * width :] = float("nan")
+    check_launch(launch, silu_mul_reference, (wide[:, : 2 * width],), rtol=rtol, atol=1e-7)

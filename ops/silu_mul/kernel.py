@@ -1,0 +1,48 @@
+"""silu(gate) * up, one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.variants import KernelVariant
+
+BLOCK = 1024
+OPTIONS = {"enable_fp_fusion": True}
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = gate_up + row * row_stride + column
+    gate = tl.load(at, mask=inside).to(tl.float32)
+    up = tl.load(at + width, mask=inside).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+def launch(gate_up: torch.Tensor) -> torch.Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows and width:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK=BLOCK, num_warps=4, **OPTIONS)
+    return out
+
+
+def variants() -> list[KernelVariant]:
+    return [
+        KernelVariant(
+            name=dtype,
+            function=silu_mul_kernel,
+            signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32", "width": "i32"},
+            constexprs={"BLOCK": BLOCK},
+            num_warps=4,
+            aligned=("gate_up", "out", "row_stride", "width"),
+            options=OPTIONS,
+        )
+        for dtype in ("bf16", "fp32")
+    ]

@@ -1,0 +1,112 @@
+"""Every kernel compiles for the GPUs we claim, within recorded resources; Triton's compiler needs no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "kernel_table.py"
+TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
+OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
+
+triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+
+def start_compiler(capability: int, operators: list[str], *flags: str) -> subprocess.Popen[str]:
+    """A process without the interpreter, which would make the kernels uncompilable."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        str(TOOL),
+        "--capabilities",
+        str(capability),
+        *flags,
+        "--operators",
+        *operators,
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=1800)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out)
+
+
+def cache_key(operator: str, capability: int) -> str:
+    """Changes with the Triton version and with every file the operator's kernels are made of."""
+    digest = hashlib.sha256(f"{triton.__version__} {sys.version} {capability}".encode())
+    for path in sorted([TOOL, *(ROOT / "ops").glob("*.py"), *(ROOT / "ops" / operator).glob("*.*")]):
+        digest.update(path.read_bytes())
+    return f"{operator}-{digest.hexdigest()}.json"
+
+
+@pytest.fixture(scope="module")
+def one_a_kernel(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Per operator, one configuration a kernel for sm_80 and sm_90; cached by a hash of the sources."""
+    cache = request.config.cache.mkdir("kernels")
+    wanted = [(name, capability) for name in OPERATORS for capability in (80, 90)]
+    missing = [pair for pair in wanted if not (cache / cache_key(*pair)).exists()]
+    running = {
+        capability: start_compiler(capability, names, "--first")
+        for capability in (80, 90)
+        if (names := [name for name, c in missing if c == capability])
+    }
+    fresh = {key: value for process in running.values() for key, value in finish(process).items()}
+    tables: dict[str, dict[str, Any]] = {name: {} for name in OPERATORS}
+    for name, capability in wanted:
+        path = cache / cache_key(name, capability)
+        if (name, capability) not in missing:
+            tables[name].update(json.loads(path.read_text()))
+            continue
+        part = {
+            key: value
+            for key, value in fresh.items()
+            if key.startswith(f"{name}/") and key.endswith(f"@sm_{capability}")
+        }
+        tables[name].update(part)
+        if not any("error" in value for value in part.values()):
+            path.write_text(json.dumps(part))
+    return tables
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[str, dict[str, Any]]) -> None:
+    table = one_a_kernel[operator]
+    assert any(key.endswith("@sm_90") for key in table), f"{operator}: variants() lists nothing for sm_90"
+    errors = {key: value["error"] for key, value in table.items() if "error" in value}
+    assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
+
+
+@pytest.mark.kernels
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_full_table_stays_within_recorded_resources(capability: int) -> None:
+    recorded = json.loads(TABLE.read_text())
+    if triton.__version__ not in recorded:
+        pytest.fail(
+            f"{TABLE.name} must hold Triton {triton.__version__}, got {sorted(recorded)}; "
+            "run python tools/kernel_table.py --record and review the difference"
+        )
+    limits = {k: v for k, v in recorded[triton.__version__].items() if k.endswith(f"@sm_{capability}")}
+    table = finish(start_compiler(capability, OPERATORS))
+    errors = {key: value["error"] for key, value in table.items() if "error" in value}
+    assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
+    assert sorted(table) == sorted(limits), "the recorded table names other configurations: record it again"
+    above = {
+        key: f"{resource} {value[resource]}, recorded {limits[key][resource]}"
+        for key, value in table.items()
+        for resource in value
+        if value[resource] > limits[key][resource]
+    }
+    assert not above, "\n".join(f"{key}: {text}" for key, text in above.items())

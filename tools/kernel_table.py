@@ -1,0 +1,128 @@
+"""Compile the operators' Triton kernels without a GPU and print the resources each configuration takes.
+
+    python tools/kernel_table.py --capabilities 90                 # every configuration, as JSON
+    python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
+    python tools/kernel_table.py --record                          # rewrite the table of this Triton version
+
+The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
+CAPABILITIES = (80, 90, 100)
+
+
+def operators_with_kernels() -> list[str]:
+    """Names of the operators that have a kernel.py."""
+    return sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
+
+
+def variants_of(operator: str, first: bool) -> Iterator[Any]:
+    """The KernelVariants of an operator; with `first`, only the first of each kernel function."""
+    seen: set[Any] = set()
+    for variant in importlib.import_module(f"compiled_mtp.ops.{operator}.kernel").variants():
+        if not first or variant.function not in seen:
+            seen.add(variant.function)
+            yield variant
+
+
+def compile_variant(variant: Any, capability: int) -> dict[str, int]:
+    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.function.arg_names
+    given = set(variant.signature) | set(variant.constexprs)
+    if given != set(names):
+        raise ValueError(f"variant must describe every argument, got a difference of {given ^ set(names)}")
+    source = ASTSource(
+        fn=variant.function,
+        signature={name: variant.signature.get(name, "constexpr") for name in names},
+        constexprs=dict(variant.constexprs),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned},
+    )
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run(
+            [tool, "-res-usage", cubin.name], check=True, capture_output=True, text=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    return {
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"],
+        "shared_bytes": compiled.metadata.shared,
+    }
+
+
+def compile_table(operators: list[str], capabilities: list[int], first: bool) -> dict[str, Any]:
+    """Resources, or {"error": text}, keyed by "operator/variant@sm_NN"."""
+    table: dict[str, Any] = {}
+    for operator in operators:
+        for variant in variants_of(operator, first):
+            for capability in capabilities:
+                if capability < variant.min_capability:
+                    continue
+                key = f"{operator}/{variant.name}@sm_{capability}"
+                if key in table:
+                    raise ValueError(f"variant names must differ, got {key} twice; rename one")
+                try:
+                    table[key] = compile_variant(variant, capability)
+                except Exception as error:  # one bad kernel must not hide the others
+                    table[key] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+    return table
+
+
+def main() -> None:
+    """Parse the arguments, compile, print or record."""
+    # Interpreted functions cannot be compiled.
+    os.environ.pop("TRITON_INTERPRET", None)
+    import triton
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operators", nargs="*", default=operators_with_kernels())
+    parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
+    parser.add_argument("--first", action="store_true", help="one configuration a kernel")
+    parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
+    args = parser.parse_args()
+    table = compile_table(args.operators, args.capabilities, args.first)
+    if not args.record:
+        print(json.dumps(table))
+        return
+    errors = [f"{key}: {value['error']}" for key, value in table.items() if "error" in value]
+    if errors:
+        raise SystemExit("\n".join(errors))
+    recorded = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    kept = {
+        key: value
+        for key, value in recorded.get(triton.__version__, {}).items()
+        if key.split("/")[0] not in args.operators and key.split("/")[0] in operators_with_kernels()
+    }
+    recorded[triton.__version__] = dict(sorted({**kept, **table}.items()))
+    TABLE.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
