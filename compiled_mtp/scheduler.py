@@ -17,8 +17,8 @@ class Scheduler:
     """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served.
 
     A request is admitted when its worst case (prompt, output, speculative rows) fits beside the worst cases
-    of those running; then its growth cannot fail and nothing is ever preempted. Raises ValueError for a number
-    that is too small.
+    of those running; then its growth cannot fail and nothing is ever preempted. Raises ValueError for a
+    number that is too small.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Scheduler:
         blocks, most = self._worst_case_blocks(request), self.pool.num_blocks - 1
         if blocks > most:
             raise ValueError(
-                f"prompt and max_tokens must fit into {most} blocks of {self.block_size} tokens, got a prompt "
-                f"of {request.prompt_len} and max_tokens={request.params.max_tokens}, which need {blocks}; "
-                "lower max_tokens, shorten the prompt or raise num_blocks"
+                f"prompt and max_tokens must fit into {most} blocks of {self.block_size} tokens, got "
+                f"{request.prompt_len} and {request.params.max_tokens} tokens, which need {blocks}; lower "
+                "max_tokens, shorten the prompt or raise num_blocks"
             )
         request.accepted_by_index = [0] * self.mtp_step
         self._requests[request.request_id] = request
@@ -196,7 +196,7 @@ class Scheduler:
         )
 
     def _last_write(self, pos: int, in_flight: int) -> int:
-        """Last position a round may write after `in_flight` unread ones: its verify rows, then the chain's."""
+        """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
         return pos + in_flight * (self.mtp_step + 1) + 2 * self.mtp_step
 
     def _worst_case_blocks(self, request: Request) -> int:

@@ -1,0 +1,379 @@
+"""The scheduler against a runner in pure Python that knows what every launch writes and when it is read."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from compiled_mtp.request import Request, RequestOutput, SamplingParams, StepPlan, StepResult
+from compiled_mtp.scheduler import Scheduler
+
+EOS = 7
+
+
+def token_at(seed: int, index: int) -> int:
+    """The index-th output token of the request with this seed; one in 15 is an eos."""
+    return random.Random(f"{seed} {index}").randrange(EOS, EOS + 15)
+
+
+@dataclass
+class Row:
+    """The device's view of a slot."""
+
+    generation: int
+    seed: int
+    prompt: list[int] = field(default_factory=list)
+    pos: int = 0
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class FakeRunner:
+    """Executes plans at once and hands their results out `delay` launches late, as a device would."""
+
+    def __init__(self, scheduler: Scheduler, delay: int, seed: int = 0, accept: int | None = None) -> None:
+        self.scheduler = scheduler
+        self.delay = delay
+        self.rows: dict[int, Row] = {}
+        self.random = random.Random(seed)
+        self.accept = accept
+        self.results: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.fail_next = False
+
+    def run(self, plan: StepPlan | None) -> StepResult | None:
+        if plan is not None:
+            self._install(plan)
+            tokens = self._prefill(plan) if plan.kind == "prefill" else self._decode(plan)
+            error = "the device is on fire" if self.fail_next else None
+            self.fail_next = False
+            self.results.append(StepResult(plan, [] if error else tokens, error))
+            self.plans.append(plan)
+            if len(self.results) <= self.delay:
+                return None
+        return self.results.popleft() if self.results else None
+
+    def _install(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self.rows.pop(slot, None)
+        for init in plan.admitted:
+            assert init.slot not in self.rows, "a slot is given out before it was released"
+            self.rows[init.slot] = Row(init.generation, init.seed)
+        for slot, index, block_id in plan.block_updates:
+            assert all(block_id not in row.blocks.values() for row in self.rows.values()), (
+                "a block has two owners"
+            )
+            assert index == len(self.rows[slot].blocks)
+            self.rows[slot].blocks[index] = block_id
+        assert 0 not in plan.slots
+        assert len(set(plan.slots)) == len(plan.slots)
+        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+            assert self.rows[slot].generation == generation
+
+    def _write(self, row: Row, first: int, last: int) -> None:
+        for position in range(first, min(last, self.scheduler.max_model_len - 1) + 1):
+            assert row.blocks.get(position // self.scheduler.block_size, 0) > 0, f"{position} is not reserved"
+
+    def _prefill(self, plan: StepPlan) -> list[list[int]]:
+        (slot,) = plan.slots
+        row, end = self.rows[slot], plan.start + len(plan.token_ids)
+        assert plan.start == len(row.prompt)
+        assert plan.start % self.scheduler.prefill_chunk == 0
+        assert 1 <= len(plan.token_ids) <= self.scheduler.prefill_chunk
+        row.prompt += plan.token_ids
+        self._write(row, plan.start, end - 1 + (plan.mtp_step if plan.is_last else 0))
+        row.pos = end
+        return [[token_at(row.seed, 0)] if plan.is_last else []]
+
+    def _decode(self, plan: StepPlan) -> list[list[int]]:
+        tokens = []
+        for slot in plan.slots:
+            row = self.rows[slot]
+            self._write(row, row.pos, row.pos + 2 * plan.mtp_step)
+            accepted = self.random.randint(0, plan.mtp_step) if self.accept is None else self.accept
+            index = row.pos - len(row.prompt) + 1
+            tokens.append([token_at(row.seed, index + k) for k in range(accepted + 1)])
+            row.pos += accepted + 1
+        return tokens
+
+
+def make_scheduler(**numbers: int) -> Scheduler:
+    defaults = {
+        "max_batch": 3,
+        "num_blocks": 31,
+        "block_size": 4,
+        "max_model_len": 40,
+        "prefill_chunk": 8,
+        "mtp_step": 3,
+        "max_in_flight": 1,
+    }
+    return Scheduler(**(defaults | numbers))
+
+
+def make_request(name: str, prompt_len: int, max_tokens: int, seed: int = 0, **fields: object) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)  # type: ignore[arg-type]
+    return Request(name, list(range(100, 100 + prompt_len)), params, eos_token_ids=frozenset({EOS}))
+
+
+def expected_tokens(request: Request, max_model_len: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < min(request.params.max_tokens, max_model_len - request.prompt_len):
+        tokens.append(token_at(request.seed, len(tokens)))
+        if tokens[-1] == EOS and not request.params.ignore_eos:
+            break
+    return tokens
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
+    return scheduler.update(runner.run(scheduler.schedule()))
+
+
+def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    for _ in range(2000):
+        if not scheduler.has_unfinished():
+            return outputs
+        for output in step(scheduler, runner):
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError("the requests do not end")
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
+@pytest.mark.parametrize("accept", [None, 0, "all"])
+def test_streams_are_complete_whatever_is_accepted(delay: int, mtp_step: int, accept: object) -> None:
+    scheduler = make_scheduler(mtp_step=mtp_step, max_in_flight=delay, num_blocks=40)
+    kept = mtp_step if accept == "all" else accept
+    runner = FakeRunner(scheduler, delay, accept=kept)  # type: ignore[arg-type]
+    sizes = [(1, 30), (2, 1), (3, 7), (7, 40), (8, 2), (9, 12), (30, 20), (39, 9), (17, 3)]
+    requests = [make_request(str(i), *size, seed=i) for i, size in enumerate(sizes)]
+    for request in requests:
+        scheduler.add(request)
+    outputs = finish_all(scheduler, runner)
+    for request in requests:
+        mine = outputs[request.request_id]
+        tokens = [token for output in mine for token in output.new_token_ids]
+        assert tokens == expected_tokens(request, 40) == request.output_token_ids
+        assert [output.finish_reason for output in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == ("stop" if tokens[-1] == EOS else "length")
+        assert mine[-1].metrics.output_tokens == len(tokens)
+        assert mine[-1].metrics.prompt_tokens == request.prompt_len
+    assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_long_prompt_delays_running_requests_by_one_chunk(delay: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay)
+    runner = FakeRunner(scheduler, delay, accept=0)
+    scheduler.add(make_request("short", 3, 20, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    scheduler.add(make_request("long", 35, 4, ignore_eos=True))
+    for _ in range(10):
+        step(scheduler, runner)
+    kinds = [plan.kind for plan in runner.plans[-10:]]
+    assert kinds == ["prefill", "decode"] * 5
+    starts = [plan.start for plan in runner.plans[-10:] if plan.kind == "prefill"]
+    assert starts == [0, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_no_round_is_launched_that_is_certainly_useless(delay: int) -> None:
+    scheduler = make_scheduler(mtp_step=0, max_in_flight=delay)
+    runner = FakeRunner(scheduler, delay)
+    for name, max_tokens in (("a", 6), ("b", 1)):
+        scheduler.add(make_request(name, 3, max_tokens, ignore_eos=True))
+    finish_all(scheduler, runner)
+    assert [plan.kind for plan in runner.plans].count("decode") == 5
+
+
+def test_requests_run_first_come_first_served_and_a_big_one_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_blocks=11, mtp_step=0, max_in_flight=0)
+    runner = FakeRunner(scheduler, 0)
+    sizes = {"first": (10, 4), "big": (30, 10), "small": (2, 2)}
+    for name, (prompt_len, max_tokens) in sizes.items():
+        scheduler.add(make_request(name, prompt_len, max_tokens, ignore_eos=True))
+    ended = [output.request_id for output in _stream(scheduler, runner) if output.finish_reason]
+    assert ended == ["first", "big", "small"]
+
+
+def _stream(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while scheduler.has_unfinished():
+        outputs += step(scheduler, runner)
+    return outputs
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    scheduler.add(make_request("same", 3, 4))
+    with pytest.raises(ValueError, match="request_id must be unused, got 'same'"):
+        scheduler.add(make_request("same", 3, 4))
+    with pytest.raises(
+        ValueError, match="prompt must be shorter than max_model_len=40 tokens, got 40; shorten it"
+    ):
+        scheduler.add(make_request("long", 40, 4))
+    with pytest.raises(
+        ValueError, match=r"must fit into 5 blocks of 4 tokens, got 15 and 4 tokens, which need 7;"
+    ):
+        scheduler.add(make_request("wide", 15, 4))
+    assert scheduler.num_waiting == 1
+    with pytest.raises(ValueError, match="prefill_chunk must be at least 1, got 0"):
+        make_scheduler(prefill_chunk=0)
+
+
+def test_a_full_house_runs_a_request_of_max_model_len() -> None:
+    scheduler = make_scheduler(num_blocks=11, max_batch=1)
+    runner = FakeRunner(scheduler, 1, accept=3)
+    scheduler.add(make_request("a", 20, 100, ignore_eos=True))
+    outputs = finish_all(scheduler, runner)["a"]
+    assert outputs[-1].metrics.output_tokens == 20
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("delay", [0, 1])
+def test_abort_at_any_time_frees_everything_once_and_leaves_the_others(steps: int, delay: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay)
+    runner = FakeRunner(scheduler, delay)
+    gone, stays = make_request("gone", 20, 15, seed=1), make_request("stays", 5, 15, seed=2)
+    scheduler.add(gone)
+    scheduler.add(stays)
+    outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
+    assert scheduler.abort("gone")
+    assert not scheduler.abort("gone")
+    scheduler.add(make_request("next", 5, 15, seed=3))
+    outputs += _stream(scheduler, runner)
+    mine = [output for output in outputs if output.request_id == "gone"]
+    assert [output.finish_reason for output in mine if output.finish_reason] == ["abort"]
+    tokens = [token for output in outputs if output.request_id == "stays" for token in output.new_token_ids]
+    assert tokens == expected_tokens(stays, 40)
+    assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay)
+    runner = FakeRunner(scheduler, delay)
+    for name, prompt_len in (("a", 5), ("b", 20)):
+        scheduler.add(make_request(name, prompt_len, 12, seed=5, ignore_eos=True))
+    while not (runner.plans and runner.plans[-1].start == 8):
+        step(scheduler, runner)
+    runner.fail_next = True
+    ended = step(scheduler, runner)
+    failed = runner.plans[-1]
+    outputs = {o.request_id: o for o in ended + _stream(scheduler, runner) if o.finish_reason}
+    names = {"decode": "a", "prefill": "b"}
+    for kind, name in names.items():
+        is_failed = kind == failed.kind
+        assert (outputs[name].finish_reason == "error") == is_failed
+        assert outputs[name].error == ("the device is on fire" if is_failed else None)
+    assert scheduler.pool.num_used == 0
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = "import sys, compiled_mtp.scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come and go at random; nothing is lost, nothing is owned twice."""
+
+    @initialize(
+        mtp_step=st.integers(0, 4),
+        delay=st.integers(0, 1),
+        max_batch=st.integers(1, 4),
+        num_blocks=st.integers(5, 40),
+        block_size=st.sampled_from([1, 4, 5]),
+        max_model_len=st.integers(2, 40),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, delay: int, seed: int, **numbers: int) -> None:
+        self.scheduler = make_scheduler(max_in_flight=delay, **numbers)
+        self.runner = FakeRunner(self.scheduler, delay, seed)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+
+    @rule(prompt_len=st.integers(1, 39), max_tokens=st.integers(1, 40), ignore_eos=st.booleans())
+    def add(self, prompt_len: int, max_tokens: int, ignore_eos: bool) -> None:
+        name = str(len(self.requests))
+        request = make_request(name, prompt_len, max_tokens, seed=len(self.requests), ignore_eos=ignore_eos)
+        try:
+            self.scheduler.add(request)
+        except ValueError:
+            is_refused = True
+        else:
+            is_refused = False
+            self.requests[name], self.tokens[name] = request, []
+        scheduler = self.scheduler
+        longest = min(prompt_len + max_tokens + 3 * scheduler.mtp_step, scheduler.max_model_len)
+        may_fit = prompt_len < scheduler.max_model_len and longest <= scheduler.block_size * (
+            scheduler.pool.num_blocks - 1
+        )
+        assert not (is_refused and may_fit)
+
+    @rule()
+    def step(self) -> None:
+        self.take(step(self.scheduler, self.runner))
+
+    @rule()
+    def fail(self) -> None:
+        self.runner.fail_next = True
+        self.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        is_live = self.requests[name].finish_reason is None
+        assert self.scheduler.abort(name) == is_live
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.reasons, "output after the end"
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+
+    @invariant()
+    def every_block_and_slot_has_one_owner(self) -> None:
+        live = [r for r in self.requests.values() if r.finish_reason is None]
+        owned = [block_id for request in live for block_id in request.block_ids]
+        assert len(set(owned)) == len(owned) == self.scheduler.pool.num_used
+        assert all(0 < block_id < self.scheduler.pool.num_blocks for block_id in owned)
+        slots = [request.slot for request in live if request.slot]
+        assert len(set(slots)) == len(slots) == self.scheduler.num_running
+        assert len(live) == self.scheduler.num_running + self.scheduler.num_waiting
+
+    @invariant()
+    def tokens_are_a_prefix_of_the_plain_stream(self) -> None:
+        for name, request in self.requests.items():
+            expected = expected_tokens(request, self.scheduler.max_model_len)
+            tokens = self.tokens[name]
+            assert tokens == expected[: len(tokens)]
+            if self.reasons.get(name) in ("stop", "length"):
+                assert tokens == expected
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(3000):
+            if not self.scheduler.has_unfinished():
+                break
+            self.step()
+        assert set(self.reasons) == set(self.requests)
+        self.every_block_and_slot_has_one_owner()
+        self.tokens_are_a_prefix_of_the_plain_stream()
+        assert self.scheduler.pool.num_used == self.scheduler.num_running == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
