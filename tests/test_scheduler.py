@@ -238,6 +238,27 @@ def test_a_full_house_runs_a_request_of_max_model_len() -> None:
     assert outputs[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("mtp_step", [0, 1, 3])
+@pytest.mark.parametrize("max_tokens", [3, 4, 9])
+def test_the_worst_case_is_reached_and_never_exceeded(delay: int, mtp_step: int, max_tokens: int) -> None:
+    # With nothing accepted and blocks of one token every position of the worst case is reserved in the end.
+    prompt_len = 5
+    blocks = prompt_len + max_tokens - 1 + (delay + 2) * mtp_step
+    numbers = {"block_size": 1, "mtp_step": mtp_step, "max_in_flight": delay}
+    with pytest.raises(ValueError, match=f"which need {blocks};"):
+        make_scheduler(num_blocks=blocks, **numbers).add(make_request("a", prompt_len, max_tokens))
+    scheduler = make_scheduler(num_blocks=blocks + 1, **numbers)
+    runner = FakeRunner(scheduler, delay, accept=0)
+    scheduler.add(make_request("a", prompt_len, max_tokens, ignore_eos=True))
+    most = 0
+    while scheduler.has_unfinished():
+        result = runner.run(scheduler.schedule())
+        most = max(most, scheduler.pool.num_used)
+        scheduler.update(result)
+    assert most == blocks
+
+
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("delay", [0, 1])
 def test_abort_at_any_time_frees_everything_once_and_leaves_the_others(steps: int, delay: int) -> None:
