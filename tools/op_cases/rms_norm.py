@@ -1,0 +1,70 @@
+"""Cases of `rms_norm` and `add_rms_norm`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from op_cases import ModelShape, OpCase
+
+EPS = 1e-6
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (1.0 + weight.double())
+
+
+def check_norm(args: tuple[torch.Tensor, ...]) -> None:
+    x, weight = args
+    torch.testing.assert_close(rms_norm(x, weight, EPS).double(), exact(x, weight), rtol=4.1e-3, atol=1e-6)
+
+
+def check_add(args: tuple[torch.Tensor, ...]) -> None:
+    x, residual, weight = args
+    y, new_residual = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(new_residual, x + residual), "the new residual is not the rounded sum"
+    torch.testing.assert_close(y.double(), exact(new_residual, weight), rtol=4.1e-3, atol=1e-6)
+
+
+def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def torch_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    added = x + residual
+    return torch_norm(added, weight), added
+
+
+def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
+    """The norm of a hidden row, alone and with the residual."""
+    width = shape.hidden
+
+    def make(count: int, device: str, seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator(device).manual_seed(seed)
+        shapes = [(rows, width)] * count + [(width,)]
+        return tuple(torch.randn(s, dtype=torch.bfloat16, device=device, generator=generator) for s in shapes)
+
+    row_bytes, weight_bytes = 2 * rows * width, 2 * width
+    return [
+        OpCase(
+            f"norm {width}",
+            lambda device, seed: make(1, device, seed),
+            lambda x, weight: rms_norm(x, weight, EPS),
+            2 * row_bytes + weight_bytes,
+            check_norm,
+            torch_norm,
+            "torch",
+        ),
+        OpCase(
+            f"add norm {width}",
+            lambda device, seed: make(2, device, seed),
+            lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS),
+            4 * row_bytes + weight_bytes,
+            check_add,
+            torch_add_norm,
+            "torch",
+        ),
+    ]
