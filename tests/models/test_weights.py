@@ -1,0 +1,317 @@
+"""The loader: every layout lands where it belongs, and nothing missing, unused or misshapen passes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.weights import checkpoint_layout, dequantize, has_mtp, load_weights
+from tests.checkpoints import FAMILIES, read_stored, write_checkpoint
+
+
+def allocate(
+    config: ModelConfig, with_mtp: bool = True, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """The parameters of our models, poisoned with NaN, by the shapes that the models declare."""
+    c, h = config, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (c.vocab_size, h), "norm.weight": (h,)}
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, h)
+    layers = {f"layers.{i}.": full for i, full in enumerate(c.is_full_attention)}
+    if with_mtp:
+        layers["mtp.layer."] = True
+        shapes["mtp.fc.weight"] = (h, 2 * h)
+        shapes |= {f"mtp.{n}.weight": (h,) for n in ("norm_embedding", "norm_hidden", "norm")}
+    nv, v = c.linear_num_value_heads, c.linear_value_dim
+    for p, full in layers.items():
+        shapes |= {p + "input_norm.weight": (h,), p + "post_norm.weight": (h,)}
+        if full:
+            shapes[p + "mixer.qkv.weight"] = (2 * (c.num_q_heads + c.num_kv_heads) * c.head_dim, h)
+            shapes |= {p + "mixer.q_norm": (c.head_dim,), p + "mixer.k_norm": (c.head_dim,)}
+            shapes[p + "mixer.o_proj.weight"] = (h, c.num_q_heads * c.head_dim)
+        else:
+            shapes[p + "mixer.in_proj.weight"] = (c.linear_conv_dim + v + 2 * nv, h)
+            shapes |= {p + "mixer.conv_weight": (c.linear_conv_dim, 4), p + "mixer.out_proj.weight": (h, v)}
+            shapes |= {p + "mixer.a_log": (nv,), p + "mixer.dt_bias": (nv,)}
+            shapes[p + "mixer.norm_weight"] = (c.linear_value_head_dim,)
+        if c.is_moe:
+            e, mi = c.num_experts, c.moe_intermediate_size
+            shapes[p + "ffn.router.weight"] = (e + 1, h)
+            shapes |= {p + "ffn.gate_up": (e + 1, 2 * mi, h), p + "ffn.down": (e + 1, h, mi)}
+        else:
+            shapes[p + "ffn.gate_up.weight"] = (2 * c.intermediate_size, h)
+            shapes[p + "ffn.down.weight"] = (h, c.intermediate_size)
+    kept = re.compile(r"a_log|dt_bias|norm_weight")
+    return {
+        name: torch.full(shape, float("nan"), dtype=torch.float32 if kept.search(name) else dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def expected_layer(config: ModelConfig, s: dict[str, torch.Tensor], p: str, full: bool) -> dict[str, Any]:
+    """What a layer must hold, built from the stored tensors by whole-tensor operations."""
+    c, want = config, {}
+    want["input_norm.weight"] = s[p + "input_layernorm.weight"]
+    want["post_norm.weight"] = s[p + "post_attention_layernorm.weight"]
+    if full:
+        a = p + "self_attn."
+        want["mixer.qkv.weight"] = torch.cat([s[f"{a}{n}_proj.weight"] for n in "qkv"])
+        want["mixer.q_norm"], want["mixer.k_norm"] = s[a + "q_norm.weight"], s[a + "k_norm.weight"]
+        want["mixer.o_proj.weight"] = s[a + "o_proj.weight"]
+    else:
+        a = p + "linear_attn."
+        if c.family == "qwen3_next":
+            nk, r = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
+            sizes = [c.linear_key_head_dim] * 2 + [r * c.linear_value_head_dim] * 2
+            groups = s[a + "in_proj_qkvz.weight"].unflatten(0, (nk, -1)).split(sizes, dim=1)
+            gates = s[a + "in_proj_ba.weight"].unflatten(0, (nk, -1)).split([r, r], dim=1)
+            want["mixer.in_proj.weight"] = torch.cat([g.flatten(0, 1) for g in (*groups, *gates)])
+        else:
+            want["mixer.in_proj.weight"] = torch.cat(
+                [s[f"{a}in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a")]
+            )
+        want["mixer.conv_weight"] = s[a + "conv1d.weight"].squeeze(1)
+        want["mixer.a_log"], want["mixer.dt_bias"] = s[a + "A_log"], s[a + "dt_bias"]
+        want["mixer.norm_weight"], want["mixer.out_proj.weight"] = (
+            s[a + "norm.weight"],
+            s[a + "out_proj.weight"],
+        )
+    m = p + "mlp."
+    if c.is_moe:
+        want["ffn.router.weight"] = torch.cat([s[m + "gate.weight"], s[m + "shared_expert_gate.weight"]])
+        if m + "experts.down_proj" in s:
+            gate_up, down = s[m + "experts.gate_up_proj"], s[m + "experts.down_proj"]
+        else:
+            one = [m + f"experts.{e}." for e in range(c.num_experts)]
+            gate_up = torch.stack(
+                [torch.cat([s[n + "gate_proj.weight"], s[n + "up_proj.weight"]]) for n in one]
+            )
+            down = torch.stack([s[n + "down_proj.weight"] for n in one])
+        shared = [s[m + f"shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")]
+        want["ffn.gate_up"] = torch.cat([gate_up, torch.cat(shared[:2])[None]])
+        want["ffn.down"] = torch.cat([down, shared[2][None]])
+    else:
+        want["ffn.gate_up.weight"] = torch.cat([s[m + "gate_proj.weight"], s[m + "up_proj.weight"]])
+        want["ffn.down.weight"] = s[m + "down_proj.weight"]
+    return want
+
+
+def expected(config: ModelConfig, directory: Path) -> dict[str, torch.Tensor]:
+    stored = {}
+    for name, w in read_stored(directory).items():
+        stored[re.sub(r"^model\.(language_model\.)?", "", name)] = w.float()
+    want = {"embed.weight": stored["embed_tokens.weight"], "norm.weight": stored["norm.weight"]}
+    if not config.tie_word_embeddings:
+        want["lm_head.weight"] = stored["lm_head.weight"]
+    for i, full in enumerate(config.is_full_attention):
+        p = f"layers.{i}."
+        want |= {p + n: w for n, w in expected_layer(config, stored, p, full).items()}
+    if "mtp.fc.weight" in stored:
+        want["mtp.fc.weight"], want["mtp.norm.weight"] = stored["mtp.fc.weight"], stored["mtp.norm.weight"]
+        want["mtp.norm_embedding.weight"] = stored["mtp.pre_fc_norm_embedding.weight"]
+        want["mtp.norm_hidden.weight"] = stored["mtp.pre_fc_norm_hidden.weight"]
+        layer = expected_layer(config, stored, "mtp.layers.0.", True)
+        want |= {"mtp.layer." + n: w for n, w in layer.items()}
+    return want
+
+
+def check_loads(directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    config = ModelConfig.from_hf(directory)
+    parameters = allocate(config, dtype=dtype)
+    load_weights(config, directory, parameters, with_mtp=True)
+    want = expected(config, directory)
+    assert parameters.keys() == want.keys()
+    for name, w in want.items():
+        assert torch.equal(parameters[name], w.to(parameters[name].dtype)), name
+
+
+LAYOUTS = [
+    *FAMILIES,
+    ("flat", {"family": "qwen3_5", "flat": True}),
+    ("flat-moe", {"family": "qwen3_5_moe", "flat": True, "trunk_experts": "per_expert"}),
+    ("moe-mixed-2", {"family": "qwen3_5_moe", "trunk_experts": "per_expert", "mtp_experts": "stacked"}),
+    ("sharded-mtp", {"family": "qwen3_5", "sharded": True, "mtp_file": True}),
+    ("dense-fp8", {"family": "qwen3_5", "fp8_scale": torch.bfloat16, "sharded": True}),
+]
+
+
+@pytest.mark.parametrize("kwargs", [k for _, k in LAYOUTS], ids=[n for n, _ in LAYOUTS])
+def test_every_layout_fills_every_parameter(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    check_loads(write_checkpoint(tmp_path, **kwargs))
+
+
+def test_fp8_rounds_once_to_bfloat16(tmp_path: Path) -> None:
+    check_loads(write_checkpoint(tmp_path, "qwen3_next", fp8_scale=torch.float32), torch.bfloat16)
+
+
+def test_dequantize_partial_blocks() -> None:
+    weight = torch.ones(130, 300).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    out = dequantize(weight, scale, torch.float32)
+    for (row, column), value in {
+        (0, 0): 1,
+        (127, 128): 2,
+        (127, 299): 3,
+        (128, 127): 4,
+        (129, 256): 6,
+    }.items():
+        assert out[row, column] == value
+
+
+def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_next", num_key_heads=2, num_value_heads=4)
+    layout = checkpoint_layout(ModelConfig.from_hf(directory), ())
+    seen = set()
+    for stored in layout.values():
+        rows = sorted((p.source, p.source + p.rows) for p in stored.pieces)
+        assert [a for a, _ in rows] == [0, *(b for _, b in rows[:-1])]
+        assert rows[-1][1] == stored.shape[0]
+        for p in stored.pieces:
+            for row in range(p.start, p.start + p.rows):
+                assert (p.parameter, p.expert, row) not in seen
+                seen.add((p.parameter, p.expert, row))
+
+
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = ModelConfig.from_hf(directory)
+    calls: list[tuple[int, int]] = []
+    load_weights(
+        config,
+        directory,
+        allocate(config),
+        with_mtp=True,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    text = {n: w for n, w in load_file(directory / "model.safetensors").items() if "visual" not in n}
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert calls[-1] == (sum(w.nbytes for w in text.values()),) * 2
+
+
+def test_without_mtp_head(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, mtp=False)
+    config = ModelConfig.from_hf(directory)
+    assert not has_mtp(directory)
+    load_weights(config, directory, allocate(config, with_mtp=False), with_mtp=False)
+    with pytest.raises(ValueError, match=r"must store an MTP head .* pass mtp_step=0"):
+        load_weights(config, directory, allocate(config), with_mtp=True)
+
+
+def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = ModelConfig.from_hf(directory)
+    assert has_mtp(directory)
+    parameters = allocate(config, with_mtp=False)
+    load_weights(config, directory, parameters, with_mtp=False)
+    assert all(p.isfinite().all() for p in parameters.values())
+
+
+def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace, add or (None) drop tensors of model.safetensors, by their full names."""
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in change.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors")
+
+
+def load_error(directory: Path) -> str:
+    """The message of the one error, which must come before anything is copied."""
+    config = ModelConfig.from_hf(directory)
+    parameters = allocate(config)
+    with pytest.raises(ValueError, match="must hold exactly|must store each") as error:
+        load_weights(config, directory, parameters, with_mtp=True)
+    assert all(p.isnan().all() for p in parameters.values())
+    return str(error.value)
+
+
+def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    p = "model.language_model.layers.0."
+    change: dict[str, torch.Tensor | None] = {
+        p + "mlp.gate_proj.weight": None,
+        "mtp.norm.weight": None,
+        p + "mlp.gate_proj.bias": torch.zeros(3),
+        "mtp.layers.1.input_layernorm.weight": torch.zeros(128),
+        p + "input_layernorm.weight": torch.zeros(127),
+        p + "linear_attn.A_log": torch.zeros(2, dtype=torch.int32),
+    }
+    rewrite(directory, change)
+    message = load_error(directory)
+    assert "missing tensors: layers.0.mlp.gate_proj.weight, mtp.norm.weight;" in message
+    unused = re.search(r"unused tensors: ([^;]*);", message)
+    assert unused is not None
+    assert set(unused[1].split(", ")) == {p + "mlp.gate_proj.bias", "mtp.layers.1.input_layernorm.weight"}
+    assert p + "input_layernorm.weight of shape [127] for [128]" in message
+    assert p + "linear_attn.A_log of dtype I32 for BF16 or F16 or F32" in message
+    assert message.endswith("download the checkpoint again or use one of a supported family")
+
+
+def test_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tied=True)
+    rewrite(directory, {"lm_head.weight": torch.zeros(512, 128)})
+    assert "unused tensors: lm_head.weight in" in load_error(directory)
+
+
+def test_fp8_without_its_scale(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, fp8_scale=torch.bfloat16)
+    rewrite(directory, {"mtp.layers.0.self_attn.k_proj.weight_scale_inv": None})
+    assert "missing tensors: mtp.layers.0.self_attn.k_proj.weight_scale_inv in" in load_error(directory)
+
+
+def test_scale_without_fp8(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    rewrite(directory, {"mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(2, 1)})
+    assert "k_proj.weight of dtype BF16 for F8_E4M3" in load_error(directory)
+
+
+def test_scale_of_another_block_size(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, fp8_scale=torch.bfloat16)
+    rewrite(directory, {"mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(4, 2)})
+    assert "k_proj.weight_scale_inv of shape [4, 2] for [2, 1]" in load_error(directory)
+
+
+def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = ModelConfig.from_hf(directory)
+    parameters = allocate(config) | {"layers.0.extra": torch.zeros(3)}
+    parameters["layers.1.mixer.qkv.bias"] = torch.zeros(3)
+    del parameters["norm.weight"]
+    with pytest.raises(ValueError, match="parameters that do not fit: ") as error:
+        load_weights(config, directory, parameters, with_mtp=True)
+    for name in ("norm.weight", "layers.0.extra", "layers.1.mixer.qkv.bias"):
+        assert name in str(error.value)
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, sharded=True)
+    stray = directory / "other.safetensors"
+    save_file({"model.language_model.norm.weight": torch.zeros(128)}, stray)
+    with pytest.raises(ValueError, match=r"no weights beside its index, got \['other.safetensors'\]"):
+        has_mtp(directory)
+    stray.unlink()
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"got no \['model-00002-of-00003.safetensors'\]"):
+        has_mtp(directory)
+
+
+def test_a_tensor_stored_twice(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    save_file({"model.norm.weight": torch.zeros(128)}, directory / "more.safetensors")
+    assert "must store each tensor once, got model.norm.weight in" in load_error(directory)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got none in"):
+        has_mtp(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
+    with pytest.raises(ValueError, match="must hold safetensors files"):
+        has_mtp(tmp_path)
