@@ -1,0 +1,55 @@
+"""Paged keys and values. Buffers of modules, because torch.compile then sees static addresses it may mutate."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_mtp.config import ModelConfig
+
+
+class KVLayer(nn.Module):
+    """One layer's pages: `kv` [num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim].
+
+    `kv_scale` [num_blocks, 2, num_kv_heads, block_size] float32 belongs to FP8 pages and is None otherwise. Only
+    operators touch either: an aten write into a view makes the compiler copy the whole cache.
+    """
+
+    kv: torch.Tensor
+    kv_scale: torch.Tensor | None
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.register_buffer("kv", torch.zeros(shape, dtype=dtype, device=device))
+        is_fp8 = dtype == torch.float8_e4m3fn
+        scale = torch.ones(shape[:-1], dtype=torch.float32, device=device) if is_fp8 else None
+        self.register_buffer("kv_scale", scale)
+
+
+class KVCache(nn.Module):
+    """The pages of the target's full-attention layers and, last, of the MTP layer; one block table serves all.
+
+    Block 0 belongs to nobody. A block id is an index into every layer's pages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        with_draft: bool,
+    ) -> None:
+        super().__init__()
+        num_layers = sum(config.is_full_attention)
+        self.layers = nn.ModuleList(
+            KVLayer(config, num_blocks, block_size, dtype, device) for _ in range(num_layers)
+        )
+        self.draft = KVLayer(config, num_blocks, block_size, dtype, device) if with_draft else None
+        self.num_blocks = num_blocks
+        self.block_size = block_size

@@ -1,0 +1,73 @@
+"""GDN state: one canonical float32 state a request and layer, and rings of what happened since.
+
+A window's verification does not write a state per row. The state is valid for positions < `base`; the records of
+later tokens (k after l2norm, u = beta (v - read), exp(g)) and the raw inputs of the convolution lie in rings indexed
+by absolute position mod `ring_length`. The next verification folds [base, pos) into the state, so a rejection is an
+integer: rejected records are overwritten. Memory a request does not grow with mtp_step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_mtp.config import ModelConfig
+
+
+def ring_length(mtp_step: int, conv_kernel: int) -> int:
+    """The smallest power of two >= max(2 W, W + conv_kernel - 1), W = mtp_step + 1.
+
+    2 W: a write at pos..pos+W-1 must never hit a record of [base, pos) that another program still folds.
+    W + conv_kernel - 1: nor a raw input that the window's first rows still read.
+    """
+    query_len = mtp_step + 1
+    needed = max(2 * query_len, query_len + conv_kernel - 1)
+    return 1 << (needed - 1).bit_length()
+
+
+class GDNLayer(nn.Module):
+    """One layer's state of all request rows; row 0 is the padding row.
+
+    state [slots, nv, dv, dk], ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (exp(g)),
+    all float32; conv_ring [slots, R, C] in the model's dtype. Only operators touch them.
+    """
+
+    state: torch.Tensor
+    ring_k: torch.Tensor
+    ring_u: torch.Tensor
+    ring_g: torch.Tensor
+    conv_ring: torch.Tensor
+
+    def __init__(
+        self, config: ModelConfig, slots: int, ring: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
+        dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.register_buffer("state", zeros(slots, num_v, dim_v, dim_k))
+        self.register_buffer("ring_k", zeros(slots, num_k, ring, dim_k))
+        self.register_buffer("ring_u", zeros(slots, num_v, ring, dim_v))
+        self.register_buffer("ring_g", zeros(slots, num_v, ring))
+        self.register_buffer("conv_ring", zeros(slots, ring, config.linear_conv_dim, dtype=dtype))
+
+
+class StateCache(nn.Module):
+    """The states of every GDN layer. A slot needs no clearing when it is given out.
+
+    Prefill from position 0 reads neither state nor ring, and sets base = pos = N, so no record of an earlier owner
+    is ever folded (the tests poison free slots with NaN).
+    """
+
+    def __init__(
+        self, config: ModelConfig, slots: int, mtp_step: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.ring_length = ring_length(mtp_step, config.conv_kernel)
+        num_layers = len(config.is_full_attention) - sum(config.is_full_attention)
+        self.layers = nn.ModuleList(
+            GDNLayer(config, slots, self.ring_length, dtype, device) for _ in range(num_layers)
+        )

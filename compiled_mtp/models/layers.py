@@ -1,0 +1,253 @@
+"""The layers of the hybrid models: straight modules that take their caches as arguments.
+
+Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm whose
+residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual), where the true
+activation is their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compiled_mtp.cache.kv_cache import KVLayer
+from compiled_mtp.cache.state_cache import GDNLayer
+from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.moe import MoE
+from compiled_mtp.ops.gdn_prefill import gdn_prefill
+from compiled_mtp.ops.gdn_verify import gdn_verify
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.silu_mul import silu_mul
+from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the M rows of a forward lie. B requests of M // B rows each, request-major.
+
+    positions [M] int64: rotary position and last visible key of a row.
+    slot_mapping [M] int64: KV slot (block id * block_size + offset), -1 for no write.
+    block_table [B, max_blocks] int32, state_index [B] int32.
+    start [B] int64: absolute position of a request's first row (`pos` in decode, the chunk's start in prefill).
+    base [B] int64: position up to which the stored GDN state is folded (decode only).
+    length [B] int64: valid rows (prefill only).
+    """
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    state_index: torch.Tensor
+    start: torch.Tensor
+    base: torch.Tensor
+    length: torch.Tensor
+    is_prefill: bool
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised weight: the loader fills it, nothing trains it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias; weight [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        return linear(x, self.weight, None, False, is_prefill)
+
+
+class RMSNorm(nn.Module):
+    """Zero-centred RMSNorm: factor (1 + weight), float32 inside."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm(x + residual), x + residual); a missing residual counts as zero."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Gated full attention with partial rotary embedding over paged keys and values."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, first_key: int) -> None:
+        super().__init__()
+        self.num_q_heads = config.num_q_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        self.first_key = first_key
+        heads = 2 * config.num_q_heads + 2 * config.num_kv_heads
+        self.qkv = Linear(config.hidden_size, heads * config.head_dim, dtype, device)
+        self.q_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
+        self.k_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
+        self.o_proj = Linear(config.num_q_heads * config.head_dim, config.hidden_size, dtype, device)
+
+    def forward(self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x, rows.is_prefill)
+        q = qk_norm_rope_kv_write(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            cos_sin,
+            rows.positions,
+            rows.slot_mapping,
+            kv.kv,
+            kv.kv_scale,
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.eps,
+        )
+        query_and_gate = qkv[:, : 2 * self.num_q_heads * self.head_dim]
+        gate = query_and_gate.view(-1, self.num_q_heads, 2, self.head_dim)[:, :, 1]
+        y = paged_attention(
+            q,
+            gate,
+            kv.kv,
+            kv.kv_scale,
+            rows.block_table,
+            rows.positions,
+            self.head_dim**-0.5,
+            self.first_key,
+        )
+        return self.o_proj(y, rows.is_prefill)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule; one merged projection q|k|v|z|b|a."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.heads = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
+        num_value_heads, value_dim = self.heads[1], self.heads[1] * self.heads[3]
+        self.conv_dim = config.linear_conv_dim
+        self.value_dim = value_dim
+        self.eps = config.rms_norm_eps
+        self.gate_activation = config.gate_activation
+        self.in_proj = Linear(
+            config.hidden_size, self.conv_dim + value_dim + 2 * num_value_heads, dtype, device
+        )
+        self.conv_weight = empty_parameter(self.conv_dim, config.conv_kernel, dtype=dtype, device=device)
+        self.a_log = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
+        self.dt_bias = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
+        self.norm_weight = empty_parameter(self.heads[3], dtype=torch.float32, device=device)
+        self.out_proj = Linear(value_dim, config.hidden_size, dtype, device)
+
+    def forward(self, x: torch.Tensor, rows: Rows, cache: GDNLayer) -> torch.Tensor:
+        proj = self.in_proj(x, rows.is_prefill)
+        z = proj[:, self.conv_dim : self.conv_dim + self.value_dim]
+        gates = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
+        if rows.is_prefill:
+            q, k, v, g, beta = conv_prefill(*gates, rows.start, rows.length, *self.heads)
+            y = gdn_prefill(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                z,
+                self.norm_weight,
+                cache.state,
+                rows.state_index,
+                rows.start,
+                rows.length,
+                self.eps,
+                self.gate_activation,
+            )
+        else:
+            q, k, v, exp_g, beta = spec_conv1d(*gates, rows.start, *self.heads)
+            y = gdn_verify(
+                q,
+                k,
+                v,
+                exp_g,
+                beta,
+                z,
+                self.norm_weight,
+                cache.state,
+                cache.ring_k,
+                cache.ring_u,
+                cache.ring_g,
+                rows.state_index,
+                rows.base,
+                rows.start,
+                self.eps,
+                self.gate_activation,
+            )
+        return self.out_proj(y, rows.is_prefill)
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x) with gate and up merged."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, device)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype, device)
+
+    def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        return self.down(silu_mul(self.gate_up(x, is_prefill)), is_prefill)
+
+
+class DecoderLayer(nn.Module):
+    """norm, mixer (attention or GDN), norm, FFN (dense or MoE) around one residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_full_attention: bool,
+        first_key: int = 0,
+    ) -> None:
+        super().__init__()
+        self.is_full_attention = is_full_attention
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mixer: nn.Module
+        if is_full_attention:
+            self.mixer = Attention(config, dtype, device, first_key)
+        else:
+            self.mixer = GatedDeltaNet(config, dtype, device)
+        self.ffn: nn.Module = MoE(config, dtype, device) if config.is_moe else MLP(config, dtype, device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: Rows,
+        cache: KVLayer | GDNLayer,
+        cos_sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm.add(x, residual)
+        x = self.mixer(x, rows, cache, cos_sin) if self.is_full_attention else self.mixer(x, rows, cache)
+        x, residual = self.post_norm.add(x, residual)
+        return self.ffn(x, rows.is_prefill), residual
+
+
+def rotary_table(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:
+    """[length, rotary_dim] float32: cosines then sines of p * theta^(-2j / rotary_dim), j < rotary_dim / 2."""
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
+    angles = torch.arange(length).float()[:, None] * (1.0 / config.rope_theta**exponent)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

@@ -1,0 +1,43 @@
+"""The draft model: the checkpoint's MTP layer, which reads a token and the hidden state before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_mtp.cache.kv_cache import KVLayer
+from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows
+
+# Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
+FIRST_DRAFT_KEY = 1
+
+
+class DraftModel(nn.Module):
+    """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
+
+    `forward(embedding [M, H], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the shared head reads and
+    what the next pass of a chain takes as `hidden`. `hidden` of a first pass is the target's after its final norm.
+    Writes the pairs' keys and values into `kv`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = Linear(2 * size, size, dtype, device)
+        self.norm_embedding = RMSNorm(size, eps, dtype, device)
+        self.norm_hidden = RMSNorm(size, eps, dtype, device)
+        self.layer = DecoderLayer(config, dtype, device, is_full_attention=True, first_key=FIRST_DRAFT_KEY)
+        self.norm = RMSNorm(size, eps, dtype, device)
+
+    def forward(
+        self,
+        embedding: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: Rows,
+        kv: KVLayer,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        pair = torch.cat((self.norm_embedding(embedding), self.norm_hidden(hidden)), dim=-1)
+        x, residual = self.layer(self.fc(pair, rows.is_prefill), None, rows, kv, cos_sin)
+        return self.norm.add(x, residual)[0]

@@ -1,0 +1,71 @@
+"""The target model. One module serves Qwen3-Next, Qwen3.5, Qwen3.5-MoE and Qwen3.6: they differ in config alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows, empty_parameter
+from compiled_mtp.ops.linear import linear
+
+
+class Embedding(nn.Module):
+    """Token table [vocab_size, hidden_size]; also the output head of a tied model."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.index_select(self.weight, 0, token_ids)
+
+
+class TargetModel(nn.Module):
+    """Embedding, hybrid layers, final norm and head.
+
+    `forward(token_ids [M] int64, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final
+    norm [M, hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed = Embedding(config, dtype, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, dtype, device, is_full_attention=full) for full in config.is_full_attention
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.is_tied = config.tie_word_embeddings
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], the output head shared by target and draft."""
+        return self.embed.weight if self.is_tied else self.lm_head.weight
+
+    def logits(self, hidden: torch.Tensor, is_prefill: bool = False) -> torch.Tensor:
+        """[M, hidden_size] to float32 logits [M, vocab_size]."""
+        return linear(hidden, self.head_weight, None, True, is_prefill)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        rows: Rows,
+        kv_cache: KVCache,
+        state_cache: StateCache,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        x, residual = self.embed(token_ids), None
+        attention_layer = gdn_layer = 0
+        for layer in self.layers:
+            if layer.is_full_attention:
+                cache = kv_cache.layers[attention_layer]
+                attention_layer += 1
+            else:
+                cache = state_cache.layers[gdn_layer]
+                gdn_layer += 1
+            x, residual = layer(x, residual, rows, cache, cos_sin)
+        return self.norm.add(x, residual)[0]

@@ -1,0 +1,41 @@
+"""The row granularity of a CPU: for which row counts a row's bits do not depend on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from compiled_mtp.ops.linear import linear
+
+CANDIDATES = (1, 2, 4, 8)
+# Every engine compares with the same row count, so two engines that pass agree with each other too.
+_CANONICAL_ROWS = 64
+
+
+def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:
+    """Return the smallest unit in 1, 2, 4, 8 whose multiples up to max(row_counts) give bit-equal rows, or None.
+
+    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows, under the
+    present number of threads. BLAS libraries choose their loops by shape, and no documentation of theirs says
+    for which row counts the order of a row's sum stays the same: hence a measurement at load.
+    """
+    shapes = {(tuple(weight.shape), weight.dtype): weight for weight in weights}
+    generator = torch.Generator().manual_seed(0)
+    largest = max((*row_counts, 1))
+    unit_index = 0
+    for weight in shapes.values():
+        size = max(_CANONICAL_ROWS, largest)
+        x = torch.randn(size, weight.shape[1], generator=generator).to(weight.dtype)
+        expected = linear(x[:_CANONICAL_ROWS], weight, None, True, False)
+        counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})
+        for count in counts:
+            if count % CANDIDATES[unit_index]:
+                continue
+            common = min(count, _CANONICAL_ROWS)
+            y = linear(x[:count], weight, None, True, False)
+            while not torch.equal(y[:common], expected[:common]) and count % CANDIDATES[unit_index] == 0:
+                unit_index += 1
+                if unit_index == len(CANDIDATES):
+                    return None
+    return CANDIDATES[unit_index]

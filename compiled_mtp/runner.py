@@ -1,0 +1,201 @@
+"""Owns what lives on the device (models, caches, slot rows, static inputs) and turns a plan into a result."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compiled_mtp.batch import SlotState
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.graphs.buckets import Bucket, ladder, pick
+from compiled_mtp.models.layers import Linear, rotary_table
+from compiled_mtp.models.mtp import DraftModel
+from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.row_unit import find_row_unit
+from compiled_mtp.models.weights import load_weights
+from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.request import StepPlan, StepResult
+from compiled_mtp.step import Step
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while the engine starts."""
+
+
+@dataclass
+class _Launch:
+    """A step the device may still be working on. `output` lies in host memory once `ready` has happened."""
+
+    plan: StepPlan
+    output: torch.Tensor
+    ready: torch.cuda.Event | None
+
+
+class Runner:
+    """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
+
+    Raises ValueError while it is created for a checkpoint that does not fit its config.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        num_valid_ids: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = _resolve_device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        use_reference(config.reference_ops)
+        self.max_in_flight = config.resolve_max_in_flight(self.device.type)
+        self.max_model_len = config.resolve_max_model_len(model_config)
+        dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
+        target, draft = self._load(dtype, progress)
+        self.unit = self._row_unit(target)
+        self.buckets = ladder(self.unit, config.mtp_step, config.max_batch)
+        self.num_blocks = self._num_blocks(dtype)
+        slots = config.max_batch + 1
+        with torch.no_grad():
+            kv_cache = KVCache(
+                model_config,
+                self.num_blocks,
+                config.block_size,
+                dtype,
+                self.device,
+                with_draft=draft is not None,
+            )
+            self.step = Step(
+                target,
+                draft,
+                kv_cache,
+                StateCache(model_config, slots, config.mtp_step, dtype, self.device),
+                SlotState(
+                    slots,
+                    config.mtp_step,
+                    -(-self.max_model_len // config.block_size),
+                    model_config.hidden_size,
+                    model_config.vocab_size,
+                    dtype,
+                    self.device,
+                ),
+                rotary_table(model_config, self.max_model_len, self.device),
+                config.mtp_step,
+                num_valid_ids,
+                self.max_model_len,
+            )
+        self._inputs = {
+            bucket: torch.zeros(bucket.groups, dtype=torch.int32, device=self.device)
+            for bucket in self.buckets
+        }
+        self._batches: dict[Bucket, tuple[int, ...]] = {}
+        self._launches: deque[_Launch] = deque()
+
+    @torch.no_grad()
+    def run(self, plan: StepPlan | None) -> StepResult | None:
+        """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in flight.
+
+        Without a plan the oldest launch is waited for. Mutates the device's state as the plan says.
+        """
+        if plan is not None:
+            self.step.slots.apply(plan)
+            output = self._decode(plan) if plan.kind == "decode" else self._prefill(plan)
+            self._launches.append(self._fetch(plan, output))
+        is_due = len(self._launches) > self.max_in_flight or plan is None
+        return self._finish(self._launches.popleft()) if self._launches and is_due else None
+
+    def close(self) -> None:
+        """Wait for the device and drop every launch; their results are lost."""
+        self._launches.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _decode(self, plan: StepPlan) -> torch.Tensor:
+        bucket = pick(self.buckets, len(plan.slots))
+        state_index = self._inputs[bucket]
+        if self._batches.get(bucket) != plan.slots:
+            padded = plan.slots + (0,) * (bucket.groups - len(plan.slots))
+            state_index.copy_(self._upload(padded, torch.int32), non_blocking=True)
+            self._batches[bucket] = plan.slots
+        return self.step.decode(state_index)
+
+    def _prefill(self, plan: StepPlan) -> torch.Tensor:
+        return self.step.prefill(
+            self._upload(plan.token_ids, torch.int64),
+            self._upload(plan.slots, torch.int32),
+            self._upload((plan.start,), torch.int64),
+            self._upload((len(plan.token_ids),), torch.int64),
+            plan.is_last,
+        )
+
+    def _upload(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        if self.device.type == "cuda":
+            return host.pin_memory().to(self.device, non_blocking=True)
+        return host
+
+    def _fetch(self, plan: StepPlan, output: torch.Tensor) -> _Launch:
+        if self.device.type != "cuda":
+            return _Launch(plan, output, None)
+        host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        host.copy_(output, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return _Launch(plan, host, ready)
+
+    def _finish(self, launch: _Launch) -> StepResult:
+        if launch.ready is not None:
+            launch.ready.synchronize()
+        plan, values = launch.plan, launch.output.tolist()
+        if plan.kind == "prefill":
+            return StepResult(plan, [[values[0]] if plan.is_last else []])
+        tokens = [row[1 : 1 + row[0]] for row in values[: len(plan.slots)]]
+        return StepResult(plan, tokens)
+
+    def _load(self, dtype: torch.dtype, progress: Progress | None) -> tuple[TargetModel, DraftModel | None]:
+        config = self.model_config
+        target = TargetModel(config, dtype, self.device)
+        draft = DraftModel(config, dtype, self.device) if self.config.mtp_step else None
+        parameters = {name: parameter.data for name, parameter in target.named_parameters()}
+        if draft is not None:
+            parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
+        report = None if progress is None else lambda done, total: progress("weights", done, total)
+        load_weights(config, self.config.model, parameters, with_mtp=draft is not None, progress=report)
+        return target, draft
+
+    def _row_unit(self, target: TargetModel) -> int:
+        if self.device.type == "cuda":
+            return 1
+        weights = [module.weight for module in target.modules() if isinstance(module, Linear)]
+        widest = {row for unit in (1, 2, 4, 8) for row in self._row_counts(unit)}
+        unit = find_row_unit([*weights, target.head_weight], sorted(widest))
+        if unit is None:
+            logger.warning(
+                "this machine's matrix library gives a row other bits with other rows beside it: tokens may "
+                "depend on the batch and on mtp_step here"
+            )
+            return 8
+        return unit
+
+    def _row_counts(self, unit: int) -> list[int]:
+        return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
+
+    def _num_blocks(self, dtype: torch.dtype) -> int:
+        raise NotImplementedError
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
+    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)

@@ -1,0 +1,247 @@
+"""The contract on the step itself: same tokens and state, whatever is drafted and whoever shares the batch."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from compiled_mtp.ops.gdn_commit import gdn_commit
+from compiled_mtp.step import Step
+from tests import tiny
+
+CONFIGS = {"dense": tiny.tiny_config(), "moe": tiny.tiny_config(**tiny.MOE)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPTS = {1: 70, 2: 1, 3: 65, 4: 2}
+TEMPERATURES = {1: 0.0, 2: 0.8, 3: 1.0, 4: 0.8}
+COUNT = 24
+
+
+def prompt_of(slot: int) -> list[int]:
+    return [(7 * i * i + 3 * i + slot) % 97 for i in range(PROMPTS[slot])]
+
+
+def start(step: Step, slots: list[int]) -> dict[int, list[int]]:
+    for slot in slots:
+        tiny.admit(step, slot, seed=100 + slot, temperature=TEMPERATURES[slot])
+    return {slot: [tiny.prefill(step, slot, prompt_of(slot))] for slot in slots}
+
+
+@cache
+def plain_stream(family: str, dtype: str, slot: int) -> list[int]:
+    """A request decoded alone, one token at a time."""
+    step = tiny.build_step(CONFIGS[family], 0, dtype=DTYPES[dtype])
+    tokens = start(step, [slot])[slot]
+    while len(tokens) < COUNT + 8:
+        tokens += tiny.decode(step, [slot])[0]
+    return tokens
+
+
+def force(step: Step, slot: int, stream: list[int], done: int, num_right: int) -> None:
+    """Make the first `num_right` drafts of a slot those of the stream and the rest wrong."""
+    for k in range(step.mtp_step):
+        following = stream[done + k] if done + k < len(stream) else 0
+        step.slots.drafts[slot, k] = following if k < num_right else (following + 1 + k) % 97
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mtp_step", [1, 2, 3, 7])
+@pytest.mark.parametrize("drafts", ["own", "right", "wrong", "random", "nan"])
+def test_tokens_do_not_depend_on_drafts_or_batch(family: str, dtype: str, mtp_step: int, drafts: str) -> None:
+    step = tiny.build_step(CONFIGS[family], mtp_step, dtype=DTYPES[dtype])
+    if drafts == "nan":
+        assert step.draft is not None
+        step.draft.norm.weight.data.fill_(float("nan"))
+    out = start(step, [1, 2, 3, 4])
+    rng = random.Random(mtp_step)
+    rounds = 0
+    while min(map(len, out.values())) < COUNT:
+        rounds += 1
+        live = [slot for slot in out if len(out[slot]) < COUNT]
+        rng.shuffle(live)
+        live = live[: rng.randint(1, len(live))]
+        expected_new = {}
+        for slot in live:
+            stream = plain_stream(family, dtype, slot)
+            num_right = {"right": mtp_step, "wrong": 0, "random": rng.randint(0, mtp_step)}.get(drafts)
+            if num_right is not None:
+                force(step, slot, stream, len(out[slot]), num_right)
+                expected_new[slot] = num_right + 1
+        order = live + [0] * rng.randint(0, 2)
+        for slot, tokens in zip(order, tiny.decode(step, order), strict=True):
+            if slot == 0:
+                assert tokens == []
+                continue
+            if slot in expected_new and len(out[slot]) + mtp_step + 1 <= COUNT:
+                assert len(tokens) == expected_new[slot]
+            out[slot] += tokens
+    for slot, tokens in out.items():
+        assert tokens[:COUNT] == plain_stream(family, dtype, slot)[:COUNT]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_tokens_do_not_depend_on_speculation_at_any_thread_count(count: int) -> None:
+    with tiny.threads(count):
+        streams = []
+        for mtp_step in (0, 3):
+            step = tiny.build_step(CONFIGS["dense"], mtp_step)
+            out = start(step, [1, 2, 3])
+            while min(map(len, out.values())) < COUNT:
+                for slot in [1, 3, 2] if mtp_step else [2, 1, 3]:
+                    out[slot] += tiny.decode(step, [slot])[0]
+            streams.append([out[slot][:COUNT] for slot in (1, 2, 3)])
+    assert streams[0] == streams[1]
+
+
+def kv_of(step: Step, kv: torch.Tensor, slot: int, first: int, end: int) -> torch.Tensor:
+    """Keys and values of positions first..end-1 of a slot, [n, 2, heads, head_dim]."""
+    positions = torch.arange(first, end)
+    blocks = step.slots.block_table[slot][positions // tiny.BLOCK_SIZE].long()
+    assert (blocks > 0).all()
+    return kv[blocks, :, :, positions % tiny.BLOCK_SIZE]
+
+
+def committed_state(step: Step, layer: torch.nn.Module, slot: int) -> torch.Tensor:
+    state = layer.state.clone()
+    index = torch.tensor([slot], dtype=torch.int32)
+    gdn_commit(
+        state,
+        layer.ring_k,
+        layer.ring_u,
+        layer.ring_g,
+        index,
+        step.slots.base[slot : slot + 1],
+        step.slots.pos[slot : slot + 1],
+    )
+    return state[slot]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mtp_step", [1, 3, 7])
+def test_state_equals_that_of_single_steps_bit_for_bit(dtype: str, mtp_step: int) -> None:
+    config = CONFIGS["dense"]
+    step = tiny.build_step(config, mtp_step, dtype=DTYPES[dtype], ring_step=7)
+    plain = tiny.build_step(config, 0, dtype=DTYPES[dtype], ring_step=7)
+    out, single = start(step, [1, 2, 3]), start(plain, [1, 2, 3])
+    rng = random.Random(0)
+    # Every number of accepted drafts, for every request in another order.
+    orders = {slot: rng.sample(range(mtp_step + 1), mtp_step + 1) for slot in out}
+    for round_index in range(mtp_step + 1):
+        for slot in out:
+            stream = plain_stream("dense", dtype, slot)
+            force(step, slot, stream, len(out[slot]), orders[slot][round_index])
+        for slot, tokens in zip(out, tiny.decode(step, list(out)), strict=True):
+            if len(out[slot]) + mtp_step < COUNT:
+                assert len(tokens) == orders[slot][round_index] + 1
+            out[slot] += tokens
+            while len(single[slot]) < len(out[slot]):
+                single[slot] += tiny.decode(plain, [slot])[0]
+            compare_states(step, plain, slot)
+    assert out == single
+
+
+def compare_states(step: Step, plain: Step, slot: int) -> None:
+    pos = int(step.slots.pos[slot])
+    assert pos == int(plain.slots.pos[slot])
+    assert int(step.slots.last_token[slot]) == int(plain.slots.last_token[slot])
+    for ours, theirs in zip(step.state_cache.layers, plain.state_cache.layers, strict=True):
+        assert torch.equal(committed_state(step, ours, slot), committed_state(plain, theirs, slot))
+        recent = torch.arange(max(pos - 3, 0), pos) % step.state_cache.ring_length
+        assert torch.equal(ours.conv_ring[slot, recent], theirs.conv_ring[slot, recent])
+    for ours, theirs in zip(step.kv_cache.layers, plain.kv_cache.layers, strict=True):
+        assert torch.equal(kv_of(step, ours.kv, slot, 0, pos), kv_of(plain, theirs.kv, slot, 0, pos))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("mtp_step", [1, 3])
+def test_draft_kv_holds_the_pairs_of_a_fresh_draft_prefill(family: str, mtp_step: int) -> None:
+    step = tiny.build_step(CONFIGS[family], mtp_step)
+    out = start(step, [1, 2, 3])
+    rng = random.Random(1)
+    for _ in range(5):
+        for slot in out:
+            force(step, slot, plain_stream(family, "float32", slot), len(out[slot]), rng.randint(0, mtp_step))
+        for slot, tokens in zip(out, tiny.decode(step, list(out)), strict=True):
+            out[slot] += tokens
+        for slot in out:
+            pos = int(step.slots.pos[slot])
+            fresh = tiny.build_step(CONFIGS[family], mtp_step)
+            tiny.admit(fresh, slot)
+            tokens = prompt_of(slot) + out[slot]
+            assert len(tokens) == pos + 1
+            tiny.prefill(fresh, slot, tokens)
+            assert step.kv_cache.draft is not None
+            assert fresh.kv_cache.draft is not None
+            ours = kv_of(step, step.kv_cache.draft.kv, slot, 1, pos + 1)
+            expected = kv_of(fresh, fresh.kv_cache.draft.kv, slot, 1, pos + 1)
+            # Float32 along another route (chunked prefill against single steps), values of scale 1 to 5.
+            torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_nothing_is_written_outside_reserved_pages_and_own_slots() -> None:
+    step = tiny.build_step(CONFIGS["dense"], 3)
+    for slot in (1, 2):
+        tiny.admit(step, slot, blocks=2)
+    tiny.prefill(step, 1, prompt_of(1)[:20])
+    tiny.prefill(step, 2, prompt_of(1)[:3])
+    for _ in range(6):
+        # Slot 1 soon runs past its two reserved blocks of 16.
+        force(step, 1, [0] * 200, 0, 0)
+        tiny.decode(step, [1, 2, 0])
+    reserved = step.slots.block_table[step.slots.block_table > 0].long()
+    assert len(reserved) == 4
+    others = torch.ones(step.kv_cache.num_blocks, dtype=torch.bool)
+    others[reserved] = False
+    layers = [*step.kv_cache.layers, step.kv_cache.draft]
+    assert all(layer.kv[others].isnan().all() for layer in layers)
+    for layer in step.state_cache.layers:
+        assert layer.state[3:].isnan().all()
+        assert layer.conv_ring[3:].isnan().all()
+        assert layer.ring_u[3:].isnan().all()
+    assert int(step.slots.pos[0]) == 0
+    assert int(step.slots.base[0]) == 0
+    assert int(step.slots.last_token[0]) == 0
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3])
+def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_beyond(mtp_step: int) -> None:
+    long = tiny.build_step(CONFIGS["dense"], 0, max_model_len=128)
+    short = tiny.build_step(CONFIGS["dense"], mtp_step, max_model_len=80)
+    streams = []
+    for step in (long, short):
+        tiny.admit(step, 1)
+        tokens = [tiny.prefill(step, 1, prompt_of(1))]
+        while len(tokens) < 14:
+            tokens += tiny.decode(step, [1])[0]
+        streams.append(tokens)
+    # The prompt has 70 tokens: 10 tokens fit into 80.
+    assert streams[0][:10] == streams[1][:10]
+
+
+def test_the_whole_step_compiles_as_one_graph_with_the_same_tokens() -> None:
+    streams = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        step = tiny.build_step(CONFIGS["dense"], 2)
+        if is_compiled:
+            with torch._inductor.config.patch(emulate_precision_casts=True, split_reductions=False):
+                step.decode = torch.compile(step.decode, fullgraph=True, dynamic=False)
+                step.prefill = torch.compile(step.prefill, fullgraph=True, dynamic=False)
+                streams.append(decode_some(step))
+        else:
+            streams.append(decode_some(step))
+    assert streams[0] == streams[1]
+
+
+def decode_some(step: Step) -> dict[int, list[int]]:
+    out = {}
+    for slot in (1, 3):
+        tiny.admit(step, slot, seed=slot, temperature=TEMPERATURES[slot])
+        out[slot] = [tiny.prefill(step, slot, prompt_of(1)[:64])]
+    while min(map(len, out.values())) < COUNT:
+        for slot, tokens in zip(out, tiny.decode(step, list(out)), strict=True):
+            out[slot] += tokens
+    return {slot: tokens[:COUNT] for slot, tokens in out.items()}

@@ -1,0 +1,189 @@
+"""Tiny random models without a checkpoint, for tests of the step: seconds matter more than realism."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from compiled_mtp.batch import SlotState
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.layers import rotary_table
+from compiled_mtp.models.mtp import DraftModel
+from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.request import SlotInit, StepPlan
+from compiled_mtp.step import Step
+
+BLOCK_SIZE = 16
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Three GDN layers and one attention layer, head_dim 64, dk = dv = 32, vocabulary 97."""
+    config = ModelConfig(
+        family="qwen3_5",
+        num_layers=4,
+        hidden_size=48,
+        vocab_size=97,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        rotary_dim=16,
+        rope_theta=1e7,
+        rms_norm_eps=1e-6,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        conv_kernel=4,
+        is_full_attention=(False, False, False, True),
+        intermediate_size=80,
+        num_experts=0,
+        num_experts_per_tok=0,
+        moe_intermediate_size=0,
+        shared_expert_intermediate_size=0,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        mtp_num_layers=1,
+        gate_activation="silu",
+        dtype="float32",
+        max_position_embeddings=1024,
+        eos_token_ids=(),
+        quantized=False,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+MOE = {
+    "family": "qwen3_5_moe",
+    "intermediate_size": 0,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def randomize(module: torch.nn.Module, seed: int) -> None:
+    """Weights of a scale that keeps activations near 1; gates and norms as a trained model has them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("a_log"):
+            value = noise * 0.5
+        elif name.endswith("dt_bias"):
+            value = noise - 2.0
+        elif name.endswith("mixer.norm_weight"):
+            value = 1.0 + 0.1 * noise
+        elif parameter.dim() == 1:
+            value = 0.1 * noise
+        elif name.endswith("conv_weight"):
+            value = 0.5 * noise
+        elif name.startswith("embed"):
+            value = noise
+        else:
+            value = noise * 2.0 / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(value)
+
+
+def build_step(
+    config: ModelConfig,
+    mtp_step: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_batch: int = 4,
+    max_model_len: int = 128,
+    device: str = "cpu",
+    ring_step: int | None = None,
+    is_poisoned: bool = True,
+) -> Step:
+    """A step over random weights (the same for the same config), its caches full of NaN unless told otherwise."""
+    place = torch.device(device)
+    target = TargetModel(config, dtype, place)
+    randomize(target, 1)
+    draft = None
+    if mtp_step:
+        draft = DraftModel(config, dtype, place)
+        randomize(draft, 2)
+    blocks_each = -(-max_model_len // BLOCK_SIZE)
+    step = Step(
+        target,
+        draft,
+        KVCache(config, max_batch * blocks_each + 1, BLOCK_SIZE, dtype, place, with_draft=draft is not None),
+        StateCache(config, max_batch + 1, mtp_step if ring_step is None else ring_step, dtype, place),
+        SlotState(max_batch + 1, mtp_step, blocks_each, config.hidden_size, config.vocab_size, dtype, place),
+        rotary_table(config, max_model_len, place),
+        mtp_step,
+        config.vocab_size,
+        max_model_len,
+    )
+    if is_poisoned:
+        poison(step)
+    return step
+
+
+def poison(step: Step) -> None:
+    """Fill every cache and every free row with NaN: whatever is read before it is written shows."""
+    for module in (step.kv_cache, step.state_cache):
+        for buffer in module.buffers():
+            buffer.fill_(float("nan"))
+    step.slots.last_hidden.fill_(float("nan"))
+    step.slots.drafts[1:] = 13
+
+
+def admit(
+    step: Step, slot: int, *, seed: int = 0, temperature: float = 0.0, blocks: int | None = None
+) -> None:
+    """Give `slot` its own blocks (all, or the first `blocks`) and its sampling parameters."""
+    table = step.slots.block_table
+    each = table.shape[1]
+    # Not in order, so that a wrong table look-up shows.
+    own = [1 + (slot - 1) * each + (index * 5 + slot) % each for index in range(each)]
+    if len(set(own)) < each:
+        own = [1 + (slot - 1) * each + index for index in reversed(range(each))]
+    updates = tuple((slot, index, own[index]) for index in range(each if blocks is None else blocks))
+    init = SlotInit(slot, 0, seed, temperature, 0, 1.0, 0.0)
+    step.slots.apply(
+        StepPlan(
+            0, "decode", (), (), step.mtp_step, released=(slot,), admitted=(init,), block_updates=updates
+        )
+    )
+
+
+@torch.no_grad()
+def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64) -> int:
+    """Prefill a prompt in chunks and return its first token."""
+    device = step.slots.pos.device
+    token = -1
+    for start in range(0, len(prompt), chunk):
+        part = prompt[start : start + chunk]
+        token = step.prefill(
+            torch.tensor(part, device=device),
+            torch.tensor([slot], dtype=torch.int32, device=device),
+            torch.tensor([start], device=device),
+            torch.tensor([len(part)], device=device),
+            start + chunk >= len(prompt),
+        ).item()
+    return int(token)
+
+
+@torch.no_grad()
+def decode(step: Step, slots: list[int]) -> list[list[int]]:
+    """One decode round; the new tokens of each slot (padding slots are 0)."""
+    index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
+    return [row[1 : 1 + row[0]] for row in step.decode(index).tolist()]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
