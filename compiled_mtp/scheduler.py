@@ -87,17 +87,18 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now; return False if there is none of that id.
+    def abort(self, request_id: str) -> None:
+        """End a request now. Raises ValueError for an id that is not running or waiting.
 
         Its last output, with finish_reason "abort", comes from the next `update`; launches in flight are
         dropped.
         """
         request = self._requests.get(request_id)
         if request is None:
-            return False
+            raise ValueError(
+                f"request_id must name a request that has not finished, got {request_id!r}; give a live one"
+            )
         self._end(request, "abort")
-        return True
 
     def has_unfinished(self) -> bool:
         """Return whether a request, or its last output, is still to come."""

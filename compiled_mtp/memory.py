@@ -1,0 +1,94 @@
+"""How many blocks and state rows fit into memory: pure arithmetic on bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The numbers of a model and its configuration that decide what a request costs.
+
+    num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer. ring_length
+    is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one element.
+    """
+
+    num_attention_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_bytes: int
+    num_gdn_layers: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_dim: int
+    conv_bytes: int
+    ring_length: int
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of `block_size` tokens in all layers: keys and values."""
+        return 2 * self.num_attention_layers * block_size * self.num_kv_heads * self.head_dim * self.kv_bytes
+
+    def state_row_bytes(self) -> int:
+        """Bytes of one request's state in all GDN layers: float32 state and records, raw conv inputs."""
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        record = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
+        ring = self.ring_length * (record * _FLOAT32_BYTES + self.conv_dim * self.conv_bytes)
+        return self.num_gdn_layers * (state * _FLOAT32_BYTES + ring)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody."""
+
+    num_blocks: int
+    num_state_rows: int
+    block_bytes: int
+    state_row_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks and state rows."""
+        return self.num_blocks * self.block_bytes + self.num_state_rows * self.state_row_bytes
+
+
+def plan_memory(
+    free_bytes: int,
+    shape: CacheShape,
+    *,
+    block_size: int,
+    max_batch: int,
+    max_model_len: int,
+    num_blocks: int | None = None,
+) -> MemoryPlan:
+    """Return how many blocks and state rows to create in `free_bytes`.
+
+    Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`. Raises
+    ValueError with the numbers if max_batch state rows and one request of max_model_len do not fit.
+    """
+    block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
+    blocks_of_one = -(-max_model_len // block_size)
+    if num_blocks is None:
+        room = max(free_bytes - rows * row_bytes, 0) // block_bytes
+        plan = MemoryPlan(min(room, max_batch * blocks_of_one + 1), rows, block_bytes, row_bytes)
+    else:
+        plan = MemoryPlan(num_blocks, rows, block_bytes, row_bytes)
+    if num_blocks is not None and num_blocks <= blocks_of_one:
+        raise ValueError(
+            f"num_blocks must be at least {blocks_of_one + 1} for max_model_len={max_model_len} and "
+            f"block_size={block_size}, got {num_blocks}; raise it or lower max_model_len"
+        )
+    if plan.num_blocks <= blocks_of_one or plan.total_bytes > free_bytes:
+        needed = (blocks_of_one + 1 if num_blocks is None else num_blocks) * block_bytes + rows * row_bytes
+        raise ValueError(
+            f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
+            f"blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; lower max_model_len, max_batch or num_blocks"
+        )
+    return plan
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

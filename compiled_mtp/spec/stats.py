@@ -1,0 +1,55 @@
+"""How well drafting works: ratios over the metrics of requests. Pure Python.
+
+Counted are verify rounds alone: the token that prefill emits is not theirs, and tokens that a stop cut off
+count nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from compiled_mtp.request import RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Sums over the verify rounds of any number of requests, and the ratios that follow.
+
+    round_tokens are the tokens that rounds emitted; accepted_by_index[i] the rounds that kept draft i + 1. A
+    ratio without a round is 0.
+    """
+
+    rounds: int
+    round_tokens: int
+    accepted_by_index: tuple[int, ...]
+
+    @classmethod
+    def empty(cls, mtp_step: int) -> Self:
+        """Return the sums of no request."""
+        return cls(rounds=0, round_tokens=0, accepted_by_index=(0,) * mtp_step)
+
+    def plus(self, metrics: RequestMetrics) -> SpeculationStats:
+        """Return these sums with those of one more request, of the same mtp_step."""
+        pairs = zip(self.accepted_by_index, metrics.accepted_by_index, strict=True)
+        return SpeculationStats(
+            rounds=self.rounds + metrics.rounds,
+            round_tokens=self.round_tokens + max(metrics.output_tokens - 1, 0),
+            accepted_by_index=tuple(mine + more for mine, more in pairs),
+        )
+
+    @property
+    def mean_new_tokens(self) -> float:
+        """Tokens a verify round emitted: 1 to mtp_step + 1, less what stops cut off."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts / proposed drafts."""
+        proposed = self.rounds * len(self.accepted_by_index)
+        return sum(self.accepted_by_index) / proposed if proposed else 0.0
+
+    @property
+    def acceptance_by_index(self) -> tuple[float, ...]:
+        """Rounds that kept draft i + 1 / rounds."""
+        return tuple(count / self.rounds if self.rounds else 0.0 for count in self.accepted_by_index)

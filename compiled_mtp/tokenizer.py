@@ -1,0 +1,243 @@
+"""Text to ids and back: a byte-level tokenizer.json, decoding a token at a time, chat templates. No torch."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory: tokenizer.json, and what renders its chats.
+
+    Raises ValueError if tokenizer.json is missing, unreadable or not byte-level, which all supported families
+    are.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        root = Path(path)
+        file = root / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"model must hold a tokenizer.json, got {root}; download the whole checkpoint")
+        try:
+            decoder = json.loads(file.read_text(encoding="utf-8")).get("decoder") or {}
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # The Rust side raises plain Exception.
+            raise ValueError(
+                f"{file} must be a tokenizer, got an error: {error}; download the file again"
+            ) from None
+        if decoder.get("type") != "ByteLevel":
+            raise ValueError(
+                f"{file} must decode byte-level tokens, got {decoder.get('type')!r}; use the file that was "
+                "released with the checkpoint"
+            )
+        # A saved cut or padding would change the prompt in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.num_ids = max(self._tokenizer.get_vocab_size(), max(added, default=0) + 1)
+        self._bytes: dict[int, bytes] = {}
+        self._template = ChatTemplate(root)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, special tokens in it recognised. Raises ValueError for lone surrogates."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt must be Unicode text, got half a surrogate pair at character {error.start}; fix the "
+                "text's encoding"
+            ) from None
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return the text of a chat, up to where the assistant's answer begins.
+
+        `variables` reach the template (tools, enable_thinking). Raises ValueError as `ChatTemplate.render`.
+        """
+        return self._template.render(messages, **variables)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids` without special tokens."""
+        detokenizer = self.detokenizer()
+        return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a new decoder for one stream of ids."""
+        return Detokenizer(self)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The id of the eos token that tokenizer_config.json names, or nothing where it names none."""
+        eos = self._template.special_tokens.get("eos_token")
+        eos_id = None if eos is None else self._tokenizer.token_to_id(eos)
+        return () if eos_id is None else (eos_id,)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes a token stands for; none for special tokens and ids that the tokenizer lacks."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = None if token_id in self.special_ids else self._tokenizer.id_to_token(token_id)
+            found = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
+        return found
+
+
+class Detokenizer:
+    """Decodes one stream of ids; what is shown never ends in half a character.
+
+    Its pieces join to what decoding all ids at once gives. Bytes that are no UTF-8 become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        """Return the text that `token_id` completes, maybe none."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Return what was held back, once, at the end."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class ChatTemplate:
+    """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json.
+
+    Rendered in a sandbox, with the filters and functions that Hugging Face gives templates. Raises ValueError
+    for JSON or a template that cannot be read; that there is none is an error only when a chat is rendered.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        config = _read_config(root / "tokenizer_config.json")
+        # Templates use bos_token, eos_token and the like; a token is a string or an object around it.
+        self.special_tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        self._template = self._compile(config)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return the text of `messages` (role and content each) up to where the assistant's answer begins.
+
+        Raises ValueError, naming the message, for a shape that is no chat and for images; and for what the
+        template refuses.
+        """
+        if self._template is None:
+            raise ValueError(
+                f"messages must have a chat template, got none in {self._root}; add chat_template.jinja or "
+                "give a plain prompt"
+            )
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if not plain:
+            raise ValueError("messages must hold a message, got none; add one with role and content")
+        scope: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render(scope | self.special_tokens | variables, messages=plain)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"messages must satisfy the checkpoint's chat template, got: {error}; change the messages"
+            ) from None
+
+    def _compile(self, config: dict[str, Any]) -> Template | None:
+        file = self._root / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+        if isinstance(source, list):
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
+        if source is None:
+            return None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(
+                f"chat template of {self._root} must be Jinja, got: {error}; download the file again"
+            ) from None
+
+
+def _to_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token; an added token is its own text."""
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary.
+
+    Printable bytes of Latin-1 stand for themselves, the others follow from U+0100 on. Source: GPT-2's encoder
+    (Radford et al., 2019).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_characters()
+
+
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{name} must be an object with a role, got {message!r}; add role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"{name}.content must be text, got {content!r}; give a string")
+    # Without content an assistant's message may still carry tool calls.
+    return {**message, "content": "" if content is None else content}
+
+
+def _text_of_part(name: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        raise ValueError(
+            f"{name} must be of type text, got {kind!r}; images and other media are not in this version"
+        )
+    return text
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, got an error: {error}; download the file again") from None
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{file} must hold a JSON object, got {type(config).__name__}; download the file again"
+        )
+    return config
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
