@@ -15,7 +15,7 @@ import importlib
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def read_kernel(source, sums, BLOCK: tl.constexpr, REPEAT: tl.constexpr):  # typ
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))
 
 
-def time_us(calls: list[Callable[[], Any]]) -> float:
+def time_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Microseconds a call: the median over replays of one graph that holds all of `calls`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
