@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
 
-_HOME = {"Engine": "engine", "EngineConfig": "config", "RequestOutput": "request", "SamplingParams": "request"}
+_HOME = {
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+}
 
 
 def __getattr__(name: str) -> Any:

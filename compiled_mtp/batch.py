@@ -1,4 +1,5 @@
-"""What a step reads on the device: per-request rows that live across steps, and how a plan's changes reach them."""
+"""What a step reads on the device: per-request rows that live across steps, and how a plan's changes reach
+them."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from compiled_mtp.request import SlotInit, StepPlan
 
 
 class SlotState(nn.Module):
-    """Everything the next step needs of a request, indexed by slot (row 0 is the padding row, all zeros for ever).
+    """Everything the next step needs of a request, indexed by slot (row 0 is the padding row, all zeros for
+    ever).
 
-    base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots, blocks]
-    int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next prefill chunk;
-    sampling parameters [slots]. Penalty counts and bias are [0, vocab_size]: switched off in this version.
+    base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
+    blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
+    prefill chunk; sampling parameters [slots]. Penalty counts and bias are [0, vocab_size]: switched off in
+    this version.
     """
 
     base: torch.Tensor

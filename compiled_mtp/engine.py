@@ -20,7 +20,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was created, and what it holds now. Blocks are KV blocks of block_size tokens."""
+    """Counts since the engine was created, and what it holds now. Blocks are KV blocks of block_size
+    tokens."""
 
     running: int
     waiting: int
@@ -77,9 +78,9 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
-        Fields of `params` that were not set come from the checkpoint's generation_config.json. Raises ValueError,
-        and queues nothing, for a prompt that is empty or too long, an id out of range, a parameter out of range
-        and a request_id in use.
+        Fields of `params` that were not set come from the checkpoint's generation_config.json. Raises
+        ValueError, and queues nothing, for a prompt that is empty or too long, an id out of range, a
+        parameter out of range and a request_id in use.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -137,7 +138,8 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Decode all prompts (texts or token ids) to their end; one output each, in order, with all its tokens.
+        """Decode all prompts (texts or token ids) to their end; one output each, in order, with all its
+        tokens.
 
         Raises ValueError before anything is decoded if one of them is not valid.
         """

@@ -102,7 +102,8 @@ class Runner:
 
     @torch.no_grad()
     def run(self, plan: StepPlan | None) -> StepResult | None:
-        """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in flight.
+        """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
+        flight.
 
         Without a plan the oldest launch is waited for. Mutates the device's state as the plan says.
         """
@@ -190,7 +191,9 @@ class Runner:
         return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
-        raise NotImplementedError
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        return self.config.max_batch * -(-self.max_model_len // self.config.block_size) + 1
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -1,11 +1,12 @@
 """A token's whole life on the device. Read this first.
 
-Notation: S = mtp_step drafted tokens, W = S + 1 rows a request is verified on, B requests of a bucket. `pos` of a
-request is the absolute position of its last token, which is emitted but not yet processed; `base` is the position up
-to which its stored GDN state is folded. Rows are request-major: row b * W + k.
+Notation: S = mtp_step drafted tokens, W = S + 1 rows a request is verified on, B requests of a bucket.
+`pos` of a request is the absolute position of its last token, which is emitted but not yet processed;
+`base` is the position up to which its stored GDN state is folded. Rows are request-major: row b * W + k.
 
-The one invariant: length, KV, conv inputs, GDN state and emitted ids all advance by the same num_accepted + 1.
-Nothing here depends on a value on the host, so that `torch.compile(fullgraph=True)` takes each step whole.
+The one invariant: length, KV, conv inputs, GDN state and emitted ids all advance by the same num_accepted +
+1. Nothing here depends on a value on the host, so that `torch.compile(fullgraph=True)` takes each step
+whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from compiled_mtp.ops.sample import sample
 
 
 class Step(nn.Module):
-    """Models, caches and slot rows, bound together so that the compiler sees their buffers at static addresses."""
+    """Models, caches and slot rows, bound together so that the compiler sees their buffers at static
+    addresses."""
 
     cos_sin: torch.Tensor
 
@@ -58,9 +60,9 @@ class Step(nn.Module):
     def decode(self, state_index: torch.Tensor) -> torch.Tensor:
         """Verify S drafts of each request and draft S new ones.
 
-        state_index [B] int32, 0 for padding. Returns [B, 1 + W] int64: num_new, then the W sampled tokens of which
-        the first num_new are the request's. num_new is 0 for padding. Mutates the caches and the slots' cursors,
-        last tokens and drafts.
+        state_index [B] int32, 0 for padding. Returns [B, 1 + W] int64: num_new, then the W sampled tokens
+        of which the first num_new are the request's. num_new is 0 for padding. Mutates the caches and the
+        slots' cursors, last tokens and drafts.
         """
         slots, query_len = self.slots, self.mtp_step + 1
         index = state_index.to(torch.int64)
@@ -105,8 +107,8 @@ class Step(nn.Module):
     ) -> torch.Tensor:
         """Process one chunk of one prompt; after the last chunk sample y_0 and draft from it.
 
-        token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple of the
-        chunk size; state_index [1] int32. Returns [1] int64: y_0, or 0 when more chunks follow.
+        token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple
+        of the chunk size; state_index [1] int32. Returns [1] int64: y_0, or 0 when more chunks follow.
         """
         slots, rows_count = self.slots, token_ids.shape[0]
         index = state_index.to(torch.int64)
@@ -114,7 +116,8 @@ class Step(nn.Module):
         hidden = self.target(token_ids, rows, self.kv_cache, self.state_cache, self.cos_sin)
         last_hidden = hidden.index_select(0, length - 1)
         if self.draft is not None:
-            # Slot j of the draft's KV is the pair (token j, hidden j - 1); the first hidden is the last chunk's.
+            # Slot j of the draft's KV is the pair (token j, hidden j - 1); the first hidden is the last
+            # chunk's.
             carried = torch.where(start[:, None] > 0, slots.last_hidden[index], 0.0)
             previous = torch.cat((carried, hidden[:-1]))
             self._draft_forward(token_ids, previous, rows)
@@ -144,9 +147,10 @@ class Step(nn.Module):
     ) -> torch.Tensor:
         """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos` [B].
 
-        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, past the accepted tail, where the
-        next extend overwrites them. The draft samples with the request's own noise: it then agrees with the target
-        far more often than its argmax would (Daliri, Musco, Suresh, arXiv 2408.07978).
+        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, past the accepted tail,
+        where the next extend overwrites them. The draft samples with the request's own noise: it then
+        agrees with the target far more often than its argmax would (Daliri, Musco, Suresh, arXiv
+        2408.07978).
         """
         drafts = []
         token = self.slots.last_token[index]
@@ -197,7 +201,8 @@ class Step(nn.Module):
         base: torch.Tensor,
         length: torch.Tensor | None = None,
     ) -> Rows:
-        """Rows at positions start .. start + rows_per_request - 1 of each request; prefill when `length` is given.
+        """Rows at positions start .. start + rows_per_request - 1 of each request; prefill when `length` is
+        given.
 
         Near max_model_len positions are clamped and writes dropped, as are writes of padding rows and through
         block-table entries that are not reserved.
@@ -205,7 +210,8 @@ class Step(nn.Module):
         block_size = self.kv_cache.block_size
         offsets = torch.arange(rows_per_request, device=start.device)
         true_positions = start[:, None] + offsets
-        # The last real row: padding rows of a chunk repeat its position, so that they read written keys alone.
+        # The last real row: padding rows of a chunk repeat its position, so that they read written keys
+        # alone.
         end = self.max_model_len if length is None else (start + length)[:, None]
         positions = true_positions.clamp(max=end - 1)
         block_table = self.slots.block_table[index]

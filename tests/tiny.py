@@ -101,7 +101,8 @@ def build_step(
     ring_step: int | None = None,
     is_poisoned: bool = True,
 ) -> Step:
-    """A step over random weights (the same for the same config), its caches full of NaN unless told otherwise."""
+    """A step over random weights (the same for the same config), its caches full of NaN unless told
+    otherwise."""
     place = torch.device(device)
     target = TargetModel(config, dtype, place)
     randomize(target, 1)
@@ -146,6 +147,17 @@ def admit(
     if len(set(own)) < each:
         own = [1 + (slot - 1) * each + index for index in reversed(range(each))]
     updates = tuple((slot, index, own[index]) for index in range(each if blocks is None else blocks))
+    install(step, slot, updates, seed, temperature)
+
+
+def install(
+    step: Step,
+    slot: int,
+    updates: tuple[tuple[int, int, int], ...],
+    seed: int = 0,
+    temperature: float = 0.0,
+) -> None:
+    """Admit a request to `slot` with the given (slot, index, block) entries of its block table."""
     init = SlotInit(slot, 0, seed, temperature, 0, 1.0, 0.0)
     step.slots.apply(
         StepPlan(

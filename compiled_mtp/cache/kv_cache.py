@@ -1,4 +1,5 @@
-"""Paged keys and values. Buffers of modules, because torch.compile then sees static addresses it may mutate."""
+"""Paged keys and values. Buffers of modules, because torch.compile then sees static addresses it may
+mutate."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from compiled_mtp.config import ModelConfig
 class KVLayer(nn.Module):
     """One layer's pages: `kv` [num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim].
 
-    `kv_scale` [num_blocks, 2, num_kv_heads, block_size] float32 belongs to FP8 pages and is None otherwise. Only
-    operators touch either: an aten write into a view makes the compiler copy the whole cache.
+    `kv_scale` [num_blocks, 2, num_kv_heads, block_size] float32 belongs to FP8 pages and is None otherwise.
+    Only operators touch either: an aten write into a view makes the compiler copy the whole cache.
     """
 
     kv: torch.Tensor
@@ -30,7 +31,8 @@ class KVLayer(nn.Module):
 
 
 class KVCache(nn.Module):
-    """The pages of the target's full-attention layers and, last, of the MTP layer; one block table serves all.
+    """The pages of the target's full-attention layers and, last, of the MTP layer; one block table serves
+    all.
 
     Block 0 belongs to nobody. A block id is an index into every layer's pages.
     """

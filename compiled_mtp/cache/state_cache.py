@@ -1,9 +1,10 @@
 """GDN state: one canonical float32 state a request and layer, and rings of what happened since.
 
-A window's verification does not write a state per row. The state is valid for positions < `base`; the records of
-later tokens (k after l2norm, u = beta (v - read), exp(g)) and the raw inputs of the convolution lie in rings indexed
-by absolute position mod `ring_length`. The next verification folds [base, pos) into the state, so a rejection is an
-integer: rejected records are overwritten. Memory a request does not grow with mtp_step.
+A window's verification does not write a state per row. The state is valid for positions < `base`; the
+records of later tokens (k after l2norm, u = beta (v - read), exp(g)) and the raw inputs of the convolution
+lie in rings indexed by absolute position mod `ring_length`. The next verification folds [base, pos) into
+the state, so a rejection is an integer: rejected records are overwritten. Memory a request does not grow
+with mtp_step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def ring_length(mtp_step: int, conv_kernel: int) -> int:
 class GDNLayer(nn.Module):
     """One layer's state of all request rows; row 0 is the padding row.
 
-    state [slots, nv, dv, dk], ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (exp(g)),
-    all float32; conv_ring [slots, R, C] in the model's dtype. Only operators touch them.
+    state [slots, nv, dv, dk], ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R]
+    (exp(g)), all float32; conv_ring [slots, R, C] in the model's dtype. Only operators touch them.
     """
 
     state: torch.Tensor
@@ -58,8 +59,8 @@ class GDNLayer(nn.Module):
 class StateCache(nn.Module):
     """The states of every GDN layer. A slot needs no clearing when it is given out.
 
-    Prefill from position 0 reads neither state nor ring, and sets base = pos = N, so no record of an earlier owner
-    is ever folded (the tests poison free slots with NaN).
+    Prefill from position 0 reads neither state nor ring, and sets base = pos = N, so no record of an
+    earlier owner is ever folded (the tests poison free slots with NaN).
     """
 
     def __init__(

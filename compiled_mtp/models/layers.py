@@ -1,8 +1,8 @@
 """The layers of the hybrid models: straight modules that take their caches as arguments.
 
-Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm whose
-residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual), where the true
-activation is their sum.
+Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm
+whose residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual),
+where the true activation is their sum.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Rows:
     positions [M] int64: rotary position and last visible key of a row.
     slot_mapping [M] int64: KV slot (block id * block_size + offset), -1 for no write.
     block_table [B, max_blocks] int32, state_index [B] int32.
-    start [B] int64: absolute position of a request's first row (`pos` in decode, the chunk's start in prefill).
-    base [B] int64: position up to which the stored GDN state is folded (decode only).
-    length [B] int64: valid rows (prefill only).
+    start [B] int64: absolute position of a request's first row (`pos` in decode, the chunk's start in
+    prefill). base [B] int64: position up to which the stored GDN state is folded (decode only). length [B]
+    int64: valid rows (prefill only).
     """
 
     positions: torch.Tensor

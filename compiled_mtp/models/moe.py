@@ -1,4 +1,5 @@
-"""Mixture of experts: one router with the shared expert's gate as its last row, one stack with it as expert E."""
+"""Mixture of experts: one router with the shared expert's gate as its last row, one stack with it as expert
+E."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ FIRST_DRAFT_KEY = 1
 class DraftModel(nn.Module):
     """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
 
-    `forward(embedding [M, H], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the shared head reads and
-    what the next pass of a chain takes as `hidden`. `hidden` of a first pass is the target's after its final norm.
-    Writes the pairs' keys and values into `kv`.
+    `forward(embedding [M, H], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the shared head
+    reads and what the next pass of a chain takes as `hidden`. `hidden` of a first pass is the target's
+    after its final norm. Writes the pairs' keys and values into `kv`.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:

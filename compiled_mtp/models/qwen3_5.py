@@ -1,4 +1,5 @@
-"""The target model. One module serves Qwen3-Next, Qwen3.5, Qwen3.5-MoE and Qwen3.6: they differ in config alone."""
+"""The target model. One module serves Qwen3-Next, Qwen3.5, Qwen3.5-MoE and Qwen3.6: they differ in config
+alone."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class Embedding(nn.Module):
 class TargetModel(nn.Module):
     """Embedding, hybrid layers, final norm and head.
 
-    `forward(token_ids [M] int64, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final
-    norm [M, hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
+    `forward(token_ids [M] int64, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the
+    final norm [M, hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into
+    the caches.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -14,11 +14,12 @@ _CANONICAL_ROWS = 64
 
 
 def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:
-    """Return the smallest unit in 1, 2, 4, 8 whose multiples up to max(row_counts) give bit-equal rows, or None.
+    """Return the smallest unit in 1, 2, 4, 8 whose multiples up to max(row_counts) give bit-equal rows, or
+    None.
 
-    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows, under the
-    present number of threads. BLAS libraries choose their loops by shape, and no documentation of theirs says
-    for which row counts the order of a row's sum stays the same: hence a measurement at load.
+    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows,
+    under the present number of threads. BLAS libraries choose their loops by shape, and no documentation of
+    theirs says for which row counts the order of a row's sum stays the same: hence a measurement at load.
     """
     shapes = {(tuple(weight.shape), weight.dtype): weight for weight in weights}
     generator = torch.Generator().manual_seed(0)

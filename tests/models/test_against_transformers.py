@@ -1,0 +1,128 @@
+"""transformers is the oracle for the model: every family, prefill in chunks, cached decode, and the MTP head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.runner import Runner
+from tests import tiny
+from tests.checkpoints import FAMILIES, Oracle, oracle, write_checkpoint
+
+PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
+# model.md's errors cost 0.05 to 6.6 on logits of scale 4.5: two orders of magnitude above this.
+TOLERANCE = 5e-4
+
+
+@dataclass
+class Case:
+    name: str
+    runner: Runner
+    oracle: Oracle
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    self_difference: float
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family[0])
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, options = request.param
+    directory = tmp_path_factory.mktemp(name)
+    write_checkpoint(directory, **options)
+    model = ModelConfig.from_hf(directory)
+    config = EngineConfig(model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256)
+    runner = Runner(config, model, model.vocab_size)
+    reference = oracle(directory)
+    tokens = torch.randint(0, model.vocab_size, (PROMPT_LEN + DECODE_LEN,))
+    hidden, logits = reference.target(tokens)
+    # What transformers differs from itself on the same rows when its chunks are padded otherwise.
+    differences = []
+    for shorter in (1, 2, 3, 30):
+        part = reference.target(tokens[:-shorter])[1]
+        differences.append(float((part - logits[:-shorter]).abs().max()))
+    return Case(name, runner, reference, tokens, hidden, logits, max(differences))
+
+
+def check(case: Case, what: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((ours - expected).abs().max())
+    print(f"{case.name} {what}: error {error:.2e}, transformers against itself {case.self_difference:.2e}")
+    assert error < TOLERANCE
+    assert error < 4 * case.self_difference
+
+
+@torch.no_grad()
+def test_prefill_and_cached_decode_logits(case: Case) -> None:
+    step, slots = case.runner.step, case.runner.step.slots
+    tiny.poison(step)
+    own = tuple((1, index, index + 1) for index in range(slots.block_table.shape[1]))
+    tiny.install(step, 1, own)
+    state_index = torch.tensor([1], dtype=torch.int32)
+    index = state_index.long()
+    ours = []
+    for begin in range(0, PROMPT_LEN, CHUNK):
+        part = case.tokens[begin : min(begin + CHUNK, PROMPT_LEN)]
+        start, length = torch.tensor([begin]), torch.tensor([len(part)])
+        rows = step._rows(state_index, index, start, len(part), start, length)
+        hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
+        ours.append(step.target.logits(hidden, is_prefill=True))
+    check(case, "prefill", torch.cat(ours), case.logits[:PROMPT_LEN])
+
+    base = pos = PROMPT_LEN
+    decoded = []
+    # Windows of 1 to 3 rows, so that folds of several records are read too.
+    for window in (1, 2, 3, 1, 3, 2):
+        rows = step._rows(state_index, index, torch.tensor([pos]), window, torch.tensor([base]))
+        part = case.tokens[pos : pos + window]
+        hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
+        decoded.append(step.target.logits(hidden))
+        base, pos = pos, pos + window
+    assert pos == PROMPT_LEN + DECODE_LEN
+    check(case, "decode", torch.cat(decoded), case.logits[PROMPT_LEN:])
+
+
+@torch.no_grad()
+def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
+    if case.oracle.mtp is None:
+        pytest.fail("every family of the list carries an MTP head")
+    step, slots = case.runner.step, case.runner.step.slots
+    tiny.poison(step)
+    tiny.install(step, 1, tuple((1, i, i + 1) for i in range(slots.block_table.shape[1])))
+    state_index = torch.tensor([1], dtype=torch.int32)
+    index = state_index.long()
+    # Pairs (token j, hidden j - 1) for j = 1 .. PROMPT_LEN - 1, then a chain on the draft's own hidden.
+    tokens = case.tokens[1:PROMPT_LEN]
+    expected, logits, cache = case.oracle.draft(tokens, case.hidden[: PROMPT_LEN - 1])
+    start, length = torch.tensor([1]), torch.tensor([PROMPT_LEN - 1])
+    rows = step._rows(state_index, index, start, PROMPT_LEN - 1, start, length)
+    ours = step._draft_forward(tokens, case.hidden[: PROMPT_LEN - 1], rows)
+    check(case, "mtp", step.target.logits(ours), logits)
+
+    ours, expected = ours[-1:], expected[-1:]
+    for position in range(PROMPT_LEN, PROMPT_LEN + 3):
+        token = case.tokens[position : position + 1]
+        expected, logits, cache = case.oracle.draft(token, expected, cache, position)
+        rows = step._rows(state_index, index, torch.tensor([position]), 1, torch.tensor([position]))
+        ours = step._draft_forward(token, ours, rows)
+        check(case, f"mtp chain at {position}", step.target.logits(ours), logits)
+
+
+@torch.no_grad()
+def test_greedy_tokens_over_64(case: Case) -> None:
+    step = case.runner.step
+    tiny.poison(step)
+    tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
+    prompt = case.tokens[:70].tolist()
+    out = [tiny.prefill(step, 1, prompt, CHUNK)]
+    while len(out) < 64:
+        out += tiny.decode(step, [1])[0]
+    logits = case.oracle.target(torch.tensor(prompt + out))[1][len(prompt) - 1 : len(prompt) + 63]
+    best = logits.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] >= 1e-3
+    assert is_clear.sum() >= 60
+    assert torch.equal(logits.argmax(-1)[is_clear], torch.tensor(out[:64])[is_clear])
+
