@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Run the body with `count` intra-op threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,11 @@ class Layer:
     a_log: torch.Tensor
     dt_bias: torch.Tensor
     norm_weight: torch.Tensor
+
+    def cpu(self) -> Layer:
+        return Layer(
+            self.shape, self.conv_weight.cpu(), self.a_log.cpu(), self.dt_bias.cpu(), self.norm_weight.cpu()
+        )
 
 
 def make_layer(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Layer:
@@ -143,10 +160,25 @@ def gated_norm_float64(
     return (norm * norm_weight.double() * gate).flatten(1)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """L2 norm of the difference over the L2 norm of `expected`."""
-    expected = expected.double()
-    return float((actual.double() - expected).norm() / expected.norm())
+def conv_float64(layer: Layer, proj: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(q, k, v, exp_g, beta) of one whole sequence from position 0, in float64 from the formulas."""
+    shape, rows = layer.shape, proj.shape[0]
+    x = proj.double()
+    weight = layer.conv_weight.double()[:, None]
+    mixed = torch.nn.functional.conv1d(
+        x[None, :, : shape.channels].mT, weight, padding=3, groups=shape.channels
+    )
+    mixed = torch.nn.functional.silu(mixed[0, :, :rows].T)
+    q, k, v = mixed.split((shape.key, shape.key, shape.value), dim=1)
+    q, k = (
+        t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+        for t in (t.reshape(rows, shape.num_k_heads, shape.head_k_dim) for t in (q, k))
+    )
+    first = shape.channels + shape.value
+    b, a = x[:, first : first + 2 * shape.num_v_heads].chunk(2, dim=1)
+    g = -torch.exp(layer.a_log.double()) * torch.nn.functional.softplus(a + layer.dt_bias.double())
+    v = v.reshape(rows, shape.num_v_heads, shape.head_v_dim)
+    return q * shape.head_k_dim**-0.5, k, v, torch.exp(g), torch.sigmoid(b)
 
 
 Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -171,6 +203,16 @@ def make_window(
     wide[:, 2:-4] = torch.randn(rows, shape.value, generator=rng)
     z = wide.to(device, dtype)[:, 2:-4]
     return q.to(device), k.to(device), v.to(device), exp_g.to(device), beta.to(device), z
+
+
+def make_prompt(layer: Layer, rows: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Window:
+    """Inputs (q, k, v, g, beta, z) of gdn_prefill, with the log decays that the layer's weights give."""
+    proj = make_proj(layer.shape, rows, seed=5)
+    q, k, v, exp_g, beta = conv_float64(layer.cpu(), proj)
+    g = torch.log(exp_g.clamp(min=1e-30))
+    z = proj[:, layer.shape.channels : layer.shape.channels + layer.shape.value].to(device, dtype)
+    q, k, v, g, beta = (t.float().contiguous().to(device) for t in (q, k, v, g, beta))
+    return q, k, v, g, beta, z
 
 
 def select_rows(window: Window, rows: list[int]) -> Window:

@@ -1,0 +1,77 @@
+"""conv_prefill: segments equal the whole prompt, and the ring they leave serves decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
+from tests.ops.gdn_cases import Shape, conv_float64, make_cache, make_layer, make_proj
+from tests.ops.harness import check_compiles, check_registration, rel_l2
+
+SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16))
+
+
+def segment(
+    shape: Shape, rows: int, start: int, length: int, dtype: torch.dtype = torch.float32, slot: int = 2
+) -> tuple[Any, ...]:
+    layer, cache = make_layer(shape, dtype), make_cache(shape, 4, 8, dtype)
+    return (
+        make_proj(shape, rows, dtype, seed=start + 1), layer.conv_weight, layer.a_log, layer.dt_bias,
+        cache.conv_ring, torch.tensor([slot], dtype=torch.int32), torch.tensor([start]),
+        torch.tensor([length]), *shape.dims,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [(150,), (64, 1, 1, 2, 64, 3), (1, 2, 1), (2,), (1,)], ids=str)
+def test_segments_equal_whole_sequence(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    layer, cache = make_layer(shape, dtype), make_cache(shape, 4, 8, dtype)
+    total = sum(lengths)
+    proj = make_proj(shape, total + 5, dtype, padding=8)
+    slot = torch.tensor([2], dtype=torch.int32)
+    weights = (layer.conv_weight, layer.a_log, layer.dt_bias, cache.conv_ring, slot)
+    got: list[list[torch.Tensor]] = [[], [], [], [], []]
+    start = 0
+    for length in lengths:
+        padded = torch.cat((proj[start : start + length], torch.full_like(proj[:6], torch.nan)))
+        outputs = conv_prefill(padded, *weights, torch.tensor([start]), torch.tensor([length]), *shape.dims)
+        for parts, output in zip(got, outputs, strict=True):
+            assert torch.equal(output[length:], torch.zeros_like(output[length:]))
+            parts.append(output[:length])
+        start += length
+    q, k, v, exp_g, beta = conv_float64(layer, proj)
+    for parts, exact in zip(got, (q, k, v, exp_g.log(), beta), strict=True):
+        assert rel_l2(torch.cat(parts), exact[:total]) < 1e-6
+    # Decoding goes on from the ring that the last segments left.
+    outputs = spec_conv1d(proj[total:], *weights, torch.tensor([total]), *shape.dims)
+    for output, exact in zip(outputs, (q, k, v, exp_g, beta), strict=True):
+        assert rel_l2(output, exact[total:]) < 1e-6
+    others = [0, 1, 3]
+    assert cache.conv_ring[others].isnan().all()
+
+
+def test_registration_and_compilation() -> None:
+    check_registration(torch.ops.compiled_mtp.conv_prefill.default, segment(SHAPES[0], 8, 0, 6))
+    check_compiles(conv_prefill, [segment(SHAPES[0], 8, 0, 6), segment(SHAPES[0], 5, 0, 5)])
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (5, lambda t: t.repeat(2), "state_index"),
+        (6, lambda t: t.repeat(2), "start"),
+        (7, lambda t: t[:0], "length"),
+        (4, lambda t: t[:, :2], "conv_ring"),
+        (3, lambda t: t[:1], "dt_bias"),
+    ],
+)
+def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None:
+    args = list(segment(SHAPES[0], 8, 0, 6))
+    args[index] = change(args[index])
+    with pytest.raises(ValueError, match=message):
+        conv_prefill(*args)

@@ -1,0 +1,157 @@
+"""gdn_prefill: equal to the recurrence, segment by segment, and to transformers' own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.ops.gdn_commit import gdn_commit
+from compiled_mtp.ops.gdn_prefill import gdn_prefill
+from compiled_mtp.ops.gdn_verify import gdn_verify
+from tests.ops.gdn_cases import (
+    Shape,
+    Stream,
+    gated_norm_float64,
+    make_cache,
+    make_layer,
+    make_prompt,
+    make_window,
+    recurrence_float64,
+    select_rows,
+)
+from tests.ops.harness import assert_same_bits, check_compiles, check_registration, rel_l2
+
+SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16), Shape(2, 6, 16, 32))
+EPS = 1e-6
+
+
+def run(
+    prompt: tuple[torch.Tensor, ...],
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    slot: int,
+    start: int,
+    length: int,
+) -> torch.Tensor:
+    index = torch.tensor([slot], dtype=torch.int32)
+    return gdn_prefill(
+        *prompt, norm_weight, state, index, torch.tensor([start]), torch.tensor([length]), EPS, "silu"
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (2,), (63,), (64,), (65,), (150,), (128, 64, 37)], ids=str)
+def test_segments_equal_float64_recurrence(shape: Shape, lengths: tuple[int, ...]) -> None:
+    """Padding rows hold NaN in z and rubbish elsewhere is not asked for: conv_prefill gives zeros there."""
+    layer, cache = make_layer(shape), make_cache(shape, 3, 16)
+    cache.state[:] = torch.nan
+    total = sum(lengths)
+    prompt = make_prompt(layer, total)
+    q, k, v, g, beta, z = prompt
+    out, final = recurrence_float64(q, k, v, g.exp(), beta, torch.zeros_like(cache.state[1]))
+    expected = gated_norm_float64(out, z, layer.norm_weight, EPS, "silu")
+    start = 0
+    for length in lengths:
+        padded = [torch.cat((t[start : start + length], torch.zeros_like(t[:1]))) for t in prompt]
+        padded[5][length:] = torch.nan
+        y = run(tuple(padded), layer.norm_weight, cache.state, 1, start, length)
+        assert rel_l2(y[:length], expected[start : start + length]) < 2e-6
+        assert torch.equal(y[length:], torch.zeros_like(y[length:]))
+        start += length
+    assert rel_l2(cache.state[1], final) < 2e-6
+    assert cache.state[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_transformers(shape: Shape) -> None:
+    """Both functions of transformers, on inputs before the l2norm, with an initial state."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    layer, cache = make_layer(shape), make_cache(shape, 3, 16)
+    group = shape.num_v_heads // shape.num_k_heads
+    q, k, v, g, beta, z = make_prompt(layer, 100)
+    # They scale q themselves and keep the state as [nv, dk, dv].
+    heads = [(t * s).repeat_interleave(group, dim=1)[None] for t, s in ((q, shape.head_k_dim**0.5), (k, 1.0))]
+    arguments = (*heads, v[None], g[None], beta[None])
+    initial = cache.state[1].transpose(1, 2)[None].contiguous()
+    y = run((q, k, v, g, beta, z), layer.norm_weight, cache.state, 1, 64, 100)
+    for function in (modeling.torch_chunk_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule):
+        out, final = function(*arguments, initial_state=initial, output_final_state=True)
+        expected = gated_norm_float64(out[0], z, layer.norm_weight, EPS, "silu")
+        assert rel_l2(y, expected) < 5e-6
+        assert rel_l2(cache.state[1], final[0].transpose(1, 2)) < 5e-6
+
+
+def test_verify_continues_from_it() -> None:
+    shape = SHAPES[1]
+    layer, cache = make_layer(shape), make_cache(shape, 3, 16)
+    prompt = make_prompt(layer, 90)
+    run(prompt, layer.norm_weight, cache.state, 2, 0, 90)
+    q, k, v, g, beta, _ = prompt
+    _, state = recurrence_float64(q, k, v, g.exp(), beta, torch.zeros_like(cache.state[2]))
+    stream = Stream(layer, cache, [2], [90], [90])
+    for round_number in range(3):
+        window = make_window(shape, 4, seed=20 + round_number)
+        y = stream.verify(gdn_verify, window, [0])
+        q, k, v, exp_g, beta, z = select_rows(window, [0, 1, 2])
+        out, state = recurrence_float64(q, k, v, exp_g, beta, state)
+        assert rel_l2(y[:3], gated_norm_float64(out, z, layer.norm_weight, EPS, "silu")) < 2e-6
+        stream.accept(0, 3, 4)
+    assert rel_l2(stream.folded(gdn_commit)[0], state) < 2e-6
+
+
+def test_bits_depend_on_start_and_length_alone() -> None:
+    """More padding rows, another slot: the same bits, so that a prompt's numbers depend on the prompt."""
+    shape = SHAPES[0]
+    layer = make_layer(shape)
+    prompt = make_prompt(layer, 150)
+    longer = tuple(torch.cat((t, torch.zeros_like(t[:120]))) for t in prompt)
+    a, b = make_cache(shape, 3, 16), make_cache(shape, 3, 16)
+    b.state[2] = a.state[1]
+    assert_same_bits(
+        [run(prompt, layer.norm_weight, a.state, 1, 64, 150)],
+        [run(longer, layer.norm_weight, b.state, 2, 64, 150)[:150]],
+    )
+    assert_same_bits([a.state[1]], [b.state[2]])
+
+
+def test_strong_decay_stays_finite() -> None:
+    shape = SHAPES[0]
+    layer, cache = make_layer(shape), make_cache(shape, 2, 16)
+    q, k, v, g, beta, z = make_prompt(layer, 130)
+    g = g - 40.0
+    y = run((q, k, v, g, beta, z), layer.norm_weight, cache.state, 1, 0, 130)
+    out, _ = recurrence_float64(q, k, v, g.exp(), beta, torch.zeros_like(cache.state[1]))
+    assert rel_l2(y, gated_norm_float64(out, z, layer.norm_weight, EPS, "silu")) < 1e-5
+
+
+def arguments(length: int, rows: int) -> tuple[Any, ...]:
+    layer, cache = make_layer(SHAPES[0]), make_cache(SHAPES[0], 2, 16)
+    index = torch.tensor([1], dtype=torch.int32)
+    cursors = (torch.tensor([64]), torch.tensor([length]))
+    return *make_prompt(layer, rows), layer.norm_weight, cache.state, index, *cursors, EPS, "silu"
+
+
+def test_registration_and_compilation() -> None:
+    check_registration(torch.ops.compiled_mtp.gdn_prefill.default, arguments(65, 70))
+    check_compiles(gdn_prefill, [arguments(65, 70), arguments(10, 10)])
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (0, lambda t: t[:5], "q"),
+        (3, lambda t: t[:, :2], "g"),
+        (5, lambda t: t[:, :8], "z"),
+        (7, lambda t: t.bfloat16(), "state"),
+        (8, lambda t: t.repeat(2), "state_index"),
+        (12, lambda _: "swish", "silu"),
+    ],
+)
+def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None:
+    args = list(arguments(10, 12))
+    args[index] = change(args[index])
+    with pytest.raises(ValueError, match=message):
+        gdn_prefill(*args)
