@@ -21,7 +21,21 @@ def _fake(
     return x.new_empty(x.shape)
 
 
-_moe_experts = register("moe_experts", reference.moe_experts, _fake)
+def _launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    from compiled_mtp.ops.moe_experts.kernel import launch
+
+    return launch(x, weights, ids, gate_up, down, gate_up_scale, down_scale)
+
+
+_moe_experts = register("moe_experts", reference.moe_experts, _fake, launch=_launch)
 
 
 def _check_weight(

@@ -14,7 +14,13 @@ def _fake(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     return logits.new_empty(rows, top_k + 1), logits.new_empty(rows, top_k + 1, dtype=torch.int32)
 
 
-_moe_router = register("moe_router", reference.moe_router, _fake)
+def _launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from compiled_mtp.ops.moe_router.kernel import launch
+
+    return launch(logits, top_k, renormalize)
+
+
+_moe_router = register("moe_router", reference.moe_router, _fake, launch=_launch)
 
 
 def moe_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.moe_experts import moe_experts
+from tests.ops.harness import check_compiles, check_registration, poisoned_allocations
 
 
 def routing(rows: int, experts: int, top_k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,3 +90,55 @@ def test_errors() -> None:
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             moe_experts(*arguments)
+
+
+def fp8_case(
+    rows: int, experts: int, top_k: int, width: int, inner: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments with FP8 weights, and the same with the dequantised weights in float32."""
+    x, weights, ids, gate_up, down = experts_case(rows, experts, top_k, width, inner)
+
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        small = (weight * 100).to(torch.float8_e4m3fn)
+        blocks = (weight.shape[0], -(-weight.shape[1] // 128), -(-weight.shape[2] // 128))
+        scale = torch.rand(blocks, generator=torch.Generator().manual_seed(3)) * 0.02
+        full = scale.repeat_interleave(128, 1)[:, : weight.shape[1]]
+        full = full.repeat_interleave(128, 2)[:, :, : weight.shape[2]]
+        return small, scale, small.float() * full
+
+    small_gate_up, gate_up_scale, gate_up = quantize(gate_up)
+    small_down, down_scale, down = quantize(down)
+    fp8 = (x, weights, ids, small_gate_up, small_down, gate_up_scale, down_scale)
+    return fp8, (x, weights, ids, gate_up, down)
+
+
+def test_fp8_weights_are_dequantised_by_blocks() -> None:
+    fp8, plain = fp8_case(5, 4, 2, 160, 136)
+    assert relative_error(moe_experts(*fp8), loop_float64(*plain)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_kernel_in_interpreter(interpreter: None, rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    from compiled_mtp.ops.moe_experts.kernel import launch
+
+    x, *rest = experts_case(rows, 6, 3, 96, 40, dtype)
+    strided = torch.full((rows, 120), float("nan"), dtype=dtype)
+    strided[:, :96] = x
+    with poisoned_allocations():
+        got = launch(strided[:, :96], *rest, None, None)
+    assert relative_error(got, loop_float64(x, *rest)) < tolerance
+
+
+def test_fp8_kernel_in_interpreter(interpreter: None) -> None:
+    from compiled_mtp.ops.moe_experts.kernel import launch
+
+    fp8, plain = fp8_case(5, 4, 2, 160, 136)
+    with poisoned_allocations():
+        assert relative_error(launch(*fp8), loop_float64(*plain)) < 1e-6
+
+
+def test_registration_and_compile() -> None:
+    case = (*experts_case(3, 4, 2, 32, 16), None, None)
+    check_registration(torch.ops.compiled_mtp.moe_experts.default, case)
+    check_compiles(moe_experts, [case, (*experts_case(5, 4, 2, 32, 16), None, None)])

@@ -7,6 +7,7 @@ import torch
 
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.moe_router.reference import moe_router as reference
+from tests.ops.harness import check_compiles, check_registration, poisoned_allocations
 
 
 @pytest.mark.parametrize(
@@ -58,14 +59,10 @@ def test_rows_do_not_depend_on_their_company(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_opcheck_and_compile() -> None:
-    logits = torch.randn(5, 9)
-    torch.library.opcheck(torch.ops.compiled_mtp.moe_router.default, (logits, 2, True))
-    compiled = torch.compile(lambda x: moe_router(x, 2, True), fullgraph=True, dynamic=False)
-    for rows in (1, 5):
-        got, expected = compiled(logits[:rows]), reference(logits[:rows], 2, True)
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[1], expected[1])
+def test_registration_and_compile() -> None:
+    cases = [(torch.randn(rows, 9), 2, True) for rows in (1, 5)]
+    check_registration(torch.ops.compiled_mtp.moe_router.default, cases[1])
+    check_compiles(moe_router, cases)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +78,22 @@ def test_opcheck_and_compile() -> None:
 def test_errors(logits: torch.Tensor, top_k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_router(logits, top_k, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|All-NaN):RuntimeWarning")
+@pytest.mark.parametrize("experts, top_k, renormalize", [(8, 2, True), (50, 5, False), (512, 10, True)])
+def test_kernel_in_interpreter(interpreter: None, experts: int, top_k: int, renormalize: bool) -> None:
+    from compiled_mtp.ops.moe_router.kernel import launch
+
+    wide = torch.randn(6, experts + 4) * 3
+    logits = wide[:, : experts + 1]
+    logits[1] = logits[1].round()
+    logits[2, 1] = logits[2, 4] = 0.0
+    logits[2, 1] *= -1.0
+    logits[4, 1] = float("nan")
+    logits[5, 3] = float("-inf")
+    with poisoned_allocations():
+        weights, ids = launch(logits, top_k, renormalize)
+    expected, expected_ids = reference(logits, top_k, renormalize)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8, equal_nan=True)

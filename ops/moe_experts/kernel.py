@@ -1,0 +1,413 @@
+"""Grouped experts in four launches: tile table, gate|up with silu-mul, down, weighted sum in slot order.
+
+A tile is up to `tile_rows` (row, slot) pairs of one expert, so that few tiles read the same weights. Grids
+have the size of the worst case and surplus programs leave at once: no count reaches the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.variants import KernelVariant
+
+OPTIONS = {"enable_fp_fusion": True}
+# Rows of a decode bucket get one tile height, so that a row's bits cannot depend on the height.
+MAX_DECODE_ROWS = 512
+_PLAN_BLOCK = 512
+_TABLE_BLOCK = 64
+
+
+@triton.jit
+def plan_kernel(
+    ids,
+    tiles,
+    pairs,
+    num_pairs,
+    num_tiles,
+    TILE_ROWS: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """List the pairs of one expert in ascending order and fill its part of the tile table.
+
+    An expert's first entry is known from the number of pairs of lower experts alone, which is why entries
+    without a tile (-1) are left between: at most one a pair (dense), or one an expert.
+    """
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), tl.int32)
+    mine = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
+        below += (chosen < expert).to(tl.int32)
+        mine += (chosen == expert).to(tl.int32)
+    offset = tl.sum(below, 0)
+    count = tl.sum(mine, 0)
+    if count > 0:
+        filled = offset
+        for start in range(0, num_pairs, BLOCK):
+            chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
+            is_mine = (chosen == expert).to(tl.int32)
+            tl.store(pairs + filled + tl.cumsum(is_mine, 0) - 1, start + lane, mask=is_mine > 0)
+            filled += tl.sum(is_mine, 0)
+    if IS_DENSE:
+        first = offset
+        owned = count
+    else:
+        first = offset // TILE_ROWS + expert
+        owned = (offset + count) // TILE_ROWS + expert + 1 - first
+    for start in range(0, owned, TABLE_BLOCK):
+        entry = start + tl.arange(0, TABLE_BLOCK)
+        if IS_DENSE:
+            begin = entry
+            is_tile = entry % TILE_ROWS == 0
+        else:
+            begin = entry * TILE_ROWS
+            is_tile = begin < count
+        to = tiles + first + entry
+        tl.store(to, tl.where(is_tile, expert, -1), mask=entry < owned)
+        tl.store(to + num_tiles, offset + begin, mask=entry < owned)
+        tl.store(to + 2 * num_tiles, tl.minimum(count - begin, TILE_ROWS), mask=entry < owned)
+
+
+@triton.jit
+def load_weight(weight, rows, k, num_rows: tl.constexpr, num_k: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [len(rows), len(k)] of one expert's matrix."""
+    at = weight + rows[:, None] * num_k + k[None, :]
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(rows < num_rows)[:, None] & (k < num_k)[None, :], other=0.0)
+
+
+@triton.jit
+def load_values(rows, k, is_row, num_k: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [len(rows), len(k)] of activations, zero where there is no row."""
+    if EVEN:
+        return tl.load(rows[:, None] + k[None, :], mask=is_row[:, None], other=0.0)
+    return tl.load(rows[:, None] + k[None, :], mask=is_row[:, None] & (k < num_k)[None, :], other=0.0)
+
+
+@triton.jit
+def scale_pointers(scale, expert, rows, num_rows: tl.constexpr, num_k: tl.constexpr):
+    """Where the scales of the first 128 columns of an expert's `rows` lie; the next 128 are one further."""
+    columns: tl.constexpr = (num_k + 127) // 128
+    return scale + expert * (((num_rows + 127) // 128) * columns) + (rows // 128) * columns
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    gate_up,
+    scale,
+    tiles,
+    pairs,
+    hidden,
+    x_stride,
+    num_tiles,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """hidden[sorted pair, inner] = silu(gate x) * up x for one tile of pairs and BN inner columns."""
+    tile = tl.program_id(1)
+    expert = tl.load(tiles + tile).to(tl.int64)
+    if expert < 0:
+        return
+    begin = tl.load(tiles + num_tiles + tile)
+    count = tl.load(tiles + 2 * num_tiles + tile)
+    lane = tl.arange(0, BM)
+    is_row = lane < count
+    token = tl.load(pairs + begin + lane, mask=is_row, other=0) // SLOTS
+    rows = x + token.to(tl.int64) * x_stride
+    inner = tl.program_id(0) * BN + tl.arange(0, BN)
+    weight = gate_up + expert * (2 * INNER * WIDTH)
+    if IS_FP8:
+        gate_scale = scale_pointers(scale, expert, inner, 2 * INNER, WIDTH)
+        up_scale = scale_pointers(scale, expert, inner + INNER, 2 * INNER, WIDTH)
+    gate = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, WIDTH, BK):
+        k = start + tl.arange(0, BK)
+        values = load_values(rows, k, is_row, WIDTH, EVEN)
+        w_gate = load_weight(weight, inner, k, INNER, WIDTH, EVEN)
+        w_up = load_weight(weight + INNER * WIDTH, inner, k, INNER, WIDTH, EVEN)
+        if IS_FP8:
+            part = tl.dot(values, tl.trans(w_gate.to(values.dtype)), input_precision="ieee")
+            gate += part * tl.load(gate_scale + start // 128, mask=inner < INNER, other=0.0)[None, :]
+            part = tl.dot(values, tl.trans(w_up.to(values.dtype)), input_precision="ieee")
+            up += part * tl.load(up_scale + start // 128, mask=inner < INNER, other=0.0)[None, :]
+        else:
+            gate = tl.dot(values, tl.trans(w_gate), gate, input_precision="ieee")
+            up = tl.dot(values, tl.trans(w_up), up, input_precision="ieee")
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    to = hidden + (begin + lane).to(tl.int64)[:, None] * INNER + inner[None, :]
+    tl.store(to, result.to(hidden.dtype.element_ty), mask=is_row[:, None] & (inner < INNER)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    hidden,
+    down,
+    scale,
+    tiles,
+    pairs,
+    partial,
+    num_tiles,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """partial[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
+    tile = tl.program_id(1)
+    expert = tl.load(tiles + tile).to(tl.int64)
+    if expert < 0:
+        return
+    begin = tl.load(tiles + num_tiles + tile)
+    count = tl.load(tiles + 2 * num_tiles + tile)
+    lane = tl.arange(0, BM)
+    is_row = lane < count
+    pair = tl.load(pairs + begin + lane, mask=is_row, other=0)
+    rows = hidden + (begin + lane).to(tl.int64) * INNER
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    weight = down + expert * (WIDTH * INNER)
+    if IS_FP8:
+        row_scale = scale_pointers(scale, expert, column, WIDTH, INNER)
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, INNER, BK):
+        k = start + tl.arange(0, BK)
+        values = load_values(rows, k, is_row, INNER, EVEN)
+        w = load_weight(weight, column, k, WIDTH, INNER, EVEN)
+        if IS_FP8:
+            part = tl.dot(values, tl.trans(w.to(values.dtype)), input_precision="ieee")
+            total += part * tl.load(row_scale + start // 128, mask=column < WIDTH, other=0.0)[None, :]
+        else:
+            total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
+    to = partial + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(to, total, mask=is_row[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def combine_kernel(partial, weights, out, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = row * SLOTS + slot
+        value = tl.load(partial + pair * WIDTH + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair) * value
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Tile shapes of the two products; functions of the model and of decode or prefill alone."""
+
+    tile_rows: int
+    gate_up_columns: int
+    down_columns: int
+    max_k: int
+    stages: int
+    warps: int = 4
+
+    def k_tile(self, length: int) -> int:
+        return max(16, min(self.max_k, triton.next_power_of_2(length)))
+
+
+def configuration(rows: int, dtype: torch.dtype, is_fp8: bool) -> Configuration:
+    if dtype == torch.float32:
+        return Configuration(16, 32, 32, 128 if is_fp8 else 32, 2)
+    if rows <= MAX_DECODE_ROWS:
+        return Configuration(16, 32, 64, 128, 4)
+    return Configuration(64, 64, 64, 128, 3) if is_fp8 else Configuration(64, 64, 128, 64, 3)
+
+
+def is_even(config: Configuration, width: int, inner: int) -> bool:
+    """Whether no tile of a weight reaches over an edge."""
+    return not (
+        width % config.k_tile(width)
+        or inner % config.k_tile(inner)
+        or inner % config.gate_up_columns
+        or width % config.down_columns
+    )
+
+
+def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]:
+    """Entries of the tile table, and whether it is the dense one (one entry a pair)."""
+    sparse = experts + num_pairs // tile_rows
+    return min(num_pairs, sparse), num_pairs <= sparse
+
+
+def launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, width = x.shape
+    experts, _, inner = down.shape
+    slots = ids.shape[1]
+    num_pairs = rows * slots
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    is_fp8 = gate_up_scale is not None
+    config = configuration(rows, x.dtype, is_fp8)
+    num_tiles, is_dense = tile_count(num_pairs, experts, config.tile_rows)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=x.device)
+    pairs = torch.empty((num_pairs,), dtype=torch.int32, device=x.device)
+    hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    even = is_even(config, width, inner)
+    plan_kernel[(experts,)](
+        ids,
+        tiles,
+        pairs,
+        num_pairs,
+        num_tiles,
+        TILE_ROWS=config.tile_rows,
+        IS_DENSE=is_dense,
+        BLOCK=_PLAN_BLOCK,
+        TABLE_BLOCK=_TABLE_BLOCK,
+        num_warps=4,
+        **OPTIONS,
+    )
+    shared: dict[str, Any] = {
+        "WIDTH": width,
+        "INNER": inner,
+        "IS_FP8": is_fp8,
+        "EVEN": even,
+        "BM": config.tile_rows,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **OPTIONS,
+    }
+    gate_up_kernel[(triton.cdiv(inner, config.gate_up_columns), num_tiles)](
+        x,
+        gate_up,
+        gate_up_scale if is_fp8 else weights,
+        tiles,
+        pairs,
+        hidden,
+        x.stride(0),
+        num_tiles,
+        SLOTS=slots,
+        BN=config.gate_up_columns,
+        BK=config.k_tile(width),
+        **shared,
+    )
+    down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
+        hidden,
+        down,
+        down_scale if is_fp8 else weights,
+        tiles,
+        pairs,
+        partial,
+        num_tiles,
+        BN=config.down_columns,
+        BK=config.k_tile(inner),
+        **shared,
+    )
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(triton.cdiv(width, block), rows)](
+        partial, weights, out, SLOTS=slots, WIDTH=width, BLOCK=block, num_warps=4, **OPTIONS
+    )
+    return out
+
+
+def variants() -> list[KernelVariant]:
+    slots, width, inner = 9, 2048, 512
+    result = []
+    for name, rows, weight in (
+        ("decode", 4, "bf16"),
+        ("decode", 4, "fp8e4nv"),
+        ("prefill", 2048, "bf16"),
+        ("prefill", 2048, "fp8e4nv"),
+        ("decode", 4, "fp32"),
+    ):
+        dtype = torch.float32 if weight == "fp32" else torch.bfloat16
+        pointer = "*fp32" if weight == "fp32" else "*bf16"
+        is_fp8 = weight.startswith("fp8")
+        config = configuration(rows, dtype, is_fp8)
+        shared = {"WIDTH": width, "INNER": inner, "IS_FP8": is_fp8, "EVEN": True, "BM": config.tile_rows}
+        options: dict[str, Any] = {
+            "num_warps": config.warps,
+            "num_stages": config.stages,
+            "options": OPTIONS,
+            # Triton converts e4m3 from sm_89 on.
+            "min_capability": 90 if is_fp8 else 80,
+        }
+        tensors = {"scale": "*fp32", "tiles": "*i32", "pairs": "*i32", "hidden": pointer}
+        gate_up = {"x": pointer, "gate_up": f"*{weight}", **tensors}
+        result.append(
+            KernelVariant(
+                name=f"gate-up-{name}-{weight}",
+                function=gate_up_kernel,
+                signature={**gate_up, "x_stride": "i32", "num_tiles": "i32"},
+                constexprs={
+                    **shared,
+                    "SLOTS": slots,
+                    "BN": config.gate_up_columns,
+                    "BK": config.k_tile(width),
+                },
+                aligned=(*gate_up, "x_stride"),
+                **options,
+            )
+        )
+        down = {"down": f"*{weight}", **tensors, "partial": "*fp32"}
+        result.append(
+            KernelVariant(
+                name=f"down-{name}-{weight}",
+                function=down_kernel,
+                signature={**down, "num_tiles": "i32"},
+                constexprs={**shared, "BN": config.down_columns, "BK": config.k_tile(inner)},
+                aligned=tuple(down),
+                **options,
+            )
+        )
+    integers = {"ids": "*i32", "tiles": "*i32", "pairs": "*i32"}
+    for is_dense in (True, False):
+        result.append(
+            KernelVariant(
+                name=f"plan-{'dense' if is_dense else 'sparse'}",
+                function=plan_kernel,
+                signature={**integers, "num_pairs": "i32", "num_tiles": "i32"},
+                constexprs={
+                    "TILE_ROWS": 16,
+                    "IS_DENSE": is_dense,
+                    "BLOCK": _PLAN_BLOCK,
+                    "TABLE_BLOCK": _TABLE_BLOCK,
+                },
+                aligned=tuple(integers),
+                options=OPTIONS,
+            )
+        )
+    result.append(
+        KernelVariant(
+            name="combine-bf16",
+            function=combine_kernel,
+            signature={"partial": "*fp32", "weights": "*fp32", "out": "*bf16"},
+            constexprs={"SLOTS": slots, "WIDTH": width, "BLOCK": 1024},
+            aligned=("partial", "weights", "out"),
+            options=OPTIONS,
+        )
+    )
+    return result

@@ -1,0 +1,107 @@
+"""The router in one program a row: the whole row in registers, top_k by repeated maximum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.variants import KernelVariant
+
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def moe_router_kernel(
+    logits,
+    weights,
+    ids,
+    row_stride,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    value = tl.load(logits + row * row_stride + column, mask=column < EXPERTS, other=float("-inf"))
+    peak = tl.max(value, 0)
+    # One 64-bit key orders by value, then by lowest id; a NaN ranks as -inf, and -0.0 as 0.0.
+    ranked = tl.where((value == value) & (value != 0.0), value, tl.where(value == 0.0, 0.0, float("-inf")))
+    bits = ranked.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = ordered.to(tl.int64) * BLOCK + (BLOCK - 1 - column)
+    key = tl.where(column < EXPERTS, key, -(2**62))
+    chosen_id = tl.full((SLOTS,), EXPERTS, tl.int32)
+    chosen_weight = tl.zeros((SLOTS,), tl.float32)
+    probability = tl.exp(value - peak)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
+        is_best = key == best
+        chosen_id = tl.where(slot == i, (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32), chosen_id)
+        chosen_weight = tl.where(slot == i, tl.sum(tl.where(is_best, probability, 0.0), 0), chosen_weight)
+        key = tl.where(is_best, -(2**62), key)
+    if RENORMALIZE:
+        total = tl.sum(chosen_weight, 0)
+    else:
+        total = tl.sum(tl.where(column < EXPERTS, probability, 0.0), 0)
+    # A NaN anywhere in the row reaches every weight, whatever `tl.max` makes of it.
+    total += tl.sum(tl.where(value == value, 0.0, value), 0)
+    gate = tl.load(logits + row * row_stride + EXPERTS)
+    weight = tl.where(slot == TOP_K, 1.0 / (1.0 + tl.exp(-gate)), tl.div_rn(chosen_weight, total))
+    to = row * (TOP_K + 1) + slot
+    tl.store(weights + to, weight, mask=slot <= TOP_K)
+    tl.store(ids + to, chosen_id, mask=slot <= TOP_K)
+
+
+def configuration(experts: int, top_k: int) -> tuple[int, int]:
+    """Widths in registers of a row and of its slots; functions of the model alone."""
+    return max(32, triton.next_power_of_2(experts)), triton.next_power_of_2(top_k + 1)
+
+
+def launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, experts = logits.shape[0], logits.shape[1] - 1
+    block, slots = configuration(experts, top_k)
+    weights = torch.empty((rows, top_k + 1), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, top_k + 1), dtype=torch.int32, device=logits.device)
+    if rows:
+        moe_router_kernel[(rows,)](
+            logits,
+            weights,
+            ids,
+            logits.stride(0),
+            EXPERTS=experts,
+            BLOCK=block,
+            TOP_K=top_k,
+            SLOTS=slots,
+            RENORMALIZE=renormalize,
+            num_warps=1,
+            **OPTIONS,
+        )
+    return weights, ids
+
+
+def variants() -> list[KernelVariant]:
+    result = []
+    for experts, top_k in ((256, 8), (512, 10)):
+        block, slots = configuration(experts, top_k)
+        result.append(
+            KernelVariant(
+                name=f"router-{experts}-{top_k}",
+                function=moe_router_kernel,
+                signature={"logits": "*fp32", "weights": "*fp32", "ids": "*i32", "row_stride": "i32"},
+                constexprs={
+                    "EXPERTS": experts,
+                    "BLOCK": block,
+                    "TOP_K": top_k,
+                    "SLOTS": slots,
+                    "RENORMALIZE": True,
+                },
+                num_warps=1,
+                aligned=("logits", "weights", "ids"),
+                options=OPTIONS,
+            )
+        )
+    return result
