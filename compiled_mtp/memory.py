@@ -11,8 +11,9 @@ _FLOAT32_BYTES = 4
 class CacheShape:
     """The numbers of a model and its configuration that decide what a request costs.
 
-    num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer. ring_length
-    is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one element.
+    num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
+    ring_length is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one
+    element.
     """
 
     num_attention_layers: int
@@ -85,7 +86,8 @@ def plan_memory(
         needed = (blocks_of_one + 1 if num_blocks is None else num_blocks) * block_bytes + rows * row_bytes
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; lower max_model_len, max_batch or num_blocks"
+            f"blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; "
+            "lower max_model_len, max_batch or num_blocks"
         )
     return plan
 

@@ -49,7 +49,7 @@ class Tokenizer:
         self._template = ChatTemplate(root)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, special tokens in it recognised. Raises ValueError for lone surrogates."""
+        """Return the ids of `text`, special tokens recognised. Raises ValueError for lone surrogates."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
