@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ENV_PREFIX = "COMPILED_MTP_"
+_FIX = "fix config.json"
 DEFAULT_MAX_MODEL_LEN = 4096
 
 FAMILIES = {
@@ -51,6 +52,11 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def _fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{name} must {rule}, got {got}; {remedy}")
+
+
+def _check(ok: bool, name: str, rule: str, got: object, remedy: str) -> None:
+    if not ok:
+        raise _fail(name, rule, got, remedy)
 
 
 def _split_names(value: Any) -> Any:
@@ -138,18 +144,11 @@ class EngineConfig(BaseSettings):
     )
 
     def __init__(self, **values: Any) -> None:
-        known = set(type(self).model_fields)
-        prefix = ENV_PREFIX.lower()
-        unknown = sorted(
-            k for k in os.environ if k.lower().startswith(prefix) and k[len(prefix) :].lower() not in known
-        )
-        if unknown:
-            raise _fail(
-                "environment",
-                "name settings only",
-                unknown,
-                f"known are {ENV_PREFIX} and one of {sorted(known)}",
-            )
+        known = sorted(type(self).model_fields)
+        names = {k: k.lower().removeprefix(ENV_PREFIX.lower()) for k in os.environ}
+        unknown = sorted(k for k, name in names.items() if name != k.lower() and name not in known)
+        remedy = f"known are {ENV_PREFIX} and one of {known}"
+        _check(not unknown, "environment", "name settings only", unknown, remedy)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -158,19 +157,14 @@ class EngineConfig(BaseSettings):
     @field_validator("prefix_cache")
     @classmethod
     def _no_prefix_cache(cls, value: bool) -> bool:
-        if value:
-            raise _fail("prefix_cache", "be False", value, "the prefix cache is not in this version")
+        _check(not value, "prefix_cache", "be False", value, "the prefix cache is not in this version")
         return value
 
     @model_validator(mode="after")
     def _chunk_fits_blocks(self) -> EngineConfig:
-        if self.prefill_chunk % self.block_size:
-            raise _fail(
-                "prefill_chunk",
-                f"be a multiple of block_size ({self.block_size})",
-                self.prefill_chunk,
-                "change one of the two",
-            )
+        rule = f"be a multiple of block_size ({self.block_size})"
+        fits = self.prefill_chunk % self.block_size == 0
+        _check(fits, "prefill_chunk", rule, self.prefill_chunk, "change one of the two")
         return self
 
     def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
@@ -181,19 +175,16 @@ class EngineConfig(BaseSettings):
             return "float32"
         if model.dtype == "bfloat16":
             return "bfloat16"
-        raise _fail(
-            "dtype", "be float32 or bfloat16", f"{model.dtype} from the checkpoint", "pass dtype='bfloat16'"
-        )
+        got = f"{model.dtype} from the checkpoint"
+        raise _fail("dtype", "be float32 or bfloat16", got, "pass dtype='bfloat16'")
 
     def resolve_max_model_len(self, model: ModelConfig) -> int:
         """The most tokens of one request; by default the checkpoint's limit, at most 4096."""
         limit = model.max_position_embeddings
         if self.max_model_len is None:
             return min(limit, DEFAULT_MAX_MODEL_LEN)
-        if self.max_model_len > limit:
-            raise _fail(
-                "max_model_len", f"be at most {limit}, the checkpoint's limit", self.max_model_len, "lower it"
-            )
+        rule = f"be at most {limit}, the checkpoint's limit"
+        _check(self.max_model_len <= limit, "max_model_len", rule, self.max_model_len, "lower it")
         return self.max_model_len
 
     def resolve_max_in_flight(self, device: str) -> int:
@@ -207,16 +198,9 @@ def _explain(error: Mapping[str, Any]) -> str:
         return str(error["ctx"]["error"])
     name = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
-        return str(
-            _fail("config", "name settings only", name, f"known are {sorted(EngineConfig.model_fields)}")
-        )
-    rule = (
-        error["msg"]
-        .replace("Input should be", "be")
-        .replace("Input should", "")
-        .replace("Input is", "be")
-        .strip()
-    )
+        remedy = f"known are {sorted(EngineConfig.model_fields)}"
+        return str(_fail("config", "name settings only", name, remedy))
+    rule = error["msg"].removeprefix("Input should ").replace("Input is not a", "be a", 1)
     described = EngineConfig.model_fields.get(str(error["loc"][0]))
     remedy = described.description if described is not None and described.description else "see EngineConfig"
     return str(_fail(name, rule, repr(error["input"]), f"give {remedy}"))
@@ -309,38 +293,23 @@ class ModelConfig:
         compute, each by name. Source: the configuration classes of Hugging Face transformers 5.
         """
         root = Path(path)
-        if root.suffix == ".gguf":
-            raise _fail("model", "be a Hugging Face directory", root, "GGUF weights are not supported")
-        if not (root / "config.json").is_file():
-            raise _fail(
-                "model", "be a directory with a config.json", root, "pass a Hugging Face checkpoint directory"
-            )
-        if (root / "hf_quant_config.json").is_file():
-            raise _fail(
-                "quantization",
-                "be fp8 in blocks of 128",
-                "hf_quant_config.json",
-                "use the bf16 or FP8 release",
-            )
+        is_gguf = root.suffix == ".gguf"
+        _check(not is_gguf, "model", "be a Hugging Face directory", root, "GGUF weights are not supported")
+        remedy = "pass a Hugging Face checkpoint directory"
+        _check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
+        other = root / "hf_quant_config.json"
+        remedy = "use the bf16 or the FP8 release of the model"
+        _check(not other.is_file(), "quantization", "be fp8 in blocks of 128", other.name, remedy)
         top = _read_json(root / "config.json")
         name = top.get("model_type")
-        if name not in FAMILIES:
-            raise _fail(
-                "model_type",
-                f"be one of {', '.join(FAMILIES)}",
-                name,
-                "other architectures are not supported",
-            )
-        text = top.get("text_config")
-        if text is None:
-            text = top
-        inner = text.get("model_type", name)
-        if FAMILIES.get(inner) != FAMILIES[name]:
-            raise _fail("text_config.model_type", f"belong to {FAMILIES[name]}", inner, "fix config.json")
+        remedy = "other architectures are not supported"
+        _check(name in FAMILIES, "model_type", f"be one of {', '.join(FAMILIES)}", name, remedy)
+        family = FAMILIES[top["model_type"]]
+        text = top.get("text_config") or top
+        inner = str(text.get("model_type", name))
+        _check(FAMILIES.get(inner) == family, "text_config.model_type", f"belong to {family}", inner, _FIX)
         generation = _read_json(root / "generation_config.json", optional=True)
-        return cls(
-            **_text_fields(FAMILIES[name], _Keys(text), top), **_sampling_fields(root, top, text, generation)
-        )
+        return cls(**_text_fields(family, _Keys(text), top), **_sampling_fields(root, top, text, generation))
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -364,127 +333,96 @@ class _Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise _fail(key, "be a positive number", value, "fix config.json")
+            raise _fail(key, "be a positive number", value, _FIX)
         return float(value)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.values.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _fail(key, f"be an integer of at least {least}", value, "fix config.json")
+            raise _fail(key, f"be an integer of at least {least}", value, _FIX)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise _fail(key, "be true or false", value, "fix config.json")
+            raise _fail(key, "be true or false", value, _FIX)
         return value
 
 
 def _text_fields(family: str, keys: _Keys, top: dict[str, Any]) -> dict[str, Any]:
     """The fields that describe the model, from the text section `keys` and the top level of config.json."""
+    values = keys.values
     for key, allowed, why in _ONLY:
-        if key in keys.values and keys.values[key] not in allowed:
-            raise _fail(key, f"be {json.dumps(allowed[0])}", json.dumps(keys.values[key]), why)
-    if keys.values.get("sliding_window") is not None and keys.values.get("use_sliding_window") is not False:
-        raise _fail(
-            "sliding_window", "be null", keys.values["sliding_window"], "sliding windows are not supported"
-        )
-    num_layers = keys.integer("num_hidden_layers")
-    num_q_heads, num_kv_heads = keys.integer("num_attention_heads"), keys.integer("num_key_value_heads")
-    num_k_heads, num_v_heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
-    if num_q_heads % num_kv_heads:
-        raise _fail(
-            "num_attention_heads", f"be a multiple of {num_kv_heads} KV heads", num_q_heads, "fix config.json"
-        )
-    if num_v_heads % num_k_heads:
-        raise _fail(
-            "linear_num_value_heads",
-            f"be a multiple of {num_k_heads} key heads",
-            num_v_heads,
-            "fix config.json",
-        )
-    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // num_q_heads)
-    if head_dim not in (64, 128, 256):
-        raise _fail("head_dim", "be 64, 128 or 256", head_dim, "other head sizes are not supported")
+        got = values.get(key, allowed[0])
+        _check(got in allowed, key, f"be {json.dumps(allowed[0])}", json.dumps(got), why)
+    window = None if values.get("use_sliding_window") is False else values.get("sliding_window")
+    _check(window is None, "sliding_window", "be null", window, "sliding windows are not supported")
+    num_layers, hidden_size = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
+    heads, kv_heads = keys.integer("num_attention_heads"), keys.integer("num_key_value_heads")
+    _check(heads % kv_heads == 0, "num_attention_heads", f"be a multiple of {kv_heads} KV heads", heads, _FIX)
+    k_heads, v_heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
+    rule = f"be a multiple of {k_heads} key heads"
+    _check(v_heads % k_heads == 0, "linear_num_value_heads", rule, v_heads, _FIX)
+    head_dim = keys.integer("head_dim", hidden_size // heads)
+    remedy = "other head sizes are not supported"
+    _check(head_dim in (64, 128, 256), "head_dim", "be 64, 128 or 256", head_dim, remedy)
     theta, factor = _rope(keys)
     rotary_dim = int(head_dim * factor)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise _fail(
-            "partial_rotary_factor", f"give an even part of head_dim {head_dim}", factor, "fix config.json"
-        )
-    # Qwen3-Next names no count and ships one layer; a checkpoint without it still decodes with mtp_step 0.
-    mtp_key = (
-        "num_nextn_predict_layers" if "num_nextn_predict_layers" in keys.values else "mtp_num_hidden_layers"
-    )
-    mtp_num_layers = keys.integer(mtp_key, 1, least=0)
-    if mtp_num_layers > 1:
-        raise _fail(mtp_key, "be 0 or 1", mtp_num_layers, "heads of several layers are not supported")
-    gate = keys.values.get("output_gate_type") or "silu"
-    if gate not in ("silu", "swish", "sigmoid"):
-        raise _fail("output_gate_type", "be silu, swish or sigmoid", gate, "other gates are not supported")
+    is_even_part = rotary_dim % 2 == 0 and 0 < rotary_dim <= head_dim
+    _check(is_even_part, "partial_rotary_factor", f"give an even part of head_dim {head_dim}", factor, _FIX)
+    gate = values.get("output_gate_type") or "silu"
+    is_known = gate in ("silu", "swish", "sigmoid")
+    _check(is_known, "output_gate_type", "be silu, swish or sigmoid", gate, "other gates are not supported")
     return {
         "family": family,
         "num_layers": num_layers,
-        "hidden_size": keys.integer("hidden_size"),
+        "hidden_size": hidden_size,
         "vocab_size": keys.integer("vocab_size"),
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
+        "num_q_heads": heads,
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
         "rope_theta": theta,
         "rms_norm_eps": keys.number("rms_norm_eps"),
-        "linear_num_key_heads": num_k_heads,
-        "linear_num_value_heads": num_v_heads,
+        "linear_num_key_heads": k_heads,
+        "linear_num_value_heads": v_heads,
         "linear_key_head_dim": keys.integer("linear_key_head_dim"),
         "linear_value_head_dim": keys.integer("linear_value_head_dim"),
         "conv_kernel": 4,
         "is_full_attention": _layer_pattern(keys, num_layers),
         **_ffn_fields(family, keys),
-        "tie_word_embeddings": _Keys(top if "tie_word_embeddings" in top else keys.values).flag(
-            "tie_word_embeddings", False
-        ),
-        "mtp_num_layers": mtp_num_layers,
+        "tie_word_embeddings": _Keys(values | top).flag("tie_word_embeddings", False),
+        "mtp_num_layers": _mtp_num_layers(keys),
         "gate_activation": "sigmoid" if gate == "sigmoid" else "silu",
-        "dtype": _dtype_name(keys.values, top),
+        "dtype": _dtype_name(values, top),
         "max_position_embeddings": keys.integer("max_position_embeddings"),
-        "quantized": _is_fp8(top.get("quantization_config") or keys.values.get("quantization_config")),
+        "quantized": _is_fp8(top.get("quantization_config") or values.get("quantization_config")),
     }
 
 
 def _ffn_fields(family: str, keys: _Keys) -> dict[str, Any]:
-    num_experts = (
-        0 if family == "qwen3_5" else keys.integer("num_experts", least=0 if family == "qwen3_next" else 1)
-    )
-    if num_experts == 0:
-        sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-        dense = {
+    is_dense = family == "qwen3_5" or (family == "qwen3_next" and keys.values.get("num_experts") == 0)
+    if is_dense:
+        return {
             "intermediate_size": keys.integer("intermediate_size"),
             "num_experts": 0,
+            "num_experts_per_tok": 0,
+            "moe_intermediate_size": 0,
+            "shared_expert_intermediate_size": 0,
             "norm_topk_prob": True,
         }
-        return dense | dict.fromkeys(sizes, 0)
-    top_k = keys.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise _fail(
-            "num_experts_per_tok", f"be at most num_experts ({num_experts})", top_k, "fix config.json"
-        )
-    moe_size, shared_size = (
-        keys.integer("moe_intermediate_size"),
-        keys.integer("shared_expert_intermediate_size"),
-    )
-    if shared_size != moe_size:
-        raise _fail(
-            "shared_expert_intermediate_size",
-            f"equal moe_intermediate_size ({moe_size})",
-            shared_size,
-            "the shared expert is computed as one more expert; other sizes are not supported",
-        )
+    experts, top_k = keys.integer("num_experts"), keys.integer("num_experts_per_tok")
+    _check(top_k <= experts, "num_experts_per_tok", f"be at most num_experts ({experts})", top_k, _FIX)
+    size, shared = keys.integer("moe_intermediate_size"), keys.integer("shared_expert_intermediate_size")
+    remedy = "the shared expert is computed as one more expert; other sizes are not supported"
+    rule = f"equal moe_intermediate_size ({size})"
+    _check(shared == size, "shared_expert_intermediate_size", rule, shared, remedy)
     return {
         "intermediate_size": 0,
-        "num_experts": num_experts,
+        "num_experts": experts,
         "num_experts_per_tok": top_k,
-        "moe_intermediate_size": moe_size,
-        "shared_expert_intermediate_size": shared_size,
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": shared,
         # Qwen3.5-MoE has no such key and always renormalises.
         "norm_topk_prob": keys.flag("norm_topk_prob", True) if family == "qwen3_next" else True,
     }
@@ -496,14 +434,10 @@ def _layer_pattern(keys: _Keys, num_layers: int) -> tuple[bool, ...]:
         interval = keys.integer("full_attention_interval", 4)
         return tuple((i + 1) % interval == 0 for i in range(num_layers))
     unknown = sorted({str(t) for t in types} - {"full_attention", "linear_attention"})
-    if unknown:
-        raise _fail(
-            "layer_types", "be full_attention or linear_attention", unknown, "other layers are not supported"
-        )
-    if len(types) != num_layers:
-        raise _fail(
-            "layer_types", f"have num_hidden_layers ({num_layers}) entries", len(types), "fix config.json"
-        )
+    remedy = "other layers are not supported"
+    _check(not unknown, "layer_types", "be full_attention or linear_attention", unknown, remedy)
+    rule = f"have num_hidden_layers ({num_layers}) entries"
+    _check(len(types) == num_layers, "layer_types", rule, len(types), _FIX)
     return tuple(t == "full_attention" for t in types)
 
 
@@ -512,17 +446,26 @@ def _rope(keys: _Keys) -> tuple[float, float]:
     nested = keys.values.get("rope_parameters") or {}
     for section in (nested, keys.values.get("rope_scaling") or {}):
         kind = section.get("rope_type", section.get("type", "default"))
-        if kind != "default":
-            raise _fail("rope_type", "be default", kind, "YaRN and other rope scalings are not supported")
+        remedy = "YaRN and other rope scalings are not supported"
+        _check(kind == "default", "rope_type", "be default", kind, remedy)
     rope = _Keys(keys.values | nested)
     return rope.number("rope_theta"), rope.number("partial_rotary_factor", 0.25)
+
+
+def _mtp_num_layers(keys: _Keys) -> int:
+    # Qwen3-Next names no count and ships one layer; a checkpoint without it still decodes with mtp_step 0.
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    name = next((n for n in names if n in keys.values), names[1])
+    count = keys.integer(name, 1, least=0)
+    _check(count <= 1, name, "be 0 or 1", count, "heads of several layers are not supported")
+    return count
 
 
 def _dtype_name(text: dict[str, Any], top: dict[str, Any]) -> str:
     found = [section[key] for section in (text, top) for key in ("dtype", "torch_dtype") if section.get(key)]
     name = str(found[0]).removeprefix("torch.") if found else "bfloat16"
-    if name not in ("bfloat16", "float16", "float32"):
-        raise _fail("dtype", "be bfloat16, float16 or float32", name, "fix config.json")
+    names = ("bfloat16", "float16", "float32")
+    _check(name in names, "dtype", "be bfloat16, float16 or float32", name, _FIX)
     return name
 
 
@@ -531,13 +474,12 @@ def _is_fp8(quantization: dict[str, Any] | None) -> bool:
         return False
     remedy = "use the bf16 or the FP8 release of the model"
     method = quantization.get("quant_method")
-    if method != "fp8":
-        raise _fail("quantization_config.quant_method", "be fp8", method, remedy)
+    _check(method == "fp8", "quantization_config.quant_method", "be fp8", method, remedy)
+    # A missing block size means one scale a tensor, which is another format.
+    layout = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": None} | quantization
     for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("weight_block_size", [128, 128])):
-        # A missing block size means one scale a tensor, which is another format.
-        value = quantization.get(key, None if key == "weight_block_size" else wanted)
-        if value != wanted:
-            raise _fail(f"quantization_config.{key}", f"be {json.dumps(wanted)}", json.dumps(value), remedy)
+        got, rule = json.dumps(layout[key]), f"be {json.dumps(wanted)}"
+        _check(layout[key] == wanted, f"quantization_config.{key}", rule, got, remedy)
     return True
 
 

@@ -1,0 +1,374 @@
+"""Configuration: what is read from a checkpoint, what is refused, and every message."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.config import EngineConfig, ModelConfig
+from tests.checkpoints import FAMILIES, write_checkpoint
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path)
+
+
+def edit(directory: Path, changes: dict[str, Any], *, section: str | None = "text_config") -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    (config[section] if section else config).update(changes)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kwargs", [k for _, k in FAMILIES], ids=[n for n, _ in FAMILIES])
+def test_reads_every_family(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    c = ModelConfig.from_hf(write_checkpoint(tmp_path, **kwargs))
+    assert c.family == kwargs["family"]
+    assert (c.num_layers, c.hidden_size, c.vocab_size) == (4, 128, 512)
+    assert (c.num_q_heads, c.num_kv_heads, c.head_dim, c.rotary_dim) == (2, 1, 256, 64)
+    assert (c.rope_theta, c.rms_norm_eps) == (1e7, 1e-6)
+    nk, nv = kwargs["num_key_heads"], kwargs["num_value_heads"]
+    assert (c.linear_num_key_heads, c.linear_num_value_heads) == (nk, nv)
+    assert (c.linear_key_dim, c.linear_value_dim) == (nk * 128, nv * 128)
+    assert c.linear_conv_dim == 2 * nk * 128 + nv * 128
+    assert c.linear_proj_dim == c.linear_conv_dim + nv * 128 + 2 * nv
+    assert (c.conv_kernel, c.qkv_dim) == (4, 6 * 256)
+    assert c.is_full_attention == (False, False, False, True)
+    assert (c.num_gdn_layers, c.num_attention_layers) == (3, 1)
+    assert c.is_moe == (c.family != "qwen3_5")
+    moe = (c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size, c.shared_expert_intermediate_size)
+    assert moe == ((8, 4, 64, 64) if c.is_moe else (0, 0, 0, 0))
+    assert c.intermediate_size == (0 if c.is_moe else 192)
+    assert c.norm_topk_prob
+    assert c.tie_word_embeddings == kwargs.get("tied", False)
+    assert c.mtp_num_layers == 1
+    assert (c.gate_activation, c.dtype, c.max_position_embeddings) == ("silu", "bfloat16", 4096)
+    assert c.quantized == ("fp8_scale" in kwargs)
+    assert c.eos_token_ids == (511,)
+    assert c.generation_defaults == {}
+
+
+def test_a_flat_export_is_the_same_model(tmp_path: Path) -> None:
+    nested = write_checkpoint(tmp_path / "nested", "qwen3_5_moe")
+    flat = write_checkpoint(tmp_path / "flat", "qwen3_5_moe", flat=True)
+    assert ModelConfig.from_hf(nested) == ModelConfig.from_hf(flat)
+
+
+def test_layer_pattern_from_interval_and_from_types(directory: Path) -> None:
+    edit(directory, {"layer_types": None, "full_attention_interval": 2})
+    assert ModelConfig.from_hf(directory).is_full_attention == (False, True, False, True)
+    edit(directory, {"layer_types": ["full_attention"] + ["linear_attention"] * 3})
+    assert ModelConfig.from_hf(directory).is_full_attention == (True, False, False, False)
+
+
+def test_dense_qwen3_next(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_next")
+    edit(directory, {"num_experts": 0}, section=None)
+    config = ModelConfig.from_hf(directory)
+    assert (config.is_moe, config.intermediate_size) == (False, 192)
+
+
+def test_newer_rope_keys_of_qwen3_next(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_next")
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    edit(directory, {"rope_parameters": rope, "rope_theta": None}, section=None)
+    config = ModelConfig.from_hf(directory)
+    assert (config.rope_theta, config.rotary_dim) == (5e6, 128)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("swish", "silu"), ("silu", "silu"), ("sigmoid", "sigmoid")])
+def test_output_gate(directory: Path, name: str, meant: str) -> None:
+    edit(directory, {"output_gate_type": name})
+    assert ModelConfig.from_hf(directory).gate_activation == meant
+
+
+def test_no_mtp_layer(directory: Path) -> None:
+    edit(directory, {"mtp_num_hidden_layers": 0})
+    assert ModelConfig.from_hf(directory).mtp_num_layers == 0
+
+
+def test_eos_is_the_union_of_all_files(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tokenizer=True)
+    assert ModelConfig.from_hf(directory).eos_token_ids == (0, 2)
+    generation = {"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None}
+    (directory / "generation_config.json").write_text(json.dumps(generation | {"do_sample": True}))
+    config = ModelConfig.from_hf(directory)
+    assert config.eos_token_ids == (0, 2, 7)
+    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    edit(directory, {"eos_token_id": [9]}, section=None)
+    assert ModelConfig.from_hf(directory).eos_token_ids == (0, 2, 7, 9)
+
+
+def test_greedy_generation_config(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert ModelConfig.from_hf(directory).generation_defaults == {"temperature": 0.0}
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_act": "gelu"}, 'hidden_act must be "silu", got "gelu"; other activations are not supported'),
+    ({"attention_bias": True}, "attention_bias must be false, got true; attention biases are not supported"),
+    (
+        {"attn_output_gate": False},
+        "attn_output_gate must be true, got false; attention without its output gate",
+    ),
+    ({"use_sliding_window": True}, "use_sliding_window must be false, got true; sliding windows are not"),
+    ({"sliding_window": 4096}, "sliding_window must be null, got 4096; sliding windows are not supported"),
+    ({"mlp_only_layers": [1]}, "mlp_only_layers must be [], got [1]; layers that mix"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2; layers that mix"),
+    ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers must be 0 or 1, got 2; heads of several layers"),
+    ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers must be 0 or 1, got 3; heads of several"),
+    ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings must be false, got true; an MTP"),
+    (
+        {"mamba_ssm_dtype": "bfloat16"},
+        'mamba_ssm_dtype must be "float32", got "bfloat16"; the recurrent state',
+    ),
+    (
+        {"linear_conv_kernel_dim": 3},
+        "linear_conv_kernel_dim must be 4, got 3; convolutions of another length",
+    ),
+    ({"output_gate_type": "tanh"}, "output_gate_type must be silu, swish or sigmoid, got tanh; other gates"),
+    (
+        {"layer_types": ["mamba"] * 4},
+        "layer_types must be full_attention or linear_attention, got ['mamba'];",
+    ),
+    ({"layer_types": ["full_attention"]}, "layer_types must have num_hidden_layers (4) entries, got 1; fix"),
+    ({"head_dim": 96}, "head_dim must be 64, 128 or 256, got 96; other head sizes are not supported"),
+    (
+        {"num_key_value_heads": 3},
+        "num_attention_heads must be a multiple of 3 KV heads, got 2; fix config.json",
+    ),
+    ({"linear_num_key_heads": 4}, "linear_num_value_heads must be a multiple of 4 key heads, got 2; fix"),
+    ({"hidden_size": None}, "hidden_size must be an integer of at least 1, got None; fix config.json"),
+    ({"vocab_size": "512"}, "vocab_size must be an integer of at least 1, got 512; fix config.json"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0; fix config.json"),
+    ({"eos_token_id": 512}, "eos_token_id must lie in the vocabulary of 512, got [512]; fix the checkpoint"),
+    ({"dtype": "int8"}, "dtype must be bfloat16, float16 or float32, got int8; fix config.json"),
+    (
+        {"model_type": "qwen3_5_moe_text"},
+        "text_config.model_type must belong to qwen3_5, got qwen3_5_moe_text;",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}},
+        "rope_type must be default, got yarn; YaRN and other rope scalings are not supported",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type must be default, got linear; YaRN and other rope scalings are not supported",
+    ),
+    (
+        {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}},
+        "partial_rotary_factor must give an even part of head_dim 256, got 1.5; fix config.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[m.split(" must")[0] for _, m in REFUSALS])
+def test_refused_by_name(directory: Path, changes: dict[str, Any], message: str) -> None:
+    edit(directory, changes)
+    with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
+        ModelConfig.from_hf(directory)
+    assert "\n" not in str(error.value)
+
+
+MOE_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"shared_expert_intermediate_size": 32},
+        "shared_expert_intermediate_size must equal moe_intermediate_size (64), got 32; the shared expert",
+    ),
+    (
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok must be at most num_experts (8), got 9; fix config.json",
+    ),
+    ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0; fix config.json"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MOE_REFUSALS)
+def test_experts_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe")
+    edit(directory, changes)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        ModelConfig.from_hf(directory)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+QUANTIZATION: list[tuple[dict[str, Any], str]] = [
+    *(
+        (
+            {"quant_method": m},
+            f"quantization_config.quant_method must be fp8, got {m}; use the bf16 or the FP8 release",
+        )
+        for m in ("gptq", "awq", "bitsandbytes", "compressed-tensors")
+    ),
+    ({"quant_method": "fp8"}, "quantization_config.weight_block_size must be [128, 128], got null;"),
+    (
+        FP8 | {"weight_block_size": [64, 64]},
+        "quantization_config.weight_block_size must be [128, 128], got [64",
+    ),
+    (FP8 | {"fmt": "e5m2"}, 'quantization_config.fmt must be "e4m3", got "e5m2";'),
+    (
+        FP8 | {"activation_scheme": "static"},
+        'quantization_config.activation_scheme must be "dynamic", got "static"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("quantization", "message"), QUANTIZATION)
+def test_quantization_refused_by_name(directory: Path, quantization: dict[str, Any], message: str) -> None:
+    edit(directory, {"quantization_config": quantization}, section=None)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        ModelConfig.from_hf(directory)
+
+
+def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"model must be a Hugging Face directory, got .*GGUF weights are not"
+    ):
+        ModelConfig.from_hf(tmp_path / "model.gguf")
+    with pytest.raises(
+        ValueError, match=r"model must be a directory with a config.json, got .*; pass a Hugging"
+    ):
+        ModelConfig.from_hf(tmp_path / "nowhere")
+    for text, message in (("{", "must be a readable JSON file"), ("[]", "must hold a JSON object, got list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        ValueError, match=r"^model_type must be one of qwen3_next, .*, got llama; other archi"
+    ):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"quantization must be fp8 in blocks of 128, got hf_quant_config.json"
+    ):
+        ModelConfig.from_hf(tmp_path)
+
+
+def test_eos_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tokenizer=True)
+    (directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}}')
+    with pytest.raises(ValueError, match=r"eos_token must be a token of tokenizer.json, got '<eos>'; fix"):
+        ModelConfig.from_hf(directory)
+
+
+def test_engine_defaults() -> None:
+    c = EngineConfig()
+    assert c.model.name == "default_model"
+    assert (c.device, c.dtype, c.compile, c.graph_mode) == ("auto",) * 4
+    assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
+    assert (c.prefix_cache, c.reference_ops) == (False, ())
+    unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
+    assert [getattr(c, name) for name in (*unset, "max_in_flight", "num_threads")] == [None] * 8
+
+
+def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_MTP_MTP_STEP", "2")
+    monkeypatch.setenv("COMPILED_MTP_MAX_BATCH", "4")
+    monkeypatch.setenv("COMPILED_MTP_REFERENCE_OPS", "linear, gdn_verify")
+    monkeypatch.setenv("COMPILED_MTP_NUM_BLOCKS", "")
+    c = EngineConfig(mtp_step=1)
+    assert (c.mtp_step, c.max_batch, c.num_blocks) == (1, 4, None)
+    assert c.reference_ops == ("linear", "gdn_verify")
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        EngineConfig().mtp_step = 1
+
+
+ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"mtp_step": 8}, "mtp_step must be less than or equal to 7, got 8; give tokens drafted a step, 0 to 7;"),
+    ({"mtp_step": -1}, "mtp_step must be greater than or equal to 0, got -1; give tokens drafted a step"),
+    ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; give the most requests decoded"),
+    ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; give auto for the GPU if"),
+    ({"dtype": "float16"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; give auto for the"),
+    (
+        {"max_model_len": 1},
+        "max_model_len must be greater than or equal to 2, got 1; give the most tokens of",
+    ),
+    ({"block_size": 24}, "block_size must be a multiple of 16, got 24; give tokens of a KV block"),
+    ({"num_blocks": 1}, "num_blocks must be greater than or equal to 2, got 1; give KV blocks; default"),
+    (
+        {"prefill_chunk": 100},
+        "prefill_chunk must be a multiple of 64, got 100; give tokens of a prefill chunk",
+    ),
+    (
+        {"block_size": 384},
+        "prefill_chunk must be a multiple of block_size (384), got 512; change one of the two",
+    ),
+    ({"prefix_cache": True}, "prefix_cache must be False, got True; the prefix cache is not in this version"),
+    ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
+    ({"graph_mode": "x"}, "graph_mode must be 'auto', 'reduce-overhead' or 'replay', got 'x'; give how a"),
+    ({"draft_vocab": 0}, "draft_vocab must be greater than or equal to 1, got 0; give draft only from that"),
+    ({"seed": 2**63}, f"seed must be less than {2**63}, got {2**63}; give seed of requests that bring none"),
+    (
+        {"synthetic_acceptance": 1.5},
+        "synthetic_acceptance must be less than or equal to 1, got 1.5; give bench",
+    ),
+    (
+        {"max_in_flight": 2},
+        "max_in_flight must be less than or equal to 1, got 2; give steps launched before",
+    ),
+    ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; give CPU threads of torch"),
+    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['block_size', 'compile',"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"), ENGINE_REFUSALS, ids=[next(iter(k)) for k, _ in ENGINE_REFUSALS]
+)
+def test_engine_refusals(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
+        EngineConfig(**kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_one_line_per_mistake() -> None:
+    with pytest.raises(ValueError, match="mtp_step must") as error:
+        EngineConfig(mtp_step=9, max_batch="x")
+    assert [line.split()[0] for line in str(error.value).splitlines()] == ["mtp_step", "max_batch"]
+
+
+def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_MTP_STEPS", "3")
+    with pytest.raises(
+        ValueError, match=r"environment must name settings only, got \['COMPILED_MTP_STEPS'\]"
+    ):
+        EngineConfig()
+
+
+def test_resolved_numbers(directory: Path) -> None:
+    model = ModelConfig.from_hf(directory)
+    assert EngineConfig().resolve_dtype("cpu", model) == "float32"
+    assert EngineConfig().resolve_dtype("cuda", model) == "bfloat16"
+    assert EngineConfig(dtype="bfloat16").resolve_dtype("cpu", model) == "bfloat16"
+    assert EngineConfig().resolve_max_in_flight("cpu") == 0
+    assert EngineConfig().resolve_max_in_flight("cuda") == 1
+    assert EngineConfig(max_in_flight=1).resolve_max_in_flight("cpu") == 1
+    assert EngineConfig().resolve_max_model_len(model) == 4096
+    assert EngineConfig(max_model_len=100).resolve_max_model_len(model) == 100
+    with pytest.raises(
+        ValueError, match="max_model_len must be at most 4096, the checkpoint's limit, got 5000"
+    ):
+        EngineConfig(max_model_len=5000).resolve_max_model_len(model)
+    edit(directory, {"max_position_embeddings": 262144, "dtype": "float16"})
+    large = ModelConfig.from_hf(directory)
+    assert EngineConfig().resolve_max_model_len(large) == 4096
+    with pytest.raises(
+        ValueError, match="dtype must be float32 or bfloat16, got float16 from the checkpoint"
+    ):
+        EngineConfig().resolve_dtype("cuda", large)
+
+
+def test_configuration_does_not_wait_for_torch() -> None:
+    code = "import sys, compiled_mtp.config; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,187 @@
+"""Imports only point down: an AST walk over every module, and what must never wait for torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Longest prefix wins. A module may import modules of lower floors, and modules of its own package.
+FLOORS = {
+    "compiled_mtp.request": 0,
+    "compiled_mtp.config": 0,
+    "compiled_mtp.memory": 0,
+    "compiled_mtp.tokenizer": 0,
+    "compiled_mtp.graphs": 0,
+    "compiled_mtp.graphs.buckets": 0,
+    "compiled_mtp.cache": 0,
+    "compiled_mtp.cache.block_pool": 0,
+    "compiled_mtp.cache.prefix_index": 0,
+    "compiled_mtp.default_model": 0,
+    "compiled_mtp.ops": 1,
+    "compiled_mtp.graphs.compile": 2,
+    "compiled_mtp.graphs.artifacts": 2,
+    "compiled_mtp.graphs.export": 2,
+    "compiled_mtp.cache.kv_cache": 3,
+    "compiled_mtp.cache.state_cache": 3,
+    "compiled_mtp.cache.offload": 3,
+    "compiled_mtp.sampling": 3,
+    "compiled_mtp.batch": 3,
+    "compiled_mtp.models": 4,
+    "compiled_mtp.spec": 5,
+    "compiled_mtp.step": 6,
+    "compiled_mtp.runner": 7,
+    "compiled_mtp.scheduler": 7,
+    "compiled_mtp.engine": 8,
+    "compiled_mtp.run": 9,
+    "compiled_mtp.server": 9,
+    "tools": 9,
+}
+# The public names, resolved lazily.
+FACADE = "compiled_mtp"
+NO_TORCH = [m for m, floor in FLOORS.items() if floor == 0] + ["compiled_mtp.scheduler"]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its import name; ops and graphs by the only name they have."""
+    found: dict[str, Path] = {}
+    for folder, package in (
+        ("compiled_mtp", "compiled_mtp"),
+        ("ops", "compiled_mtp.ops"),
+        ("graphs", "compiled_mtp.graphs"),
+        ("tools", "tools"),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if package == "compiled_mtp" and parts[0] in ("ops", "graphs"):
+                continue
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def floor_of(module: str) -> int | None:
+    name = module
+    while name:
+        if name in FLOORS:
+            return FLOORS[name]
+        # A new module of a package whose modules lie on several floors must be placed by name.
+        name = name.rpartition(".")[0]
+        if name in ("compiled_mtp.cache", "compiled_mtp.graphs"):
+            return None
+    return None
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Full names of what a module imports, anywhere in it."""
+    is_package = MODULES.get(module, Path()).name == "__init__.py"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*up, base] if base else up)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in MODULES else base
+
+
+def package_of(module: str) -> str:
+    """compiled_mtp.models.layers -> compiled_mtp.models; a module beside others has no package to share."""
+    parts = module.split(".")
+    depth = 1 if parts[0] == "tools" else 2
+    return ".".join(parts[:depth]) if len(parts) > depth else module
+
+
+def violations(module: str, source: str) -> list[str]:
+    """The rules that the imports of one module break."""
+    floor, broken = floor_of(module), []
+    for name in imports(module, source):
+        if name.split(".")[0] in ("ops", "graphs"):
+            broken.append(f"{module} imports {name}, which exists only inside compiled_mtp")
+        if name.split(".")[0] == "torch" and module in NO_TORCH:
+            broken.append(f"{module} imports torch")
+        if module.startswith("compiled_mtp.ops."):
+            broken += operator_violations(module, name)
+        below = floor_of(name)
+        if name not in MODULES or floor is None or below is None:
+            continue
+        if module == "compiled_mtp.scheduler" and below > 0:
+            broken.append(f"{module} imports {name}, and may import floor 0 only")
+        elif below > floor or (below == floor > 0 and package_of(name) != package_of(module)):
+            broken.append(f"{module} (floor {floor}) imports {name} (floor {below})")
+    return broken
+
+
+def operator_violations(module: str, name: str) -> list[str]:
+    """Operators know torch, triton and the helpers beside them, never one another."""
+    root = name.split(".")[0]
+    if root not in ("compiled_mtp", "torch", "triton", *sys.stdlib_module_names):
+        return [f"{module} imports {name}; operators know torch and triton only"]
+    if root != "compiled_mtp" or package_of(name) != "compiled_mtp.ops":
+        return []
+    operators = {m.split(".")[2] for m in MODULES if m.startswith("compiled_mtp.ops.") and m.count(".") > 2}
+    own, other = (part.split(".")[2] if part.count(".") > 1 else "" for part in (module, name))
+    return [f"{module} imports the operator {name}"] if other in operators and other != own else []
+
+
+def test_every_module_has_a_floor() -> None:
+    assert [m for m in MODULES if m != FACADE and floor_of(m) is None and m not in FLOORS] == []
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE])
+def test_imports_point_down(module: str) -> None:
+    assert violations(module, MODULES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("compiled_mtp.scheduler", "import torch"),
+        ("compiled_mtp.scheduler", "from compiled_mtp.models.weights import load_weights"),
+        ("compiled_mtp.request", "def f():\n    import torch.nn"),
+        ("compiled_mtp.models.weights", "from compiled_mtp import step"),
+        ("compiled_mtp.step", "from compiled_mtp.engine import Engine"),
+        ("compiled_mtp.ops.linear.op", "from compiled_mtp.ops.rms_norm import rms_norm"),
+        ("compiled_mtp.ops.linear.op", "import numpy"),
+        ("compiled_mtp.ops.linear.op", "from compiled_mtp.config import ModelConfig\nimport ops"),
+        ("compiled_mtp.models.layers", "from ..step import Step"),
+    ],
+)
+def test_the_walk_sees_what_it_should(module: str, source: str) -> None:
+    assert violations(module, source) != []
+
+
+def reads_environment(source: str) -> bool:
+    """Whether a source names os.environ or os.getenv in any form."""
+    names = {"environ", "getenv", "environb"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}:
+            return True
+    return False
+
+
+def test_only_config_reads_the_environment() -> None:
+    sources = {m: p.read_text(encoding="utf-8") for m, p in MODULES.items() if not m.startswith("tools.")}
+    assert [m for m, source in sources.items() if reads_environment(source)] == ["compiled_mtp.config"]
+    assert reads_environment("from os import getenv")
+    assert not reads_environment("template.environ")
+
+
+def test_the_scheduler_does_not_wait_for_torch() -> None:
+    """Nor does anything on floor 0, directly or through what it imports."""
+    present = [m for m in NO_TORCH if m in MODULES]
+    code = f"import sys, {', '.join(present)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,105 @@
+"""The package is complete wherever it comes from, and ops and graphs have no import name of their own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Folder -> import name of every top-level package.
+PACKAGES = {"compiled_mtp": "compiled_mtp", "ops": "compiled_mtp.ops", "graphs": "compiled_mtp.graphs"}
+
+
+def package_files(pattern: str) -> dict[str, Path]:
+    """Files of all packages by where an installed copy has them."""
+    found: dict[str, Path] = {}
+    for folder, name in PACKAGES.items():
+        for path in (ROOT / folder).rglob(pattern):
+            relative = path.relative_to(ROOT / folder)
+            if folder == "compiled_mtp" and relative.parts[0] in ("ops", "graphs"):
+                continue
+            found[f"{name.replace('.', '/')}/{relative.as_posix()}"] = path
+    return found
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, check=False, capture_output=True, text=True)
+
+
+def test_pyproject_lists_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    inits = package_files("__init__.py")
+    assert sorted(listed) == sorted(name.removesuffix("/__init__.py").replace("/", ".") for name in inits)
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    files = package_files("*.py")
+    assert [name for name in files if f"{name.rpartition('/')[0]}/__init__.py" not in files] == []
+
+
+def test_links_of_the_tree() -> None:
+    for name in ("ops", "graphs"):
+        link = ROOT / "compiled_mtp" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name
+
+
+@pytest.mark.parametrize("name", ["ops", "graphs"])
+def test_no_import_under_a_bare_name(name: str) -> None:
+    result = run(sys.executable, "-c", f"import {name}", cwd=ROOT)
+    assert result.returncode == 1
+    assert f"ImportError: import compiled_mtp.{name}, not {name}" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist of this tree, and the wheel that is built from that sdist."""
+    tree = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.egg-info")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    # In place of the weights, which only take time to compress.
+    (tree / "compiled_mtp" / "default_model" / "model.safetensors").touch()
+    out = tmp_path_factory.mktemp("dist")
+    result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), cwd=tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return out
+
+
+def test_wheel_and_sdist_hold_every_module(built: Path) -> None:
+    modules = set(package_files("*.py")) | {
+        "compiled_mtp/py.typed",
+        "compiled_mtp/default_model/model.safetensors",
+    }
+    data = {n for n in package_files("*.json") if n.startswith("compiled_mtp/default_model/")}
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = {n for n in wheel.namelist() if ".dist-info/" not in n}
+    assert modules | data <= names
+    assert {n.split("/")[0] for n in names} == {"compiled_mtp"}
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        packed = {member.partition("/")[2] for member in sdist.getnames()}
+    for folder in ("ops", "graphs"):
+        held = {n.removeprefix("compiled_mtp/") for n in modules if n.startswith(f"compiled_mtp/{folder}/")}
+        assert held <= packed
+
+
+def test_installed_package_imports(built: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, '.');"
+        "import compiled_mtp.ops.registry as r, compiled_mtp.graphs.buckets as b;"
+        "print(r.__file__, b.__file__)"
+    )
+    result = run(sys.executable, "-I", "-c", code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert all(Path(p).resolve().is_relative_to(tmp_path.resolve()) for p in result.stdout.split())
