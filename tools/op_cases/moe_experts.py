@@ -1,0 +1,121 @@
+"""Cases of `moe_experts`: the block after the router, with bf16 and with FP8 weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compiled_mtp.ops.moe_experts import moe_experts
+from op_cases import ModelShape, OpCase
+
+MAX_RELATIVE_ERROR = 4e-3
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """One expert's matrix in float64."""
+    if scale is None:
+        return weight.double()
+    full = scale.double().repeat_interleave(128, 0)[: weight.shape[0]]
+    return weight.double() * full.repeat_interleave(128, 1)[:, : weight.shape[1]]
+
+
+def exact(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same block in float64, one expert after the other."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in ids.unique().tolist():
+        row, slot = (ids == expert).nonzero(as_tuple=True)
+        scale = None if gate_up_scale is None else gate_up_scale[expert]
+        gate, up = (x[row].double() @ dequantize(gate_up[expert], scale).T).chunk(2, 1)
+        scale = None if down_scale is None else down_scale[expert]
+        result = (gate * torch.sigmoid(gate) * up) @ dequantize(down[expert], scale).T
+        out.index_add_(0, row, weights[row, slot].double()[:, None] * result)
+    return out
+
+
+def check(args: tuple[torch.Tensor, ...]) -> None:
+    wanted = exact(*args)
+    error = float((moe_experts(*args).double() - wanted).norm() / wanted.norm())
+    assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
+
+
+def routing(shape: ModelShape, rows: int) -> torch.Tensor:
+    """Ids of independent, uniform choices: the worst case for the number of experts that are read."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, shape.experts, generator=generator).argsort(-1)[:, : shape.top_k]
+    return torch.cat([ids, torch.full((rows, 1), shape.experts)], 1).to(torch.int32)
+
+
+def make_inputs(
+    device: str, seed: int, shape: ModelShape, rows: int, fp8: bool
+) -> tuple[torch.Tensor | None, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
+    experts, width, inner = shape.experts + 1, shape.hidden, shape.expert_intermediate
+
+    def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        result = torch.empty(experts, n, k, dtype=dtype, device=device)
+        for expert in range(experts):
+            values = torch.randn(n, k, device=device, generator=generator)
+            result[expert] = (values * (50.0 if fp8 else k**-0.5)).to(dtype)
+        if not fp8:
+            return result, None
+        scale = torch.rand(experts, -(-n // 128), -(-k // 128), device=device, generator=generator)
+        return result, (scale + 0.5) * (k**-0.5 / 50.0)
+
+    x = torch.randn(rows, width, dtype=torch.bfloat16, device=device, generator=generator)
+    weights = torch.rand(rows, shape.top_k + 1, device=device, generator=generator)
+    gate_up, gate_up_scale = weight(2 * inner, width)
+    down, down_scale = weight(width, inner)
+    return x, weights, routing(shape, rows).to(device), gate_up, down, gate_up_scale, down_scale
+
+
+def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
+    """bf16 weights, then FP8 weights unless --set fp8=0; bytes count each distinct expert once."""
+    if not shape.experts:
+        raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
+    ids = routing(shape, rows)
+    chosen = [(e, *(ids == e).nonzero(as_tuple=True)) for e in ids.unique().tolist()]
+    result = []
+    for fp8 in (False, True) if settings.get("fp8", 1) else (False,):
+        size = 3 * shape.hidden * shape.expert_intermediate * (1 if fp8 else 2)
+        result.append(
+            OpCase(
+                label=f"{len(chosen)} distinct experts {'fp8' if fp8 else 'bf16'}",
+                make_inputs=functools.partial(make_inputs, shape=shape, rows=rows, fp8=fp8),
+                call=moe_experts,
+                bytes_moved=len(chosen) * size + 4 * rows * shape.hidden,
+                check=check,
+                alternative=None if fp8 else torch_loop(chosen),
+                alternative_name="none" if fp8 else "torch, an expert at a time",
+            )
+        )
+    return result
+
+
+def torch_loop(chosen: list[tuple[Any, ...]]) -> Any:
+    """The block as a loop over the experts that the host knows to be chosen."""
+    on_device: list[tuple[Any, ...]] = []
+
+    def call(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        gate_up, down = rest[:2]
+        if not on_device:
+            on_device.extend((e, row.to(x.device), slot.to(x.device)) for e, row, slot in chosen)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, row, slot in on_device:
+            gate, up = (x[row] @ gate_up[expert].T).chunk(2, 1)
+            result = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+            out.index_add_(0, row, weights[row, slot, None] * result)
+        return out.to(x.dtype)
+
+    return call
