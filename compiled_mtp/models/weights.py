@@ -11,8 +11,8 @@ import json
 import math
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -232,18 +232,23 @@ def load_weights(
         )
     total = sum(headers[name].num_bytes for name in layout)
     done = 0
-    # Headers keep the order of the files, so that a disk reads forwards.
-    for file, names in groupby((n for n in headers if n in layout), key=lambda n: headers[n].file):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in names:
-                weight = tensors.get_tensor(headers[name].name)
-                if name + _SCALE_SUFFIX in headers:
-                    scale = _read_tensor(headers[name + _SCALE_SUFFIX])
-                    weight = dequantize(weight, scale, parameters[layout[name].pieces[0].parameter].dtype)
-                _copy(weight, layout[name], parameters)
-                done += headers[name].num_bytes
-                if progress is not None:
-                    progress(done, total)
+    with ExitStack() as stack:
+        # A scale may lie in another file than its weight, so all stay open; they are mapped, not read.
+        files = {
+            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for file in {header.file for header in headers.values()}
+        }
+        # Headers keep the order of the files, so that a disk reads forwards.
+        for name in (n for n in headers if n in layout):
+            weight = files[headers[name].file].get_tensor(headers[name].name)
+            scale = headers.get(name + _SCALE_SUFFIX)
+            if scale is not None:
+                dtype = parameters[layout[name].pieces[0].parameter].dtype
+                weight = dequantize(weight, files[scale.file].get_tensor(scale.name), dtype)
+            _copy(weight, layout[name], parameters)
+            done += headers[name].num_bytes
+            if progress is not None:
+                progress(done, total)
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -377,8 +382,3 @@ def _header(file: Path) -> list[_Header]:
         _Header(file, name, e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0])
         for name, e in ordered
     ]
-
-
-def _read_tensor(header: _Header) -> torch.Tensor:
-    with safe_open(header.file, framework="pt", device="cpu") as tensors:
-        return tensors.get_tensor(header.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +293,46 @@ def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
     with pytest.raises(ValueError, match="must hold safetensors files"):
         has_mtp(tmp_path)
+
+
+def released(family: str, **changes: Any) -> ModelConfig:
+    """The sizes of a released model; layers in threes of GDN and one of attention."""
+    sizes: dict[str, Any] = dict.fromkeys((f.name for f in fields(ModelConfig)), 0)
+    sizes |= {"family": family, "head_dim": 256, "conv_kernel": 4, "mtp_num_layers": 1}
+    sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+    sizes |= {"tie_word_embeddings": False, "num_layers": changes["num_layers"]}
+    sizes["is_full_attention"] = tuple(i % 4 == 3 for i in range(changes["num_layers"]))
+    return ModelConfig(**(sizes | changes))
+
+
+STACKED_TRUNK = ("layers.0.mlp.experts.gate_up_proj",)
+MOE = {"hidden_size": 2048, "num_q_heads": 16, "num_kv_heads": 2, "linear_num_value_heads": 32}
+MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+A3B = {"family": "qwen3_5_moe", "num_layers": 40, "num_experts": 256, "vocab_size": 248320, **MOE}
+DENSE = {"family": "qwen3_5", "vocab_size": 248320, "num_kv_heads": 4}
+SIZE_4B = {"num_layers": 32, "hidden_size": 2560, "num_q_heads": 16, "linear_num_value_heads": 32}
+SIZE_27B = {"num_layers": 64, "hidden_size": 5120, "num_q_heads": 24, "linear_num_value_heads": 48}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "published", "vision_depth"),
+    [
+        ({**DENSE, **SIZE_4B, "intermediate_size": 9216, "tie_word_embeddings": True}, (), 738, 24),
+        ({**DENSE, **SIZE_27B, "intermediate_size": 17408}, (), 1199, 27),
+        (A3B, STACKED_TRUNK, 1811, 27),
+        (A3B, (*STACKED_TRUNK, "mtp.layers.0.mlp.experts.gate_up_proj"), 1045, 27),
+    ],
+    ids=["Qwen3.5-4B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"],
+)
+def test_as_many_tensors_as_published(
+    sizes: dict[str, Any], names: tuple[str, ...], published: int, vision_depth: int
+) -> None:
+    vision_tensors = 9 + 12 * vision_depth
+    assert len(checkpoint_layout(released(**sizes), names)) == published - vision_tensors
+
+
+def test_as_many_parameters_as_published() -> None:
+    config = released("qwen3_next", num_layers=48, num_experts=512, vocab_size=151936, **MOE)
+    layout = checkpoint_layout(config, ())
+    assert len(layout) == 75_944
+    assert sum(math.prod(stored.shape) for stored in layout.values()) == 81_324_862_720
