@@ -13,7 +13,7 @@ from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.runner import Progress, Runner
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
-from compiled_mtp.tokenizer import Detokenizer, Tokenizer
+from compiled_mtp.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -104,7 +104,7 @@ class Engine:
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self._eos_token_ids(),
-            detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
         )
         self.scheduler.add(request)
         return request.request_id
@@ -154,7 +154,7 @@ class Engine:
         try:
             for prompt, one in zip(prompts, every, strict=True):
                 given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-                ids.append(self.add_request(params=one, **given))  # type: ignore[arg-type]
+                ids.append(self.add_request(params=one, **given))
         except ValueError:
             for request_id in ids:
                 self.abort(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import torch
 
 from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
-from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig, ModelConfig
 from compiled_mtp.graphs.buckets import Bucket, ladder, pick
+from compiled_mtp.memory import CacheShape, MemoryPlan, plan_memory
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
@@ -24,6 +26,9 @@ from compiled_mtp.request import StepPlan, StepResult
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)
+
+# Of the memory that is free once the weights are loaded; activations take the rest.
+_CACHE_SHARE = 0.85
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
@@ -63,7 +68,7 @@ class Runner:
         target, draft = self._load(dtype, progress)
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch)
-        self.num_blocks = self._num_blocks(dtype)
+        self.num_blocks = self._plan_memory(dtype).num_blocks
         slots = config.max_batch + 1
         with torch.no_grad():
             kv_cache = KVCache(
@@ -130,13 +135,14 @@ class Runner:
         return self.step.decode(state_index)
 
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
-        return self.step.prefill(
+        state_index = self._upload(plan.slots, torch.int32)
+        self.step.prefill(
             self._upload(plan.token_ids, torch.int64),
-            self._upload(plan.slots, torch.int32),
+            state_index,
             self._upload((plan.start,), torch.int64),
             self._upload((len(plan.token_ids),), torch.int64),
-            plan.is_last,
         )
+        return self.step.first_token(state_index) if plan.is_last else state_index
 
     def _upload(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         host = torch.tensor(values, dtype=dtype)
@@ -190,10 +196,37 @@ class Runner:
     def _row_counts(self, unit: int) -> list[int]:
         return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
 
-    def _num_blocks(self, dtype: torch.dtype) -> int:
-        if self.config.num_blocks is not None:
-            return self.config.num_blocks
-        return self.config.max_batch * -(-self.max_model_len // self.config.block_size) + 1
+    def _plan_memory(self, dtype: torch.dtype) -> MemoryPlan:
+        config, model = self.config, self.model_config
+        shape = CacheShape(
+            num_attention_layers=model.num_attention_layers + (config.mtp_step > 0),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            kv_bytes=dtype.itemsize,
+            num_gdn_layers=model.num_gdn_layers,
+            num_key_heads=model.linear_num_key_heads,
+            num_value_heads=model.linear_num_value_heads,
+            key_head_dim=model.linear_key_head_dim,
+            value_head_dim=model.linear_value_head_dim,
+            conv_dim=model.linear_conv_dim,
+            conv_bytes=dtype.itemsize,
+            ring_length=ring_length(config.mtp_step, model.conv_kernel),
+        )
+        return plan_memory(
+            int(_free_bytes(self.device) * _CACHE_SHARE),
+            shape,
+            block_size=config.block_size,
+            max_batch=config.max_batch,
+            max_model_len=self.max_model_len,
+            num_blocks=config.num_blocks,
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that nobody uses on `device` now, with the weights loaded."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -201,4 +234,4 @@ def _resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
-    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

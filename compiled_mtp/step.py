@@ -103,38 +103,45 @@ class Step(nn.Module):
         state_index: torch.Tensor,
         start: torch.Tensor,
         length: torch.Tensor,
-        is_last: bool,
     ) -> torch.Tensor:
-        """Process one chunk of one prompt; after the last chunk sample y_0 and draft from it.
+        """Process one chunk of one prompt.
 
-        token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple
-        of the chunk size; state_index [1] int32. Returns [1] int64: y_0, or 0 when more chunks follow.
+        token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple of
+        the chunk size; state_index [1] int32. Returns the target's hidden state of the last real row [1, H].
+        Mutates the caches, and the slot's base, pos and last_hidden.
         """
-        slots, rows_count = self.slots, token_ids.shape[0]
+        slots = self.slots
         index = state_index.to(torch.int64)
-        rows = self._rows(state_index, index, start, rows_count, start, length)
+        rows = self._rows(state_index, index, start, token_ids.shape[0], start, length)
         hidden = self.target(token_ids, rows, self.kv_cache, self.state_cache, self.cos_sin)
-        last_hidden = hidden.index_select(0, length - 1)
         if self.draft is not None:
-            # Slot j of the draft's KV is the pair (token j, hidden j - 1); the first hidden is the last
-            # chunk's.
+            # Slot j of the draft's KV is the pair (token j, hidden j - 1): the first hidden is the one that
+            # the chunk before has left.
             carried = torch.where(start[:, None] > 0, slots.last_hidden[index], 0.0)
-            previous = torch.cat((carried, hidden[:-1]))
-            self._draft_forward(token_ids, previous, rows)
-            slots.last_hidden[index] = last_hidden
-        if not is_last:
-            return torch.zeros_like(start)
-        pos = start + length
-        logits = self.target.logits(last_hidden, is_prefill=True)
-        first_token = self._sample(logits, token_ids.index_select(0, length - 1), pos, state_index)
-        slots.base[index] = pos
-        slots.pos[index] = pos
-        slots.last_token[index] = first_token
+            self._draft_forward(token_ids, torch.cat((carried, hidden[:-1])), rows)
+        last_hidden = hidden.index_select(0, length - 1)
+        slots.last_hidden[index] = last_hidden
+        slots.base[index] = start + length
+        slots.pos[index] = start + length
+        return last_hidden
+
+    def first_token(self, state_index: torch.Tensor) -> torch.Tensor:
+        """Sample y_0 after the last chunk of a prompt and draft from it: the first round is a real one.
+
+        state_index [1] int32. Returns y_0 [1] int64. Mutates the slot's last token and drafts, and the
+        draft's KV.
+        """
+        slots = self.slots
+        index = state_index.to(torch.int64)
+        hidden, pos = slots.last_hidden[index], slots.pos[index]
+        logits = self.target.logits(hidden, is_prefill=True)
+        token = self._sample(logits, slots.last_token[index], pos, state_index)
+        slots.last_token[index] = token
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
-            drafted = self._draft_forward(first_token, last_hidden, rows)
+            drafted = self._draft_forward(token, hidden, rows)
             slots.drafts[index] = self._draft_chain(drafted, state_index, index, pos)
-        return first_token
+        return token
 
     def _draft_forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         assert self.draft is not None

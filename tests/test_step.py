@@ -1,4 +1,4 @@
-"""The contract on the step itself: same tokens and state, whatever is drafted and whoever shares the batch."""
+"""The contract on the step itself: same tokens and state, whatever is drafted, whoever shares the batch."""
 
 from __future__ import annotations
 
@@ -230,6 +230,7 @@ def test_the_whole_step_compiles_as_one_graph_with_the_same_tokens() -> None:
             with torch._inductor.config.patch(emulate_precision_casts=True, split_reductions=False):
                 step.decode = torch.compile(step.decode, fullgraph=True, dynamic=False)
                 step.prefill = torch.compile(step.prefill, fullgraph=True, dynamic=False)
+                step.first_token = torch.compile(step.first_token, fullgraph=True, dynamic=False)
                 streams.append(decode_some(step))
         else:
             streams.append(decode_some(step))

@@ -170,17 +170,12 @@ def install(
 def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64) -> int:
     """Prefill a prompt in chunks and return its first token."""
     device = step.slots.pos.device
-    token = -1
+    index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
-        part = prompt[start : start + chunk]
-        token = step.prefill(
-            torch.tensor(part, device=device),
-            torch.tensor([slot], dtype=torch.int32, device=device),
-            torch.tensor([start], device=device),
-            torch.tensor([len(part)], device=device),
-            start + chunk >= len(prompt),
-        ).item()
-    return int(token)
+        part = torch.tensor(prompt[start : start + chunk], device=device)
+        where = (torch.tensor([start], device=device), torch.tensor([len(part)], device=device))
+        step.prefill(part, index, *where)
+    return int(step.first_token(index))
 
 
 @torch.no_grad()

@@ -1,0 +1,95 @@
+"""Engines for tests: every slot and block is full of NaN when it is handed out, and drafts can be forced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, StepPlan
+from tests import tiny
+
+
+def make_engine(directory: Path, **options: Any) -> Engine:
+    """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 16,
+        "prefill_chunk": 64,
+        "max_model_len": 512,
+        "max_batch": 8,
+    }
+    engine = Engine(EngineConfig(model=directory, **(defaults | options)))
+    step = engine.runner.step
+    tiny.poison(step)
+    apply = step.slots.apply
+
+    def poison_then_apply(plan: StepPlan) -> None:
+        nan = float("nan")
+        for init in plan.admitted:
+            for layer in step.state_cache.layers:
+                for buffer in layer.buffers():
+                    buffer[init.slot] = nan
+            step.slots.last_hidden[init.slot] = nan
+        blocks = torch.tensor([block for _, _, block in plan.block_updates], dtype=torch.int64)
+        draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
+        for layer in [*step.kv_cache.layers, *draft]:
+            layer.kv[blocks] = nan
+        apply(plan)
+
+    step.slots.apply = poison_then_apply  # type: ignore[method-assign]
+    return engine
+
+
+Chooser = Callable[[str, int], int]
+
+
+def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right: Chooser) -> None:
+    """Before every round, make the first num_right(request_id, pos) drafts of a request those of its stream.
+
+    The others are wrong. `streams` holds the tokens each request must give.
+    """
+    step = engine.runner.step
+    decode = step.decode
+
+    def forced(state_index: torch.Tensor) -> torch.Tensor:
+        for slot in state_index.tolist():
+            request = engine.scheduler._running.get(slot)
+            if request is None:
+                continue
+            stream, pos = streams[request.request_id], int(step.slots.pos[slot])
+            done = pos - request.prompt_len + 1
+            right = num_right(request.request_id, pos)
+            for k in range(step.mtp_step):
+                following = stream[done + k] if done + k < len(stream) else 0
+                step.slots.drafts[slot, k] = following if k < right else (following + 1) % step.num_valid_ids
+        return decode(state_index)
+
+    step.decode = forced  # type: ignore[method-assign]
+
+
+def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    """Step until nothing is left; the tokens of each request."""
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        if before_step is not None:
+            before_step()
+        collect(tokens, engine.step())
+    return tokens
+
+
+def collect(tokens: dict[str, list[int]], outputs: list[RequestOutput]) -> None:
+    """Append the new tokens of `outputs`."""
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+
+
+def prompt_of(length: int, seed: int, vocab_size: int) -> list[int]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(length)]

@@ -1,0 +1,218 @@
+"""The public API: streaming, generate, abort, stops, admission, and every refusal's message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_end
+
+VOCAB = 512
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("engine")
+    write_checkpoint(directory, tokenizer=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def stream(checkpoint: Path) -> list[int]:
+    """The greedy tokens of the prompt most tests use."""
+    engine = make_engine(checkpoint, mtp_step=0)
+    return engine.generate([prompt_of(20, 1, VOCAB)], GREEDY)[0].new_token_ids
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Engine:
+    return make_engine(checkpoint, mtp_step=3)
+
+
+def test_step_streams_what_generate_returns(checkpoint: Path) -> None:
+    streamed = make_engine(checkpoint)
+    ids = [streamed.add_request("def quicksort(items):", GREEDY), streamed.add_request("return", GREEDY)]
+    tokens: dict[str, list[int]] = {}
+    text = dict.fromkeys(ids, "")
+    last = {}
+    while streamed.has_unfinished_requests():
+        outputs = streamed.step()
+        collect(tokens, outputs)
+        for output in outputs:
+            text[output.request_id] += output.new_text
+            last[output.request_id] = output
+    whole = make_engine(checkpoint).generate(["def quicksort(items):", "return"], GREEDY)
+    assert [tokens[i] for i in ids] == [output.new_token_ids for output in whole]
+    assert [text[i] for i in ids] == [output.new_text for output in whole]
+    assert [last[i].finish_reason for i in ids] == ["length", "length"]
+    metrics = last[ids[0]].metrics
+    assert metrics.output_tokens == 12
+    assert metrics.rounds >= 3
+    assert metrics.time_to_first_token_s is not None
+    assert 0 < metrics.time_to_first_token_s < metrics.total_s
+
+
+def test_a_request_without_a_seed_reports_the_one_it_drew_and_it_reproduces(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, ignore_eos=True)
+    first = make_engine(checkpoint).generate(["x = "], params)[0]
+    again = params.model_copy(update={"seed": first.metrics.seed})
+    assert make_engine(checkpoint).generate(["x = "], again)[0].new_token_ids == first.new_token_ids
+    other = make_engine(checkpoint).generate(["x = "], params)[0]
+    assert other.metrics.seed != first.metrics.seed
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_a_stop_inside_an_accepted_window_cuts_everything_together(
+    checkpoint: Path, stream: list[int], num_right: int
+) -> None:
+    position = next(i for i in range(4, 12) if stream[i] not in stream[:i])
+    engine = make_engine(checkpoint, mtp_step=3)
+    force_drafts(engine, {"a": stream, "b": stream}, lambda name, pos: num_right)
+    stops = SamplingParams(
+        max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(stream[position],)
+    )
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=stops, request_id="a")
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="b")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    tokens: dict[str, list[int]] = {}
+    collect(tokens, outputs)
+    assert tokens == {"a": stream[: position + 1], "b": stream}
+    last = {output.request_id: output for output in outputs}
+    assert last["a"].finish_reason == "stop"
+    assert last["a"].metrics.output_tokens == position + 1
+    assert engine.stats().blocks_used == 0
+
+
+def test_abort_in_every_state_leaves_the_others_alone(checkpoint: Path, stream: list[int]) -> None:
+    for abort_after in range(6):
+        engine = make_engine(checkpoint, mtp_step=3, max_batch=2, max_in_flight=1)
+        engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="stays")
+        engine.add_request(prompt_token_ids=prompt_of(100, 2, VOCAB), params=GREEDY, request_id="goes")
+        engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="waits")
+        tokens: dict[str, list[int]] = {}
+        for _ in range(abort_after):
+            collect(tokens, engine.step())
+        engine.abort("goes")
+        reasons = {}
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            collect(tokens, outputs)
+            reasons |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+        assert reasons["goes"] == "abort"
+        assert tokens["stays"] == tokens["waits"] == stream
+        assert engine.stats().blocks_used == 0
+
+
+def test_requests_wait_for_blocks_and_all_finish(checkpoint: Path, stream: list[int]) -> None:
+    # 33 usable blocks of 16: one request of 512 positions fits, and several short ones beside each other.
+    engine = make_engine(checkpoint, mtp_step=3, num_blocks=34)
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=long, request_id="long")
+    for index in range(10):
+        engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id=str(index))
+    tokens = run_to_end(engine)
+    assert len(tokens["long"]) == 400
+    assert tokens["long"][:12] == stream
+    assert all(tokens[str(index)] == stream for index in range(10))
+
+
+def test_a_request_ends_at_max_model_len(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    ends = []
+    for mtp_step in (0, 3):
+        engine = make_engine(checkpoint, mtp_step=mtp_step, max_model_len=64)
+        ends.append(engine.generate([prompt_of(50, 3, VOCAB)], params)[0])
+    assert len(ends[0].new_token_ids) == 14
+    assert ends[0].finish_reason == "length"
+    assert ends[0].new_token_ids == ends[1].new_token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "prompt, prompt_token_ids and messages must be given exactly once, got []"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly once, got ['prompt', 'prompt_token_ids']"),
+        ({"prompt": ""}, "prompt must have at least one token"),
+        ({"prompt_token_ids": []}, "prompt must have at least one token"),
+        ({"prompt_token_ids": [1, 512]}, "prompt_token_ids must lie in 0..511, got 512"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids must lie in 0..511, got -1"),
+        ({"prompt_token_ids": [1] * 512}, "prompt must be shorter than max_model_len=512 tokens, got 512"),
+        ({"prompt": "a", "request_id": "taken"}, "request_id must be unused, got 'taken'"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
+        (
+            {"prompt": "a", "params": SamplingParams(stop_token_ids=(600,))},
+            "stop_token_ids must lie in 0..511, got 600",
+        ),
+    ],
+)
+def test_bad_requests_are_refused_by_name_and_the_others_go_on(
+    engine: Engine, stream: list[int], arguments: dict[str, object], message: str
+) -> None:
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="taken")
+    engine.step()
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the text is compared below)
+        engine.add_request(**arguments)  # type: ignore[arg-type]
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert run_to_end(engine)["taken"][-11:] == stream[-11:]
+
+
+def test_generate_queues_nothing_when_one_prompt_is_bad(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="prompt must have at least one token"):
+        engine.generate(["fine", ""], GREEDY)
+    run_to_end(engine)
+    assert engine.stats().output_tokens == 0
+    with pytest.raises(ValueError, match="params must be one or as many as prompts, got 1 for 2"):
+        engine.generate(["a", "b"], [GREEDY])
+
+
+def test_an_unknown_request_cannot_be_aborted(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="request_id must"):
+        engine.abort("nobody")
+
+
+def test_a_checkpoint_without_an_mtp_head_decodes_plainly_and_says_so(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, mtp=False)
+    with pytest.raises(
+        ValueError, match=r"mtp_step must be 0 for a checkpoint without mtp"
+    ):
+        Engine(EngineConfig(model=tmp_path, device="cpu", mtp_step=3))
+    engine = make_engine(tmp_path, mtp_step=0)
+    assert len(engine.generate([[1, 2, 3]], GREEDY)[0].new_token_ids) == 12
+    with pytest.raises(ValueError, match=r"prompt must be token ids, got text; .* has no tokenizer\.json"):
+        engine.add_request("text")
+
+
+def test_a_missing_device_is_named(checkpoint: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ValueError, match="device must be available, got cuda"):
+        Engine(EngineConfig(model=checkpoint, device="cuda"))
+
+
+def test_nan_in_one_request_stays_there(checkpoint: Path, stream: list[int]) -> None:
+    """A request whose state turned NaN gives id 0 for ever; its neighbours do not notice."""
+    engine = make_engine(checkpoint, mtp_step=3)
+    engine.add_request(prompt_token_ids=prompt_of(30, 9, VOCAB), params=GREEDY, request_id="broken")
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="sound")
+    tokens: dict[str, list[int]] = {}
+    while len(tokens.get("sound", ())) < 2:
+        collect(tokens, engine.step())
+    slot = next(s for s, r in engine.scheduler._running.items() if r.request_id == "broken")
+    for layer in engine.runner.step.state_cache.layers:
+        layer.state[slot] = float("nan")
+    before = len(tokens["broken"])
+    while engine.has_unfinished_requests():
+        collect(tokens, engine.step())
+    assert tokens["sound"] == stream
+    assert set(tokens["broken"][before:]) == {0}
