@@ -1,0 +1,416 @@
+"""The command line: decode the prompts of a file. `python -m compiled_mtp.run --help` lists the flags.
+
+Standard output carries decoded text and nothing else; progress and the summary go to standard error. torch is
+imported after every flag and every prompt has been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, get_args, get_origin
+
+from tqdm import tqdm
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from compiled_mtp.spec.stats import SpeculationStats
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+
+
+@dataclass(slots=True)
+class Job:
+    """One request of the prompt file: where it stands, what add_request takes, and what came of it."""
+
+    where: str
+    prompt: dict[str, Any]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what one step gave."""
+        self.token_ids += output.new_token_ids
+        self.text += output.new_text
+        self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All jobs of one run with one mtp_step, and the seconds from the first step to the last."""
+
+    mtp_step: int
+    jobs: list[Job]
+    seconds: float
+    is_interrupted: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0: done. 1: a request failed, or --compare found other tokens. 2: a flag, file or checkpoint is wrong, one
+    line on standard error says what to do. 130: interrupted, what was decoded is printed and written.
+    """
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever reads standard output has seen enough. Python must not flush into it on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    flags = vars(make_parser().parse_args(argv))
+    try:
+        sampling = {name: flags[name] for name in SamplingParams.model_fields if name in flags}
+        engine_fields = set(EngineConfig.model_fields) - set(SamplingParams.model_fields)
+        settings = {name: flags[name] for name in engine_fields if name in flags}
+        config = EngineConfig(**settings)
+        if flags["compare"] and not config.mtp_step:
+            raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
+        jobs = read_jobs(flags["prompt_file"], sampling)
+        output = _open_output(flags)
+        try:
+            outcome = decode(config, jobs, _Printer(sys.stdout, sys.stderr, output, len(jobs)))
+        finally:
+            if output is not None:
+                output.close()
+        outcomes = [outcome]
+        if flags["compare"] and not outcome.is_interrupted:
+            print("the same again with mtp_step 0", file=sys.stderr)
+            plain = EngineConfig(**settings | {"mtp_step": 0})
+            outcomes.append(decode(plain, [_repeat(job) for job in jobs], None))
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return EXIT_USAGE
+    print(summarize(outcomes), file=sys.stderr)
+    if any(one.is_interrupted for one in outcomes):
+        return EXIT_INTERRUPTED
+    is_same = len(outcomes) == 1 or find_difference(*outcomes) is None
+    is_well = all(job.finish_reason != "error" for one in outcomes for job in one.jobs)
+    return EXIT_OK if is_same and is_well else EXIT_FAILED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser: its own flags, and one for each field of SamplingParams and EngineConfig.
+
+    A flag that is not given is absent from the result, so that defaults stay with the models. --seed is the
+    requests' field; both models have it and mean the same.
+    """
+    parser = _Parser(
+        prog="python -m compiled_mtp.run",
+        description="Decode the prompts of a file with a checkpoint's own multi-token-prediction head.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--prompt-file",
+        required=True,
+        metavar="FILE",
+        help="text (one prompt, - is standard input), or .jsonl: one request a line, an object with prompt, "
+        "messages or prompt_token_ids, and any sampling field",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE.jsonl", help="write one line a request: tokens, text, metrics"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="repeat with mtp_step 0 and say whether the tokens are identical",
+    )
+    _add_fields(parser.add_argument_group("sampling"), SamplingParams, skip=frozenset())
+    _add_fields(
+        parser.add_argument_group("engine"), EngineConfig, skip=frozenset(SamplingParams.model_fields)
+    )
+    return parser
+
+
+def _add_fields(group: Any, model: Any, skip: frozenset[str]) -> None:
+    for name, info in model.model_fields.items():
+        if name in skip:
+            continue
+        described = (info.description or "").replace("%", "%%")
+        if info.default not in (None, (), "auto") and "default:" not in described:
+            described += f" (default: {info.default})"
+        # The models check the values: strings are all they need, but for containers.
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described}
+        kinds = {get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))}
+        if bool in kinds:
+            options["action"] = argparse.BooleanOptionalAction
+        elif tuple in kinds:
+            options |= {"action": "append", "metavar": "X", "help": f"{described}; repeat the flag for more"}
+        elif dict in kinds:
+            options |= {"type": json.loads, "metavar": "JSON"}
+        else:
+            choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
+            options["metavar"] = "|".join(choices) or "X"
+        group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
+    """Return the requests of a prompt file; `sampling` holds the fields that every request starts from.
+
+    The last line break of a text file is not part of its prompt. Raises ValueError, naming file and line.
+    """
+    SamplingParams(**sampling)  # So that a bad flag is not blamed on the file.
+    try:
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt-file must be UTF-8 text, got {path}: {error}; convert it") from None
+    except OSError as error:
+        raise ValueError(
+            f"prompt-file must be readable, got {path}: {error.strerror}; check the path"
+        ) from None
+    if path.endswith(".jsonl"):
+        lines = enumerate(text.split("\n"), start=1)
+        jobs = [_read_line(f"{path} line {number}", line, sampling) for number, line in lines if line.strip()]
+    else:
+        text = text.removesuffix("\n").removesuffix("\r")
+        jobs = [Job(path, {"prompt": text}, SamplingParams(**sampling))] if text else []
+    if not jobs:
+        raise ValueError(f"prompt-file must hold a prompt, got {path}, which is empty; write one into it")
+    return jobs
+
+
+def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} must be a JSON object, got an error: {error}; fix the line") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} must be a JSON object, got {line.strip()[:40]}; write {{...}}")
+    prompt = {kind: fields.pop(kind) for kind in _PROMPT_KINDS if kind in fields}
+    if len(prompt) != 1:
+        raise ValueError(f"{where} must have one of {', '.join(_PROMPT_KINDS)}, got {len(prompt)}; give one")
+    ((kind, value),) = prompt.items()
+    wanted = str if kind == "prompt" else list
+    is_ids = kind == "prompt_token_ids"
+    if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
+        rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
+        raise ValueError(f"{where}: {kind} must be {rule}, got {str(value)[:40]!r}; change it")
+    try:
+        return Job(where, prompt, SamplingParams(**(sampling | fields)))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> Outcome:
+    """Decode all jobs together and return what came of them; mutates the jobs, prints as they go.
+
+    An interrupt ends it with what was decoded. Raises ValueError, before anything is decoded, if the config,
+    the checkpoint or a job is wrong.
+    """
+    from compiled_mtp.engine import Engine
+
+    engine = Engine(config, progress=_Progress(sys.stderr))
+    by_id: dict[str, Job] = {}
+    for index, job in enumerate(jobs):
+        try:
+            by_id[engine.add_request(params=job.params, request_id=str(index), **job.prompt)] = job
+        except ValueError as error:
+            raise ValueError(f"{job.where}: {error}") from None
+    start, is_interrupted = time.perf_counter(), False
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                by_id[output.request_id].take(output)
+                if printer is not None:
+                    printer.show(jobs, output)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    seconds = time.perf_counter() - start
+    if is_interrupted:
+        for job in jobs:
+            job.finish_reason = job.finish_reason or "abort"
+    else:
+        engine.close()
+    if printer is not None:
+        printer.finish(jobs)
+    return Outcome(config.mtp_step, jobs, seconds, is_interrupted)
+
+
+class _Printer:
+    """Writes texts and output lines: a single job as it is decoded, several in order as each is finished."""
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, output: TextIO | None, num_jobs: int) -> None:
+        self._stdout, self._stderr, self._output = stdout, stderr, output
+        self._is_single = num_jobs == 1
+        self._num_printed = 0
+
+    def show(self, jobs: list[Job], output: RequestOutput) -> None:
+        """Print what can be printed after this output."""
+        if self._is_single:
+            self._write(output.new_text)
+        if output.finish_reason is not None:
+            self.finish(jobs)
+
+    def finish(self, jobs: list[Job]) -> None:
+        """Print, in order, every job up to the first that has not finished."""
+        while self._num_printed < len(jobs) and jobs[self._num_printed].finish_reason is not None:
+            index, job = self._num_printed, jobs[self._num_printed]
+            self._num_printed += 1
+            if self._is_single:
+                if self._stdout.isatty():
+                    print(file=self._stderr)
+            else:
+                print(f"--- {index} ({job.where}): {job.finish_reason}", file=self._stderr, flush=True)
+                self._write(job.text + "\n")
+            if job.error is not None:
+                print(f"error: {job.where}: {job.error}", file=self._stderr)
+            if self._output is not None:
+                self._output.write(json.dumps(_to_line(index, job), ensure_ascii=False) + "\n")
+                self._output.flush()
+
+    def _write(self, text: str) -> None:
+        encoding = self._stdout.encoding or "utf-8"
+        self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+        self._stdout.flush()
+
+
+def _to_line(index: int, job: Job) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": job.text,
+        "token_ids": job.token_ids,
+        "finish_reason": job.finish_reason,
+        "error": job.error,
+        "metrics": None if job.metrics is None else asdict(job.metrics),
+    }
+
+
+class _Progress:
+    """Shows how far something is as (what, done, total): a bar in a terminal, else a line when it is done."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bars: dict[str, Any] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._stream.isatty():
+            bar = self._bars.get(what)
+            if bar is None:
+                bar = self._bars[what] = tqdm(desc=what, total=total, file=self._stream, leave=False)
+            bar.update(done - bar.n)
+            if done >= total:
+                self._bars.pop(what).close()
+        elif done >= total:
+            print(f"{what}: done", file=self._stream, flush=True)
+
+
+def _open_output(flags: dict[str, Any]) -> TextIO | None:
+    path = flags["output"]
+    if path is None:
+        return None
+    if path == flags["prompt_file"] or (Path(path).exists() and Path(path).samefile(flags["prompt_file"])):
+        raise ValueError(f"output must not be the prompt file, got {path}; choose another")
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output must be writable, got {path}: {error.strerror}; choose another") from None
+
+
+def _repeat(job: Job) -> Job:
+    """The same request again, with the seed that was drawn for it."""
+    seed = None if job.metrics is None else job.metrics.seed
+    return Job(
+        job.where, job.prompt, SamplingParams(**job.params.model_dump(exclude_unset=True) | {"seed": seed})
+    )
+
+
+def find_difference(one: Outcome, other: Outcome) -> str | None:
+    """Return where the tokens of two runs differ first, in words, or None if they are identical."""
+    for mine, theirs in zip(one.jobs, other.jobs, strict=True):
+        if mine.token_ids != theirs.token_ids:
+            pairs = zip(mine.token_ids, theirs.token_ids, strict=False)
+            same = [a == b for a, b in pairs]
+            at = same.index(False) if False in same else len(same)
+            return f"{mine.where} differs from token {at} on"
+    return None
+
+
+def summarize(outcomes: Sequence[Outcome]) -> str:
+    """Return the summary: a column for each run, and how the second compares with the first."""
+    rows: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("requests", lambda run: str(len(run.jobs))),
+        ("output tokens", lambda run: str(_count_tokens(run))),
+        ("seconds", lambda run: f"{run.seconds:.2f}"),
+        ("tokens/s", lambda run: f"{_count_tokens(run) / run.seconds:.1f}" if run.seconds else "-"),
+        ("time to first token, s (median)", _first_token),
+        ("new tokens a round (mean)", lambda run: f"{_speculation(run).mean_new_tokens:.2f}"),
+        (
+            "acceptance by position",
+            lambda run: " ".join(f"{rate:.2f}" for rate in _speculation(run).acceptance_by_index) or "-",
+        ),
+    ]
+    cells = [("", *(f"mtp_step {run.mtp_step}" for run in outcomes))]
+    cells += [(name, *(value(run) for run in outcomes)) for name, value in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        row[0].ljust(widths[0])
+        + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in cells
+    ]
+    seeds = {
+        job.metrics.seed for job in outcomes[0].jobs if job.metrics is not None and job.params.temperature
+    }
+    if len(outcomes[0].jobs) == 1 and seeds:
+        lines.append(f"seed {seeds.pop()}")
+    if any(run.is_interrupted for run in outcomes):
+        lines.append("interrupted: this is what was decoded until then")
+    elif len(outcomes) == 2:
+        difference = find_difference(*outcomes)
+        lines.append("identical tokens: " + ("yes" if difference is None else f"NO, {difference}"))
+        if outcomes[0].seconds:
+            ratio = outcomes[1].seconds / outcomes[0].seconds
+            lines.append(f"mtp_step {outcomes[0].mtp_step} is {ratio:.2f} times as fast as mtp_step 0")
+    return "\n".join(lines)
+
+
+def _every_metrics(run: Outcome) -> list[RequestMetrics]:
+    return [job.metrics for job in run.jobs if job.metrics is not None]
+
+
+def _count_tokens(run: Outcome) -> int:
+    return sum(len(job.token_ids) for job in run.jobs)
+
+
+def _first_token(run: Outcome) -> str:
+    times = [
+        one.time_to_first_token_s for one in _every_metrics(run) if one.time_to_first_token_s is not None
+    ]
+    return f"{statistics.median(times):.3f}" if times else "-"
+
+
+def _speculation(run: Outcome) -> SpeculationStats:
+    stats = SpeculationStats.empty(run.mtp_step)
+    for metrics in _every_metrics(run):
+        stats = stats.plus(metrics)
+    return stats
+
+
+if __name__ == "__main__":
+    sys.exit(main())
