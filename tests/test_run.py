@@ -47,6 +47,8 @@ class FakeEngine:
         self.requests: dict[str, Request] = {}
         self.params: list[SamplingParams] = []
         made.append(self)
+        if self.interrupt_after == 0:
+            raise KeyboardInterrupt
         progress("weights", 1, 2)
         progress("weights", 2, 2)
 
@@ -205,7 +207,7 @@ def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identi
     assert run_main("--prompt-file", prompts, "--compare", "--mtp-step", 2) == 0
     printed = capsys.readouterr()
     assert "identical tokens: yes" in printed.err
-    assert "mtp_step 2 is " in printed.err
+    assert "mtp_step 2 decodes at " in printed.err
     assert printed.out.count("\n") == 3
     assert [one.config.mtp_step for one in made] == [2, 0]
     first, second = ([request.seed for request in one.requests.values()] for one in made)
@@ -232,6 +234,14 @@ def test_an_interrupt_prints_and_writes_what_was_decoded(
     reasons = [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()]
     assert reasons == ["abort", "abort", "stop"]
     assert len(made) == 1
+
+
+def test_an_interrupt_while_loading_ends_cleanly(
+    engine: type[FakeEngine], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.interrupt_after = 0
+    assert run_main("--prompt-file", prompts) == 130
+    assert capsys.readouterr() == ("", "interrupted: nothing was decoded yet\n")
 
 
 def test_a_request_that_fails_leaves_the_others_and_fails_the_run(
