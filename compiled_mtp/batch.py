@@ -83,6 +83,11 @@ class SlotState(nn.Module):
             values = self._indices(blocks).to(torch.int32)
             self.block_table[self._indices(slots), self._indices(columns)] = values
 
+    def clear_padding_row(self) -> None:
+        """Zero what warming up has left in row 0, which every padding request reads."""
+        for name in ("base", "pos", "last_token", "drafts", "last_hidden"):
+            getattr(self, name)[0] = 0
+
     def _admit(self, admitted: tuple[SlotInit, ...]) -> None:
         rows = self._indices([init.slot for init in admitted])
         for name in ("base", "pos", "last_token", "drafts"):

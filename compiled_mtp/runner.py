@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,8 @@ from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig, ModelConfig
-from compiled_mtp.graphs.buckets import Bucket, ladder, pick
+from compiled_mtp.graphs.buckets import ladder
+from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, MemoryPlan, plan_memory
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.mtp import DraftModel
@@ -22,6 +24,7 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
 from compiled_mtp.models.weights import load_weights
 from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.programs import Programs
 from compiled_mtp.request import StepPlan, StepResult
 from compiled_mtp.step import Step
 
@@ -32,6 +35,9 @@ _CACHE_SHARE = 0.85
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
+
+Fill = Callable[[Mapping[str, torch.Tensor]], None]
+"""Writes every parameter, by name."""
 
 
 @dataclass
@@ -46,7 +52,8 @@ class _Launch:
 class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
-    Raises ValueError while it is created for a checkpoint that does not fit its config.
+    `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
+    at hand). Raises ValueError while it is created for a checkpoint that does not fit its config.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Runner:
         model_config: ModelConfig,
         num_valid_ids: int,
         progress: Progress | None = None,
+        fill: Fill | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -65,7 +73,7 @@ class Runner:
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.max_model_len = config.resolve_max_model_len(model_config)
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
-        target, draft = self._load(dtype, progress)
+        target, draft = self._load(dtype, progress, fill)
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch)
         self.num_blocks = self._plan_memory(dtype).num_blocks
@@ -97,12 +105,13 @@ class Runner:
                 config.mtp_step,
                 num_valid_ids,
                 self.max_model_len,
+                config.synthetic_acceptance,
             )
-        self._inputs = {
-            bucket: torch.zeros(bucket.groups, dtype=torch.int32, device=self.device)
-            for bucket in self.buckets
-        }
-        self._batches: dict[Bucket, tuple[int, ...]] = {}
+        mode = _graph_mode(config, self.device)
+        self.programs = Programs(self.step, self.buckets, config.prefill_chunk, mode)
+        if mode is not None:
+            report = None if progress is None else partial(progress, "compiled shapes")
+            self.programs.warm_up(report)
         self._launches: deque[_Launch] = deque()
 
     @torch.no_grad()
@@ -114,7 +123,10 @@ class Runner:
         """
         if plan is not None:
             self.step.slots.apply(plan)
-            output = self._decode(plan) if plan.kind == "decode" else self._prefill(plan)
+            if plan.kind == "decode":
+                output = self.programs.decode(plan.slots)
+            else:
+                output = self.programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.is_last)
             self._launches.append(self._fetch(plan, output))
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(self._launches.popleft()) if self._launches and is_due else None
@@ -124,31 +136,6 @@ class Runner:
         self._launches.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _decode(self, plan: StepPlan) -> torch.Tensor:
-        bucket = pick(self.buckets, len(plan.slots))
-        state_index = self._inputs[bucket]
-        if self._batches.get(bucket) != plan.slots:
-            padded = plan.slots + (0,) * (bucket.groups - len(plan.slots))
-            state_index.copy_(self._upload(padded, torch.int32), non_blocking=True)
-            self._batches[bucket] = plan.slots
-        return self.step.decode(state_index)
-
-    def _prefill(self, plan: StepPlan) -> torch.Tensor:
-        state_index = self._upload(plan.slots, torch.int32)
-        self.step.prefill(
-            self._upload(plan.token_ids, torch.int64),
-            state_index,
-            self._upload((plan.start,), torch.int64),
-            self._upload((len(plan.token_ids),), torch.int64),
-        )
-        return self.step.first_token(state_index) if plan.is_last else state_index
-
-    def _upload(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type == "cuda":
-            return host.pin_memory().to(self.device, non_blocking=True)
-        return host
 
     def _fetch(self, plan: StepPlan, output: torch.Tensor) -> _Launch:
         if self.device.type != "cuda":
@@ -168,15 +155,20 @@ class Runner:
         tokens = [row[1 : 1 + row[0]] for row in values[: len(plan.slots)]]
         return StepResult(plan, tokens)
 
-    def _load(self, dtype: torch.dtype, progress: Progress | None) -> tuple[TargetModel, DraftModel | None]:
+    def _load(
+        self, dtype: torch.dtype, progress: Progress | None, fill: Fill | None
+    ) -> tuple[TargetModel, DraftModel | None]:
         config = self.model_config
         target = TargetModel(config, dtype, self.device)
         draft = DraftModel(config, dtype, self.device) if self.config.mtp_step else None
         parameters = {name: parameter.data for name, parameter in target.named_parameters()}
         if draft is not None:
             parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
-        report = None if progress is None else lambda done, total: progress("weights", done, total)
-        load_weights(config, self.config.model, parameters, with_mtp=draft is not None, progress=report)
+        if fill is not None:
+            fill(parameters)
+        else:
+            report = None if progress is None else partial(progress, "weights")
+            load_weights(config, self.config.model, parameters, with_mtp=draft is not None, progress=report)
         return target, draft
 
     def _row_unit(self, target: TargetModel) -> int:
@@ -227,6 +219,13 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _graph_mode(config: EngineConfig, device: torch.device) -> GraphMode | None:
+    """How the step is compiled, or None: a newcomer's first run on a CPU starts at once, uncompiled."""
+    if config.compile == "off" or (config.compile == "auto" and device.type == "cpu"):
+        return None
+    return "replay" if config.graph_mode == "auto" else config.graph_mode
 
 
 def _resolve_device(name: str) -> torch.device:

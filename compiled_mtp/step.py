@@ -41,6 +41,7 @@ class Step(nn.Module):
         mtp_step: int,
         num_valid_ids: int,
         max_model_len: int,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -56,6 +57,7 @@ class Step(nn.Module):
         self.mtp_step = mtp_step
         self.num_valid_ids = num_valid_ids
         self.max_model_len = max_model_len
+        self.synthetic_acceptance = synthetic_acceptance
 
     def decode(self, state_index: torch.Tensor) -> torch.Tensor:
         """Verify S drafts of each request and draft S new ones.
@@ -78,8 +80,10 @@ class Step(nn.Module):
         sampled = self._sample(self.target.logits(hidden), tokens, _span(pos + 1, query_len), state_index)
         sampled = sampled.view(-1, query_len)
         # 3. Keep the leading drafts that agree; y_{num_accepted} is the bonus token.
-        agrees = (window[:, 1:] == sampled[:, :-1]).to(torch.int64)
-        num_accepted = agrees.cumprod(dim=1).sum(dim=1)
+        agrees = window[:, 1:] == sampled[:, :-1]
+        if self.synthetic_acceptance is not None:
+            agrees = _synthetic(pos, self.mtp_step, self.synthetic_acceptance)
+        num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
         num_new = torch.where(is_live, num_accepted + 1, 0)
         bonus = sampled.gather(1, num_accepted[:, None])[:, 0]
         # 4. Commit. The GDN layers have just folded their state up to the old `pos`.
@@ -240,3 +244,11 @@ class Step(nn.Module):
 def _span(start: torch.Tensor, count: int) -> torch.Tensor:
     """[B] int64 to [B * count]: start, start + 1, ... of each request."""
     return (start[:, None] + torch.arange(count, device=start.device)).flatten()
+
+
+def _synthetic(pos: torch.Tensor, mtp_step: int, rate: float) -> torch.Tensor:
+    """Benchmarks only: [B, S] bool, true at about `rate`, from a hash of the draft's position."""
+    positions = pos[:, None] + torch.arange(1, mtp_step + 1, device=pos.device)
+    # Knuth's multiplicative hash; its upper bits are the even ones.
+    hashed = (positions * 2654435761) % 2**32 // 2**16
+    return hashed < round(rate * 2**16)

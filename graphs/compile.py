@@ -1,0 +1,88 @@
+"""One compiled callable per shape, compiled ahead, replayed without a decision.
+
+Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
+keep the books and cost the host 100 to 200 us a call at 64 layers. "replay" compiles without them and
+captures the call by hand, once; a replay costs the host about 10 us. On a CPU both mean Inductor's C++
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+
+GraphMode = Literal["reduce-overhead", "replay"]
+Program = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """What compiled code must obey so that a row's bits depend on that row alone.
+
+    No reduction inside a row is the compiler's (they are operators of ours); casts round where eager code
+    rounds; nothing is chosen by timing. A CUDA graph that cannot be captured is an error, not a slow path.
+    """
+    inductor = torch._inductor.config
+    changes: dict[str, Any] = {
+        "emulate_precision_casts": True,
+        "split_reductions": False,
+        "max_autotune": False,
+        "max_autotune_gemm": False,
+        "triton.cudagraph_or_error": True,
+    }
+    if hasattr(inductor, "batch_invariant"):
+        changes["batch_invariant"] = True
+    with inductor.patch(changes):
+        yield
+
+
+def compile_program(function: Program, name: str, mode: GraphMode, *, is_graph: bool) -> Program:
+    """Return `function` compiled for the one shape it will be called with.
+
+    `name` becomes part of the code's name: programs then never share a cache entry of Dynamo, so a call
+    checks the guards of its own shape alone. `is_graph` says whether the program is replayed as a CUDA
+    graph.
+    """
+    return torch.compile(
+        _with_own_code(function, name),
+        fullgraph=True,
+        dynamic=False,
+        mode="reduce-overhead" if is_graph and mode == "reduce-overhead" else None,
+    )
+
+
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Declare that these tensors keep their addresses: a CUDA graph may read and mutate them in place."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+
+
+def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Program:
+    """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
+
+    `program` has run before, so nothing compiles inside. The replay returns the same output tensor each time,
+    overwritten by every replay of the pool: it is to be copied out on the same stream.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        output = program(*inputs)
+
+    def replay(*arguments: torch.Tensor) -> torch.Tensor:
+        assert all(given is static for given, static in zip(arguments, inputs, strict=True))
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _with_own_code(function: Program, name: str) -> Program:
+    def program(*arguments: torch.Tensor) -> torch.Tensor:
+        return function(*arguments)
+
+    code = program.__code__.replace(co_name=name)
+    assert program.__closure__ is not None
+    return FunctionType(code, program.__globals__, name, None, program.__closure__)
