@@ -1,0 +1,1 @@
+"""Parts of tools/train_default_model.py: data, model, training loops, export, evaluation, model card."""

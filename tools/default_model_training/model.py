@@ -1,0 +1,511 @@
+"""The training model: the Qwen3.5 dense architecture and its MTP head in plain, differentiable PyTorch.
+
+Parameter names are those of the released text-only checkpoints, so `state_dict()` is what gets exported.
+Source: transformers 5.23 `models/qwen3_5` and the Qwen3-Next report; chunked rule: arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHUNK = 64
+INVERSE_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the model; the defaults are those of the checkpoint that ships."""
+
+    vocab_size: int = 4160
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_layers: int = 8
+    full_attention_interval: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    rope_theta: float = 1e7
+    partial_rotary_factor: float = 0.25
+    linear_key_heads: int = 2
+    linear_value_heads: int = 4
+    linear_head_dim: int = 128
+    conv_kernel: int = 4
+    eps: float = 1e-6
+    dropout: float = 0.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_full_attention(self, layer: int) -> bool:
+        """Whether trunk layer `layer` (from 0) is a full-attention layer."""
+        return (layer + 1) % self.full_attention_interval == 0
+
+
+@dataclass
+class LayerCache:
+    """What one layer keeps while decoding: GDN state and conv history, or keys and values."""
+
+    state: Tensor | None = None
+    conv: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass
+class DecodeCache:
+    """Caches of all trunk layers and the number of tokens they hold."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+    length: int = 0
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with the factor (1 + weight), computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight)).to(x.dtype)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of the GDN output with weight as is, times silu of the z gate."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        x = x.float()
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return normed * self.weight * F.silu(z.float())
+
+
+def rope_tables(positions: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, rotary_dim / 2] float32 of `positions` [T]."""
+    exponent = torch.arange(0, shape.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * (1.0 / shape.rope_theta ** (exponent / shape.rotary_dim))
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the leading dimensions of x [B, T, heads, head_dim], pairs (j, j + half)."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class Attention(nn.Module):
+    """Gated full attention with q/k norm, partial rotary embedding and grouped heads."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, width = shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(hidden, 2 * shape.num_heads * width, bias=False)
+        self.k_proj = nn.Linear(hidden, shape.num_kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(hidden, shape.num_kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * width, hidden, bias=False)
+        self.q_norm = RMSNorm(width, shape.eps)
+        self.k_norm = RMSNorm(width, shape.eps)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [B, hq, T, hd], k and v [B, hkv, T, hd] after norm and rope, gate [B, T, hq * hd]."""
+        batch, length, _ = x.shape
+        width = self.shape.head_dim
+        q, gate = self.q_proj(x).view(batch, length, -1, 2 * width).split(width, dim=-1)
+        k = self.k_proj(x).view(batch, length, -1, width)
+        v = self.v_proj(x).view(batch, length, -1, width)
+        q = apply_rope(self.q_norm(q), cos, sin).to(v.dtype)
+        k = apply_rope(self.k_norm(k), cos, sin).to(v.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate.reshape(batch, length, -1)
+
+    def finish(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """Output [B, T, H] from the attention result [B, hq, T, hd] and the gate."""
+        mixed = mixed.transpose(1, 2).reshape(gate.shape)
+        return self.o_proj(mixed * torch.sigmoid(gate))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+        q, k, v, gate = self.project(x, cos, sin)
+        if cache is not None:
+            cache.keys, cache.values = k, v
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.finish(mixed, gate)
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, length: int) -> Tensor:
+        """One token x [B, 1, H]; writes its key and value at row `length` of the cache."""
+        assert cache.keys is not None and cache.values is not None
+        q, k, v, gate = self.project(x, cos, sin)
+        cache.keys[:, :, length] = k[:, :, 0].to(cache.keys.dtype)
+        cache.values[:, :, length] = v[:, :, 0].to(cache.values.dtype)
+        keys, values = cache.keys[:, :, : length + 1], cache.values[:, :, : length + 1]
+        q = q.to(keys.dtype)
+        return self.finish(F.scaled_dot_product_attention(q, keys, values, enable_gqa=True), gate)
+
+
+def unit_lower_inverse(strict: Tensor) -> Tensor:
+    """(I + strict)^-1 for strictly lower triangular `strict` [..., c, c]; c is 16, 32 or 64.
+
+    Blocks of 16 by the product form of the Neumann series (exact: the power 16 is zero), then merged; one
+    Newton step removes the rounding and carries the gradient.
+    """
+    size = strict.shape[-1]
+    with torch.no_grad():
+        block = min(INVERSE_BLOCK, size)
+        count = size // block
+        tiles = strict.unflatten(-1, (count, block)).unflatten(-3, (count, block))
+        diagonal = torch.stack([tiles[..., i, :, i, :] for i in range(count)], dim=-3)
+        eye = torch.eye(block, device=strict.device, dtype=strict.dtype)
+        power = -diagonal
+        inverse = eye + power
+        for _ in range(3):
+            power = power @ power
+            inverse = inverse + inverse @ power
+        while block < size:
+            top, bottom = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+            rows = strict.unflatten(-1, (size // block, block)).unflatten(-3, (size // block, block))
+            lower = torch.stack([rows[..., i + 1, :, i, :] for i in range(0, size // block, 2)], dim=-3)
+            corner = -(bottom @ lower @ top)
+            upper = torch.cat([top, torch.zeros_like(top)], dim=-1)
+            inverse = torch.cat([upper, torch.cat([corner, bottom], dim=-1)], dim=-2)
+            block *= 2
+        inverse = inverse.squeeze(-3)
+    identity = torch.eye(size, device=strict.device, dtype=strict.dtype)
+    return inverse + inverse @ (identity - (inverse + strict @ inverse))
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over whole sequences in chunks of 64, float32, from a zero state.
+
+    q, k [B, T, nk, dk] (normalised), v [B, T, nv, dv], g (log decay) and beta [B, T, nv].
+    Returns the outputs [B, T, nv, dv] and the final state [B, nv, dk, dv].
+    """
+    batch, length, key_heads, _ = q.shape
+    value_heads = v.shape[2]
+    ratio = value_heads // key_heads
+    padding = -length % CHUNK
+    if padding:
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+        g, beta = (F.pad(x, (0, 0, 0, padding)) for x in (g, beta))
+    chunks = (length + padding) // CHUNK
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(1, (chunks, CHUNK)).transpose(2, 3).transpose(1, 2)
+
+    q, k, v = split(q), split(k), split(v)
+    g, beta = (split(x[..., None]).squeeze(-1) for x in (g, beta))
+    total = g.cumsum(-1)
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    difference = total[..., :, None] - total[..., None, :]
+    decay = torch.exp(difference.masked_fill(~causal, float("-inf")))
+
+    def repeat(x: Tensor) -> Tensor:
+        return x.repeat_interleave(ratio, dim=1)
+
+    products = repeat(k @ k.transpose(-1, -2))
+    strict = (beta[..., None] * products * decay).tril(-1)
+    inverse = unit_lower_inverse(strict)
+    queries, keys = repeat(q), repeat(k)
+    grown = torch.exp(total)[..., None]
+    solved = inverse @ torch.cat([beta[..., None] * v, (beta[..., None] * grown) * keys], dim=-1)
+    update, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    last = total[..., -1:]
+    tail = (torch.exp(last - total)[..., None] * keys).transpose(-1, -2)
+    carry = torch.exp(last)[..., None]
+
+    state = q.new_zeros(batch, value_heads, k.shape[-1], v.shape[-1])
+    states, writes = [], []
+    for chunk in range(chunks):
+        states.append(state)
+        written = update[:, :, chunk] - read[:, :, chunk] @ state
+        writes.append(written)
+        state = carry[:, :, chunk] * state + tail[:, :, chunk] @ written
+    scores = repeat(q @ k.transpose(-1, -2)) * decay
+    out = (grown * queries) @ torch.stack(states, dim=2) + scores @ torch.stack(writes, dim=2)
+    out = out.transpose(1, 2).transpose(2, 3).flatten(1, 2)
+    return out[:, :length], state
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet mixer with a causal depthwise convolution over q, k and v."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, width = shape.hidden_size, shape.linear_head_dim
+        self.key_dim = shape.linear_key_heads * width
+        self.value_dim = shape.linear_value_heads * width
+        channels = 2 * self.key_dim + self.value_dim
+        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden, self.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(hidden, shape.linear_value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, shape.linear_value_heads, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, shape.conv_kernel, groups=channels, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(shape.linear_value_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(shape.linear_value_heads))
+        self.norm = GatedNorm(width, shape.eps)
+        self.out_proj = nn.Linear(self.value_dim, hidden, bias=False)
+
+    def convolve(self, padded: Tensor, length: int) -> Tensor:
+        """silu of the causal convolution; `padded` [B, kernel - 1 + T, C] starts with the history."""
+        weight = self.conv1d.weight[:, 0].to(padded.dtype)
+        taps = range(self.shape.conv_kernel)
+        return F.silu(torch.stack([padded[:, i : i + length] * weight[:, i] for i in taps]).sum(0))
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log decay and beta [B, T, nv], float32."""
+        step = F.softplus(self.in_proj_a(x).float() + self.dt_bias)
+        return -self.A_log.exp() * step, torch.sigmoid(self.in_proj_b(x).float())
+
+    def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (normalised and scaled), k (normalised) and v, float32, [B, T, heads, width]."""
+        width = self.shape.linear_head_dim
+        parts = mixed.float().split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, width)) for part in parts)
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * width**-0.5
+        return q, k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6), v
+
+    def output(self, mixed: Tensor, x: Tensor) -> Tensor:
+        z = self.in_proj_z(x).unflatten(-1, (-1, self.shape.linear_head_dim))
+        return self.out_proj(self.norm(mixed, z).flatten(-2).to(z.dtype))
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        raw = self.in_proj_qkv(x)
+        padded = F.pad(raw, (0, 0, self.shape.conv_kernel - 1, 0))
+        q, k, v = self.heads(self.convolve(padded, x.shape[1]))
+        g, beta = self.gates(x)
+        with torch.autocast(x.device.type, enabled=False):
+            mixed, state = gated_delta_rule(q, k, v, g, beta)
+        if cache is not None:
+            cache.state, cache.conv = state, padded[:, -(self.shape.conv_kernel - 1) :]
+        return self.output(mixed, x)
+
+    def decode(self, x: Tensor, cache: LayerCache) -> Tensor:
+        """One token x [B, 1, H], by the recurrence; updates the state and the conv history."""
+        assert cache.state is not None and cache.conv is not None
+        window = torch.cat([cache.conv, self.in_proj_qkv(x)], dim=1)
+        cache.conv = window[:, 1:]
+        q, k, v = self.heads(self.convolve(window, 1))
+        g, beta = self.gates(x)
+        ratio = self.shape.linear_value_heads // self.shape.linear_key_heads
+        with torch.autocast(x.device.type, enabled=False):
+            q, k = (t[:, 0].repeat_interleave(ratio, dim=1) for t in (q, k))
+            state = cache.state.mul_(g[:, 0].exp()[..., None, None])
+            delta = beta[:, 0, :, None] * (v[:, 0] - (k[..., None, :] @ state)[..., 0, :])
+            state += k[..., :, None] * delta[..., None, :]
+            mixed = (q[..., None, :] @ state).transpose(1, 2)
+        return self.output(mixed, x)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate x) * (up x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Norm, mixer, norm, feed-forward, each added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, is_full_attention: bool) -> None:
+        super().__init__()
+        self.is_full_attention = is_full_attention
+        self.dropout = shape.dropout
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        if is_full_attention:
+            self.self_attn = Attention(shape)
+        else:
+            self.linear_attn = GatedDeltaNet(shape)
+        self.mlp = FeedForward(shape)
+
+    def add(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Add the mixer's output, then the feed-forward of the sum."""
+        residual = residual + F.dropout(mixed, self.dropout, self.training)
+        forward = self.mlp(self.post_attention_layernorm(residual))
+        return residual + F.dropout(forward, self.dropout, self.training)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.is_full_attention:
+            return self.add(x, self.self_attn(normed, cos, sin, cache))
+        return self.add(x, self.linear_attn(normed, cache))
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, length: int) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.is_full_attention:
+            return self.add(x, self.self_attn.decode(normed, cos, sin, cache, length))
+        return self.add(x, self.linear_attn.decode(normed, cache))
+
+
+class Trunk(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, shape.is_full_attention(i)) for i in range(shape.num_layers)
+        )
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+
+
+class MtpHead(nn.Module):
+    """The multi-token-prediction head: one full-attention layer over (token, previous hidden) pairs.
+
+    The pair in slot j is (token j, hidden j - 1), at rotary position j, and predicts token j + 1.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.pre_fc_norm_embedding = RMSNorm(shape.hidden_size, shape.eps)
+        self.pre_fc_norm_hidden = RMSNorm(shape.hidden_size, shape.eps)
+        self.layers = nn.ModuleList([DecoderLayer(shape, True)])
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, depths: int
+    ) -> list[Tensor]:
+        """Post-norm hiddens [B, T, H] of draft depths 1..depths, at every slot, as decoding makes them.
+
+        `embedded` [B, T, H] are the embedded tokens, `hidden` the trunk's post-norm hiddens. Depth d at slot j
+        attends to the depth-1 pairs of slots 1..j-d+1 (the committed ones of a round that starts there) and to
+        the depth-2..d pairs of its own chain, exactly as in decoding. Slots j < d of depth d mean nothing.
+        """
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.self_attn
+        length = embedded.shape[1]
+        normed_embedding = self.pre_fc_norm_embedding(embedded)
+        slots = torch.arange(length, device=embedded.device)
+        committed: tuple[Tensor, Tensor] | None = None
+        chain: list[tuple[Tensor, Tensor]] = []
+        previous, outputs = hidden, []
+        groups = self.shape.num_heads // self.shape.num_kv_heads
+        for depth in range(1, depths + 1):
+            shifted = F.pad(previous, (0, 0, 1, 0))[:, :-1]
+            pair = self.fc(torch.cat([normed_embedding, self.pre_fc_norm_hidden(shifted)], dim=-1))
+            pair = pair.to(embedded.dtype)
+            q, k, v, gate = attention.project(layer.input_layernorm(pair), cos, sin)
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+            if committed is None:
+                committed = (k, v)
+            else:
+                chain.append((k, v))
+            keys, values = committed
+            scale = self.shape.head_dim**-0.5
+            visible = (slots[None, :] >= 1) & (slots[None, :] <= slots[:, None] - (depth - 1))
+            if depth == 1:
+                visible = visible | (slots[:, None] + slots[None, :] == 0)
+            scores = (q @ keys.transpose(-1, -2)).float() * scale
+            scores = scores.masked_fill(~visible, float("-inf"))
+            own = []
+            for index, (chain_key, _) in enumerate(chain):
+                moved = _shift(chain_key, len(chain) - 1 - index)
+                own.append((q * moved).float().sum(-1, keepdim=True) * scale)
+            weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values.dtype)
+            mixed = weights[..., :length] @ values
+            for index, (_, chain_value) in enumerate(chain):
+                moved = _shift(chain_value, len(chain) - 1 - index)
+                mixed = mixed + weights[..., length + index, None] * moved
+            previous = self.norm(layer.add(pair, attention.finish(mixed, gate)))
+            outputs.append(previous)
+        return outputs
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """Move x [B, heads, T, width] `count` slots later."""
+    return F.pad(x, (0, 0, count, 0))[:, :, : x.shape[2]] if count else x
+
+
+class TrainingModel(nn.Module):
+    """Trunk and MTP head with a tied output projection."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.mtp = MtpHead(shape)
+
+    def initialise(self, seed: int) -> None:
+        """Draw all weights anew from `seed`."""
+        generator = torch.Generator().manual_seed(seed)
+        depth_scale = (2 * self.shape.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if "embed_tokens" in name:
+                std = 0.02
+            elif "conv1d" in name:
+                std = self.shape.conv_kernel**-0.5
+            else:
+                std = parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                    std *= depth_scale
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for module in self.modules():
+            if isinstance(module, GatedDeltaNet):
+                heads = self.shape.linear_value_heads
+                module.A_log.data.copy_(torch.log(1.0 + 15.0 * torch.rand(heads, generator=generator)))
+                step = torch.exp(torch.empty(heads).uniform_(-6.9, -2.3, generator=generator))
+                module.dt_bias.data.copy_(step + torch.log(-torch.expm1(-step)))
+
+    def hidden(self, tokens: Tensor, cache: DecodeCache | None = None, capacity: int = 0) -> Tensor:
+        """Post-norm hiddens [B, T, H] of `tokens` [B, T]; fills `cache` with room for `capacity` tokens."""
+        length = tokens.shape[1]
+        cos, sin = rope_tables(torch.arange(length, device=tokens.device), self.shape)
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            if cache is None:
+                x = layer(x, cos, sin)
+                continue
+            kept = LayerCache()
+            x = layer.forward(x, cos, sin, kept)
+            if kept.keys is not None and kept.values is not None:
+                room = (0, 0, 0, capacity - length)
+                kept.keys, kept.values = F.pad(kept.keys, room), F.pad(kept.values, room)
+            cache.layers.append(kept)
+        if cache is not None:
+            cache.length = length
+        return self.model.norm(x)
+
+    def decode(self, tokens: Tensor, cache: DecodeCache) -> Tensor:
+        """Logits [B, V] after one more token [B] of every sequence; updates the cache."""
+        position = torch.tensor([cache.length], device=tokens.device)
+        cos, sin = rope_tables(position, self.shape)
+        x = self.model.embed_tokens(tokens[:, None])
+        for layer, kept in zip(self.model.layers, cache.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            x = layer.decode(x, cos, sin, kept, cache.length)
+        cache.length += 1
+        return self.logits(self.model.norm(x)[:, 0])
+
+    def drafts(self, tokens: Tensor, hidden: Tensor, depths: int) -> list[Tensor]:
+        """MTP hiddens of depths 1..depths [B, T, H], teacher-forced on `tokens` [B, T] (see MtpHead)."""
+        cos, sin = rope_tables(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
+        return self.mtp(self.model.embed_tokens(tokens), hidden, cos, sin, depths)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the vocabulary from post-norm hiddens."""
+        return F.linear(hidden, self.model.embed_tokens.weight)
