@@ -33,11 +33,11 @@ def operators_with_kernels() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
 
-def variants_of(operator: str, first: bool) -> Iterator[Any]:
-    """The KernelVariants of an operator; with `first`, only the first of each kernel function."""
+def variants_of(operator: str, capability: int, first: bool) -> Iterator[Any]:
+    """The KernelVariants of an operator meant for a capability; with `first`, one of each kernel function."""
     seen: set[Any] = set()
     for variant in importlib.import_module(f"compiled_mtp.ops.{operator}.kernel").variants():
-        if not first or variant.function not in seen:
+        if capability >= variant.min_capability and not (first and variant.function in seen):
             seen.add(variant.function)
             yield variant
 
@@ -79,10 +79,8 @@ def compile_table(operators: list[str], capabilities: list[int], first: bool) ->
     """Resources, or {"error": text}, keyed by "operator/variant@sm_NN"."""
     table: dict[str, Any] = {}
     for operator in operators:
-        for variant in variants_of(operator, first):
-            for capability in capabilities:
-                if capability < variant.min_capability:
-                    continue
+        for capability in capabilities:
+            for variant in variants_of(operator, capability, first):
                 key = f"{operator}/{variant.name}@sm_{capability}"
                 if key in table:
                     raise ValueError(f"variant names must differ, got {key} twice; rename one")

@@ -19,7 +19,20 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if out_float32 else x.dtype)
 
 
-_linear = register("linear", linear_reference, _fake)
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out_float32: bool,
+    prefill: bool,
+) -> torch.Tensor:
+    # Imported on first use: without a GPU nothing needs Triton.
+    from compiled_mtp.ops.linear.kernel import launch
+
+    return launch(x, weight, weight_scale, out_float32, prefill)
+
+
+_linear = register("linear", linear_reference, _fake, launch=_launch)
 
 
 def linear(
@@ -44,6 +57,8 @@ def linear(
     check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight's")
     check_last_contiguous("x", x)
     check_last_contiguous("weight", weight)
+    if x.shape[1] == 0:
+        raise fail("x", "have columns", list(x.shape), "pass rows as long as the weight's")
     if weight.dtype == torch.float8_e4m3fn:
         if weight_scale is None:
             raise fail(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.variants import KernelVariant
 
 BLOCK = 1024
@@ -13,7 +15,10 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -29,20 +34,35 @@ def launch(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows and width:
         grid = (rows, triton.cdiv(width, BLOCK))
-        silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK=BLOCK, num_warps=4, **OPTIONS)
+        has_pdl = device_of(gate_up.device.index).has_dependent_launch
+        # One row may have any stride; another value would compile another kernel.
+        row_stride = gate_up.stride(0) if rows > 1 else 2 * width
+        silu_mul_kernel[grid](
+            gate_up,
+            out,
+            row_stride,
+            width,
+            BLOCK=BLOCK,
+            PDL=has_pdl,
+            num_warps=4,
+            launch_pdl=has_pdl,
+            **OPTIONS,
+        )
     return out
 
 
 def variants() -> list[KernelVariant]:
     return [
         KernelVariant(
-            name=dtype,
+            name=dtype + "-pdl" * pdl,
             function=silu_mul_kernel,
             signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32", "width": "i32"},
-            constexprs={"BLOCK": BLOCK},
+            constexprs={"BLOCK": BLOCK, "PDL": pdl},
             num_warps=4,
             aligned=("gate_up", "out", "row_stride", "width"),
-            options=OPTIONS,
+            options={**OPTIONS, "launch_pdl": pdl},
+            min_capability=90 if pdl else 80,
         )
         for dtype in ("bf16", "fp32")
+        for pdl in (True, False)
     ]

@@ -1,0 +1,41 @@
+"""What a launch needs to know of its device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+# What one program may use; 99 KiB on the capabilities not named (CUDA C++ Programming Guide, table 'Technical
+# Specifications per Compute Capability').
+SHARED_BYTES = {
+    (8, 0): 163 * 1024,
+    (8, 7): 163 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Architecture ("sm_90"), shared memory a program may use in bytes, and dependent launches.
+
+    A kernel launched with `launch_pdl` may start while the kernel before it still runs. Each of its programs
+    must execute `gdc_wait()` on every path, before it touches anything that another kernel writes or reads,
+    because the end of a kernel stands for the end of all before it.
+    """
+
+    arch: str
+    shared_bytes: int
+    has_dependent_launch: bool
+
+
+@functools.cache
+def device_of(index: int | None) -> Device:
+    """The CUDA device of that index; without CUDA, for the interpreter, a Hopper without such launches."""
+    if index is None or not torch.cuda.is_available():
+        return Device("sm_90", 227 * 1024, False)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(f"sm_{major}{minor}", SHARED_BYTES.get((major, minor), 99 * 1024), major >= 9)
