@@ -1,0 +1,133 @@
+"""linear on the device: right at real shapes, the same bits for every row count, safe in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear.reference import dequantize, linear_reference
+from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.silu_mul import silu_mul
+from tests.ops.harness import check_launch, check_row_invariance, rel_l2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# (N, K) of 0.8B, 4B, 27B and 35B-A3B projections, of a router, and of no model.
+BF16_SHAPES = [
+    (8224, 1024),
+    (1024, 3584),
+    (12352, 2560),
+    (2560, 4096),
+    (2560, 9216),
+    (16480, 5120),
+    (5120, 6144),
+    (5120, 17408),
+    (34816, 5120),
+    (2048, 4096),
+    (257, 2048),
+    (100, 72),
+    (333, 1001),
+]
+FP8_SHAPES = [(1024, 2048), (2560, 9216), (5120, 6144), (34816, 5120), (300, 200)]
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def make(rows: int, n: int, k: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x as a strided view between NaN, a weight, its scales."""
+    wide = torch.full((rows, k + 16), float("nan"), device="cuda", dtype=torch.bfloat16)
+    wide[:, 8 : 8 + k] = torch.randn(rows, k, device="cuda")
+    weight = torch.randn(n, k, device="cuda")
+    if not fp8:
+        return wide[:, 8 : 8 + k], (weight * k**-0.5).bfloat16(), None
+    scale = torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01 + 0.001
+    return wide[:, 8 : 8 + k], (weight * 40).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("rows", [1, 4, 17, 64, 200])
+@pytest.mark.parametrize(
+    "n, k, fp8", [(*shape, False) for shape in BF16_SHAPES] + [(*shape, True) for shape in FP8_SHAPES]
+)
+def test_as_near_to_float64_as_cublas(rows: int, n: int, k: int, fp8: bool) -> None:
+    x, weight, scale = make(rows, n, k, fp8)
+    values = weight.double() if scale is None else dequantize(weight, scale).double()
+    exact = x.double() @ values.T
+    for prefill in (False, True):
+        y = linear(x, weight, scale, False, prefill)
+        assert rel_l2(y, exact) < 2 * rel_l2(exact.bfloat16(), exact)
+        wide = linear(x, weight, scale, True, prefill)
+        low = torch.mm(x.float(), values.float().T)
+        assert rel_l2(wide, exact) < max(2 * rel_l2(low, exact), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "n, k, fp8", [(*shape, False) for shape in BF16_SHAPES] + [(*shape, True) for shape in FP8_SHAPES]
+)
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: bool) -> None:
+    x, weight, scale = make(512, n, k, fp8)
+    check_row_invariance(lambda m: linear(x[:m], weight, scale), [*range(1, 257), 384, 511], 512)
+    shuffled = torch.randperm(37, device="cuda")
+    assert torch.equal(linear(x[:37][shuffled], weight, scale), linear(x[:37], weight, scale)[shuffled])
+
+
+@pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])
+def test_float32(n: int, k: int) -> None:
+    x, weight = torch.randn(70, k, device="cuda"), torch.randn(n, k, device="cuda")
+    exact = x.double() @ weight.double().T
+    assert rel_l2(linear(x, weight), exact) < 2 * rel_l2(torch.mm(x, weight.T), exact)
+    check_row_invariance(lambda m: linear(x[:m], weight), range(1, 70), 70)
+
+
+@pytest.mark.parametrize("n, k, fp8", [(2560, 9216, False), (333, 1001, False), (1024, 2048, True)])
+def test_writes_all_of_its_output_and_nothing_else(n: int, k: int, fp8: bool) -> None:
+    from compiled_mtp.ops.linear.kernel import launch
+
+    x, weight, scale = make(5, n, k, fp8)
+    check_launch(launch, linear_reference, (x, weight, scale, False, False), rtol=1.6e-2, atol=1e-2)
+
+
+def test_chain_in_a_graph_equals_one_kernel_at_a_time() -> None:
+    """Dependent launches overlap neighbours; a missing wait would show as other bits."""
+    h, wide = 1024, 3584
+    gate_up = (torch.randn(2 * wide, h, device="cuda") * h**-0.5).bfloat16()
+    down = (torch.randn(h, wide, device="cuda") * wide**-0.5).bfloat16()
+    norm = torch.randn(h, device="cuda").bfloat16() * 0.1
+    start = torch.randn(4, h, device="cuda").bfloat16()
+    x = start.clone()
+
+    def chain(synchronize: bool) -> torch.Tensor:
+        y, residual = x, x
+        for _ in range(20):
+            for step in ("norm", "up", "act", "down"):
+                if step == "norm":
+                    y, residual = add_rms_norm(y, residual, norm, 1e-6)
+                else:
+                    y = {
+                        "up": lambda v: linear(v, gate_up),
+                        "act": silu_mul,
+                        "down": lambda v: linear(v, down),
+                    }[step](y)
+                if synchronize:
+                    torch.cuda.synchronize()
+        return y
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(False)
+    for seed in range(20):
+        x.copy_(start * (1 + seed / 8))
+        graph.replay()
+        assert torch.equal(y, chain(True)), f"replay {seed}"
