@@ -19,7 +19,7 @@ run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that 
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	$(BIN)/python -m pytest -q -m "not gpu and not kernels and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

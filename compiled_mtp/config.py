@@ -66,6 +66,11 @@ def _split_names(value: Any) -> Any:
     )
 
 
+def _split_numbers(value: Any) -> Any:
+    """'1,4' as the environment and the command line give it -> ('1', '4'), which pydantic makes numbers."""
+    return _split_names(value) if isinstance(value, str) else value
+
+
 class EngineConfig(BaseSettings):
     """How to run a checkpoint; keyword arguments win over COMPILED_MTP_* variables, and both over defaults.
 
@@ -91,6 +96,11 @@ class EngineConfig(BaseSettings):
         default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
+    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_split_numbers)] = Field(
+        default=None,
+        description="batches that get a compiled shape of their own, separated by commas; default: doubling "
+        "up to max_batch",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
@@ -159,6 +169,17 @@ class EngineConfig(BaseSettings):
     def _no_prefix_cache(cls, value: bool) -> bool:
         _check(not value, "prefix_cache", "be False", value, "the prefix cache is not in this version")
         return value
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> EngineConfig:
+        if any(not 1 <= batch <= self.max_batch for batch in self.batch_sizes or ()):
+            raise _fail(
+                "batch_sizes",
+                f"lie in 1..{self.max_batch} (max_batch)",
+                list(self.batch_sizes or ()),
+                "raise max_batch or drop the others",
+            )
+        return self
 
     @model_validator(mode="after")
     def _chunk_fits_blocks(self) -> EngineConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ class _Launch:
 class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
-    `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
-    at hand). Raises ValueError while it is created for a checkpoint that does not fit its config.
+    `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
+    of the checkpoint's loader (benchmarks: no weights of that size are at hand). Raises ValueError while it
+    is created for a checkpoint that does not fit its config.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Runner:
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
         target, draft = self._load(dtype, progress, fill)
         self.unit = self._row_unit(target)
-        self.buckets = ladder(self.unit, config.mtp_step, config.max_batch)
+        self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
         self.num_blocks = self._plan_memory(dtype).num_blocks
         slots = config.max_batch + 1
         with torch.no_grad():
@@ -112,6 +114,7 @@ class Runner:
         if mode is not None:
             report = None if progress is None else partial(progress, "compiled shapes")
             self.programs.warm_up(report)
+        self.waited_s = 0.0
         self._launches: deque[_Launch] = deque()
 
     @torch.no_grad()
@@ -148,7 +151,9 @@ class Runner:
 
     def _finish(self, launch: _Launch) -> StepResult:
         if launch.ready is not None:
+            begin = time.perf_counter()
             launch.ready.synchronize()
+            self.waited_s += time.perf_counter() - begin
         plan, values = launch.plan, launch.output.tolist()
         if plan.kind == "prefill":
             return StepResult(plan, [[values[0]] if plan.is_last else []])

@@ -26,18 +26,25 @@ class Bucket:
         return self.rows // (self.mtp_step + 1)
 
 
-def ladder(unit: int, mtp_step: int, max_batch: int) -> tuple[Bucket, ...]:
+def ladder(
+    unit: int, mtp_step: int, max_batch: int, batch_sizes: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
     """Return the decode buckets, smallest first: rows double until they cover max_batch requests.
 
     Rows are multiples of lcm(unit, mtp_step + 1), `unit` being the row granularity of the backend; the last
-    bucket is the smallest multiple that covers max_batch. Raises ValueError for a number out of range.
+    bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are those that cover
+    these batches and max_batch, and no others. Raises ValueError for a number out of range.
     """
     _check("unit", unit, 1)
     _check("mtp_step", mtp_step, 0)
     _check("max_batch", max_batch, 1)
     query_len = mtp_step + 1
     step = lcm(unit, query_len)
-    return tuple(Bucket(count * step, mtp_step) for count in _doubling(-(-max_batch * query_len // step)))
+    if batch_sizes is None:
+        counts = _doubling(-(-max_batch * query_len // step))
+    else:
+        counts = tuple(sorted({-(-batch * query_len // step) for batch in (*batch_sizes, max_batch)}))
+    return tuple(Bucket(count * step, mtp_step) for count in counts)
 
 
 def pick(buckets: Sequence[Bucket], num_requests: int) -> Bucket:

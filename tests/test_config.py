@@ -318,7 +318,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         "max_in_flight must be less than or equal to 1, got 2; give steps launched before",
     ),
     ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; give CPU threads of torch"),
-    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['block_size', 'compile',"),
+    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['batch_sizes',"),
 ]
 
 

@@ -36,12 +36,13 @@ FLOORS = {
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
     "compiled_mtp.step": 6,
-    "compiled_mtp.runner": 7,
-    "compiled_mtp.scheduler": 7,
-    "compiled_mtp.engine": 8,
-    "compiled_mtp.run": 9,
-    "compiled_mtp.server": 9,
-    "tools": 9,
+    "compiled_mtp.programs": 7,
+    "compiled_mtp.runner": 8,
+    "compiled_mtp.scheduler": 8,
+    "compiled_mtp.engine": 9,
+    "compiled_mtp.run": 10,
+    "compiled_mtp.server": 10,
+    "tools": 10,
 }
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"

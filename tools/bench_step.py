@@ -1,0 +1,344 @@
+"""Time the whole draft-and-verify step of a released shape, in units of the time its bytes need.
+
+    python tools/bench_step.py --shape 4b --mtp-step 0,3 --batch 1,8,32
+
+Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row: milliseconds
+a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the step must read
+and write, over the read bandwidth measured in the same run), their ratio, host microseconds a step, the share
+of the step in which the GPU idles, kernels a step, tokens a second, and milliseconds a token of one request.
+Nothing is printed for a shape whose decode rows are not bit-equal between the buckets that are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from bench_op import read_bandwidth
+from op_cases import SHAPES
+
+from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.runner import Runner
+from compiled_mtp.scheduler import Scheduler
+
+LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
+TIED = {"0.8b", "4b"}
+WARM_UP_STEPS, TIMED_STEPS = 20, 80
+
+
+def model_config(name: str) -> ModelConfig:
+    """The released shape, without its checkpoint."""
+    shape, layers = SHAPES[name], LAYERS[name]
+    return ModelConfig(
+        family="qwen3_5_moe" if shape.experts else "qwen3_5",
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab,
+        num_q_heads=shape.query_heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rotary_dim=shape.head_dim // 4,
+        rope_theta=1e7,
+        rms_norm_eps=1e-6,
+        linear_num_key_heads=shape.linear_key_heads,
+        linear_num_value_heads=shape.linear_value_heads,
+        linear_key_head_dim=shape.linear_head_dim,
+        linear_value_head_dim=shape.linear_head_dim,
+        conv_kernel=4,
+        is_full_attention=tuple((index + 1) % 4 == 0 for index in range(layers)),
+        intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        moe_intermediate_size=shape.expert_intermediate,
+        shared_expert_intermediate_size=shape.expert_intermediate,
+        norm_topk_prob=True,
+        tie_word_embeddings=name in TIED,
+        mtp_num_layers=1,
+        gate_activation="silu",
+        dtype="bfloat16",
+        max_position_embeddings=262144,
+        eos_token_ids=(),
+        quantized=False,
+    )
+
+
+def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Weights of a scale that keeps activations finite; gates as a trained model has them."""
+    for name, parameter in parameters.items():
+        if name.endswith("a_log"):
+            parameter.uniform_(-1.0, 2.0)
+        elif name.endswith("dt_bias"):
+            parameter.uniform_(-4.0, -1.0)
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
+        else:
+            # Every expert alike costs no more memory than one: the random numbers of the first are copied.
+            first = parameter if parameter.dim() == 2 else parameter[0]
+            first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
+            if parameter.dim() == 3:
+                for index in range(1, parameter.shape[0]):
+                    parameter[index].copy_(first.roll(index, 0))
+
+
+def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
+    """The acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**k for k in range(mtp_step + 1)) < mean_new_tokens:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
+    """Bytes that one step must read and write, by item; the model's shape decides, not the implementation."""
+    config, step, mtp_step = runner.model_config, runner.step, runner.config.mtp_step
+    rows = batch * (mtp_step + 1)
+    embedding = step.target.embed.weight
+    head = step.target.head_weight.nbytes
+
+    def expert_share(tokens: int) -> float:
+        """Distinct experts of independently routed tokens, over all experts."""
+        return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens
+
+    def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
+        total = 0.0
+        for name, parameter in module.named_parameters():
+            if name.endswith(("ffn.gate_up", "ffn.down")):
+                one = parameter.nbytes / parameter.shape[0]
+                total += one + one * config.num_experts * expert_share(tokens)
+            else:
+                total += parameter.nbytes
+        return total
+
+    state = sum(buffer[0].nbytes for layer in step.state_cache.layers for buffer in [layer.state])
+    block = step.kv_cache.layers[0].kv[0].nbytes / step.kv_cache.block_size
+    items = {
+        "target_layers": sum(layer_bytes(layer, rows) for layer in step.target.layers),
+        "target_head": float(head),
+        "gdn_state": 2.0 * state * batch,
+        "target_kv": block * context * batch * config.num_attention_layers,
+        "embedding": float(rows * embedding[0].nbytes),
+    }
+    if step.draft is not None:
+        chain = (mtp_step - 1) * layer_bytes(step.draft, batch)
+        items["draft_layers"] = layer_bytes(step.draft, rows) + chain
+        items["draft_heads"] = float(head * mtp_step)
+        items["draft_kv"] = block * context * batch * mtp_step
+    return items
+
+
+@dataclass
+class Loop:
+    """The engine's loop over requests of random ids, without text."""
+
+    runner: Runner
+    scheduler: Scheduler
+
+    def step(self) -> int:
+        """One step; the number of new tokens."""
+        outputs = self.scheduler.update(self.runner.run(self.scheduler.schedule()))
+        return sum(len(output.new_token_ids) for output in outputs)
+
+
+def start_loop(runner: Runner, batch: int, context: int) -> Loop:
+    """`batch` requests with `context` tokens each, prefilled."""
+    config = runner.config
+    scheduler = Scheduler(
+        max_batch=batch,
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        max_model_len=runner.max_model_len,
+        prefill_chunk=config.prefill_chunk,
+        mtp_step=config.mtp_step,
+        max_in_flight=runner.max_in_flight,
+    )
+    generator = torch.Generator().manual_seed(batch)
+    most = (WARM_UP_STEPS + TIMED_STEPS + 8) * (config.mtp_step + 1)
+    for index in range(batch):
+        ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
+        scheduler.add(Request(str(index), ids, params))
+    loop = Loop(runner, scheduler)
+    while scheduler.num_waiting or scheduler._prefilling is not None:
+        loop.step()
+    return loop
+
+
+@torch.no_grad()
+def check_rows(runner: Runner, batches: list[int]) -> None:
+    """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
+    target = runner.step.target
+    width = runner.config.mtp_step + 1
+    weights = {module.weight.shape: module.weight for module in target.modules() if hasattr(module, "weight")}
+    for weight in weights.values():
+        if weight.dim() != 2:
+            continue
+        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.device).to(weight.dtype)
+        whole = linear(x, weight, None, True, False)
+        for batch in batches:
+            part = linear(x[: batch * width], weight, None, True, False)
+            assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
+
+
+def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """One row of the table."""
+    loop = start_loop(runner, batch, context)
+    for _ in range(WARM_UP_STEPS):
+        loop.step()
+    torch.cuda.synchronize()
+    runner.waited_s = 0.0
+    times, tokens = [], 0
+    begin = last = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        tokens += loop.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    total = last - begin
+    host_us = 1e6 * (total - runner.waited_s) / TIMED_STEPS
+    slots = tuple(sorted(loop.scheduler._running))
+    runner.programs.decode(slots)
+    torch.cuda.synchronize()
+    gpu_ms = gpu_time_ms(runner, slots)
+    items = floor_bytes(
+        runner, batch, context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
+    )
+    floor_ms = 1e3 * sum(items.values()) / bandwidth
+    step_ms = 1e3 * statistics.median(times)
+    while loop.scheduler._running:
+        for request in list(loop.scheduler._running.values()):
+            loop.scheduler.abort(request.request_id)
+    runner.close()
+    return {
+        "batch": batch,
+        "step_ms": round(step_ms, 3),
+        "p90_ms": round(1e3 * statistics.quantiles(times, n=10)[-1], 3),
+        "gpu_ms": round(gpu_ms, 3),
+        "floor_ms": round(floor_ms, 3),
+        "ratio": round(step_ms / floor_ms, 3),
+        "host_us": round(host_us, 1),
+        "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
+        "kernels": count_kernels(runner, slots),
+        "tokens_per_s": round(tokens / total, 1),
+        "tpot_ms": round(1e3 * total * batch / tokens, 3),
+        "new_tokens_per_round": round(tokens / TIMED_STEPS / batch, 3),
+        "bytes": {name: round(value) for name, value in items.items()},
+    }
+
+
+@torch.no_grad()
+def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
+    """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
+    spans = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(8):
+            runner.programs.decode(slots)
+        end.record()
+        end.synchronize()
+        spans.append(start.elapsed_time(end) / 8)
+    return statistics.median(spans)
+
+
+@torch.no_grad()
+def count_kernels(runner: Runner, slots: tuple[int, ...]) -> int:
+    """Kernels of one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        runner.programs.decode(slots)
+        torch.cuda.synchronize()
+    return sum(1 for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
+    parser.add_argument("--mtp-step", default="0,3", help="depths, separated by commas")
+    parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
+    parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
+    parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or both")
+    parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
+    batches = sorted(int(batch) for batch in arguments.batch.split(","))
+    model = model_config(arguments.shape)
+    if arguments.layers is not None:
+        model = replace(
+            model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
+        )
+    bandwidth = read_bandwidth()
+    # The rate of one draft is a property of the model: the same at every depth.
+    rate = rate_for(arguments.accept, 3)
+    print(
+        f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
+        flush=True,
+    )
+    modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
+    for mtp_step in (int(step) for step in arguments.mtp_step.split(",")):
+        for mode in modes:
+            torch._dynamo.reset()
+            begin = time.perf_counter()
+            config = EngineConfig(
+                model=Path(__file__),
+                device="cuda",
+                dtype="bfloat16",
+                mtp_step=mtp_step,
+                max_batch=max(batches),
+                batch_sizes=tuple(batches),
+                max_model_len=arguments.context + 1024,
+                prefill_chunk=64,
+                graph_mode=mode,
+                synthetic_acceptance=rate,
+            )
+            loaded: list[float] = []
+
+            def fill(parameters: Mapping[str, torch.Tensor], loaded: list[float] = loaded) -> None:
+                fill_random(parameters)
+                torch.cuda.synchronize()
+                loaded.append(time.perf_counter())
+
+            runner = Runner(config, model, model.vocab_size, None, fill)
+            startup_s = time.perf_counter() - loaded[0]
+            check_rows(runner, batches)
+            for batch in batches:
+                row = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
+                row |= measure(runner, batch, arguments.context, bandwidth)
+                row |= {"startup_s": round(startup_s, 1), "buckets": len(runner.buckets)}
+                row |= {
+                    "bandwidth_tb_s": round(bandwidth / 1e12, 3),
+                    "total_s": round(time.perf_counter() - begin, 1),
+                }
+                print(
+                    f"S={mtp_step} {mode:15} B={batch:<3} step {row['step_ms']:7.3f} ms  gpu {row['gpu_ms']:7.3f}  "
+                    f"floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  host {row['host_us']:6.1f} us  "
+                    f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  {row['tokens_per_s']:.0f} tok/s  "
+                    f"start {startup_s:.0f} s"
+                )
+                print(json.dumps(row), flush=True)
+            del runner
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
