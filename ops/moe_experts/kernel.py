@@ -233,7 +233,7 @@ def configuration(rows: int, dtype: torch.dtype, is_fp8: bool) -> Configuration:
     if dtype == torch.float32:
         return Configuration(16, 32, 32, 128 if is_fp8 else 32, 2)
     if rows <= MAX_DECODE_ROWS:
-        return Configuration(16, 32, 64, 128, 4)
+        return Configuration(16, 32, 64, 128, 3)
     return Configuration(64, 64, 64, 128, 3) if is_fp8 else Configuration(64, 64, 128, 64, 3)
 
 

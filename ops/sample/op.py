@@ -35,7 +35,51 @@ def _fake(
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
 
 
-_sample = register("sample", reference.sample, _fake)
+def _launch(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    state_index: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    top_k: torch.Tensor,
+    seed: torch.Tensor,
+    output_counts: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    bias: torch.Tensor,
+    min_position: torch.Tensor,
+    stop_ids: torch.Tensor,
+    num_valid_ids: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from compiled_mtp.ops.sample.kernel import launch
+
+    return launch(
+        logits,
+        tokens,
+        positions,
+        state_index,
+        temperature,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        top_k,
+        seed,
+        output_counts,
+        prompt_seen,
+        bias,
+        min_position,
+        stop_ids,
+        num_valid_ids,
+    )
+
+
+_sample = register("sample", reference.sample, _fake, launch=_launch)
 
 
 def sample(

@@ -1,8 +1,7 @@
 """Drafter-invariant sampling: the token at a position is an argmax under noise keyed by (seed, position, id).
 
-Nothing here depends on which rows stand beside a row. Reductions over the vocabulary are exact (maximum,
-integer sums) or run in a fixed order (tiles of 4,096, then one by one), because ATen splits a float sum that
-has one output over its threads. The mass that top-p adds up is held in integers of 2^-44 for the same reason.
+Nothing here depends on which rows stand beside a row. Sums over the vocabulary run in a fixed order (one by
+one, or tiles of 4,096 and then one by one), because ATen splits a float sum with one output over its threads.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import torch
 
 GREEDY_TEMPERATURE = 1e-5
-MASS_BITS = 44
 _TILE = 4096
 _LOW_WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -148,11 +146,10 @@ def _top_p_min_p(x: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> t
     keep = weight >= min_p[:, None]
     if bool((top_p < 1.0).any()):
         descending, order = x.sort(dim=-1, descending=True)
-        mass = (weight * 2.0**MASS_BITS).to(torch.int64).gather(1, order)
-        reached = mass.cumsum(-1)
-        target = (top_p.double() * reached[:, -1].double()).to(torch.int64).clamp_(min=1)[:, None]
-        count = (reached - mass < target).sum(-1, keepdim=True)
-        threshold = descending.gather(1, count - 1)
+        reached = weight.double().gather(1, order).cumsum(-1)
+        target = top_p.double()[:, None] * reached[:, -1:]
+        count = (reached < target).sum(-1, keepdim=True).clamp_(max=x.shape[1] - 1)
+        threshold = descending.gather(1, count)
         keep &= (x >= threshold) | (top_p >= 1.0)[:, None]
     return torch.where(keep, x, -math.inf)
 

@@ -1,65 +1,35 @@
-"""sample: noise, distribution, processors, ties and invariance."""
+"""sample: noise, distribution, processors, ties, invariance, kernel and registration."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from compiled_mtp.ops.sample import sample
 from compiled_mtp.ops.sample.reference import gumbel, philox
-
-
-def arguments(logits: torch.Tensor, requests: int = 1, slots: int = 4, **over: Any) -> dict[str, Any]:
-    """Neutral arguments for `logits`, one request a slot from slot 1 on; tables broadcast from scalars."""
-    rows, vocab = logits.shape
-    dtypes = {
-        "temperature": torch.float32,
-        "top_p": torch.float32,
-        "min_p": torch.float32,
-        "repetition_penalty": torch.float32,
-        "presence_penalty": torch.float32,
-        "frequency_penalty": torch.float32,
-        "top_k": torch.int32,
-        "seed": torch.int64,
-        "min_position": torch.int64,
-    }
-    neutral = {"top_p": 1.0, "repetition_penalty": 1.0, "seed": 7}
-    case: dict[str, Any] = {
-        "logits": logits,
-        "tokens": torch.zeros(rows, dtype=torch.int64),
-        "positions": torch.arange(rows) + 10,
-        "state_index": torch.arange(1, requests + 1, dtype=torch.int32),
-        "output_counts": torch.zeros(0, vocab, dtype=torch.int32),
-        "prompt_seen": torch.zeros(0, vocab, dtype=torch.bool),
-        "bias": torch.zeros(0, vocab),
-        "stop_ids": torch.zeros(0, 1, dtype=torch.int64),
-        "num_valid_ids": vocab,
-    }
-    for name, dtype in dtypes.items():
-        value = over.pop(name, neutral.get(name, 0))
-        case[name] = torch.as_tensor(value, dtype=dtype).expand(slots).contiguous()
-    return case | over
-
-
-def numpy_philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 as published (Salmon et al. 2011, section 4.3), in Python integers."""
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
-        high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
-        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
-        k = [(k[0] + 0x9E3779B9) % (1 << 32), (k[1] + 0xBB67AE85) % (1 << 32)]
-    return c
+from compiled_mtp.ops.sample.reference import sample as reference
+from tests.ops.harness import assert_same_bits, check_compiles, check_registration, poisoned_allocations
+from tests.ops.sample_cases import (
+    Case,
+    full_case,
+    make_case,
+    numpy_noise,
+    numpy_philox,
+    numpy_scores,
+    numpy_token,
+    part_of,
+)
 
 
 def signed(low: int, high: int) -> int:
-    return int(np.array([high << 32 | low], dtype=np.uint64).view(np.int64)[0])
+    return (high << 32 | low) - ((high >> 31) << 64)
 
 
 def test_philox_known_answers() -> None:
-    # Random123's kat_vectors, philox 4x32 10.
+    # The known answers that are published with the algorithm (Random123, kat_vectors, philox 4x32 10).
     known = [
         ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -70,33 +40,250 @@ def test_philox_known_answers() -> None:
         ),
     ]
     for counter, key, words in known:
-        assert numpy_philox(counter, key) == words
+        assert [int(word) for word in numpy_philox(counter, key)] == words
     generator = np.random.default_rng(0)
     for _ in range(50):
         block, seed_low, seed_high, low, high = (int(v) for v in generator.integers(0, 1 << 32, 5))
-        got = philox(
-            torch.tensor([[block]]),
-            torch.tensor([signed(seed_low, seed_high)]),
-            torch.tensor([signed(low, high)]),
-        )
-        assert got[0, 0].tolist() == numpy_philox([block, 0, low, high], [seed_low, seed_high])
+        seed, position = torch.tensor([signed(seed_low, seed_high)]), torch.tensor([signed(low, high)])
+        words = numpy_philox([block, 0, low, high], [seed_low, seed_high])
+        assert philox(torch.tensor([[block]]), seed, position)[0, 0].tolist() == [int(w) for w in words]
+
+
+def test_noise_equals_numpy_and_does_not_depend_on_how_it_is_asked_for() -> None:
+    seed, position = torch.tensor([-3, 1 << 40]), torch.tensor([5, 1 << 33])
+    noise = gumbel(seed, position, 1003)
+    for row in range(2):
+        exact = numpy_noise(int(seed[row]), int(position[row]), 1003)
+        torch.testing.assert_close(noise[row].double(), torch.from_numpy(exact), rtol=3e-7, atol=2e-7)
+    ids = torch.tensor([[0, 3, 4, 1002], [7, 6, 5, 999]])
+    assert torch.equal(gumbel(seed, position, 1003, ids), noise.gather(1, ids))
+
+
+def test_noise_has_the_gumbel_distribution_in_both_tails() -> None:
+    samples = 1 << 22
+    noise = torch.cat(
+        [gumbel(torch.tensor([seed]), torch.tensor([9]), samples // 8)[0] for seed in range(8)]
+    ).double()
+    assert noise.isfinite().all()
+    for probability in (1e-6, 1e-5, 1e-4, 1e-2, 0.1, 0.5):
+        expected = samples * probability
+        lower, upper = -np.log(-np.log(probability)), -np.log(-np.log1p(-probability))
+        for count in (int((noise < lower).sum()), int((noise > upper).sum())):
+            assert abs(count - expected) < 4 * np.sqrt(expected * (1 - probability)) + 1
 
 
 def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
-    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, 1000)
     logits[2, 100] = logits[2, 900] = 50.0
-    token, logprob = sample(**arguments(logits, requests=2))
+    token, logprob = sample(**make_case(logits, 2))
     assert torch.equal(token, logits.argmax(-1))
     assert token[2] == 100
-    expected = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(logprob.double(), expected, rtol=0, atol=2e-6)
+    exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=2e-6)
 
 
-def test_noise_is_keyed_by_seed_position_and_id() -> None:
-    seed, position = torch.tensor([-3, 1 << 40]), torch.tensor([5, 1 << 33])
-    noise = gumbel(seed, position, 1003)
-    ids = torch.tensor([[0, 3, 4, 1002], [7, 6, 5, 999]])
-    assert torch.equal(gumbel(seed, position, 1003, ids), noise.gather(1, ids))
-    logits = torch.randn(1, 1003, generator=torch.Generator().manual_seed(1))
-    token, _ = sample(**arguments(logits, temperature=0.7, seed=-3, positions=torch.tensor([5])))
-    assert token[0] == (logits[0] / 0.7 + noise[0]).argmax()
+@pytest.mark.parametrize("vocab, query_len", [(37, 1), (37, 4), (300, 3)])
+def test_every_processor_equals_numpy(vocab: int, query_len: int) -> None:
+    case = full_case(vocab, query_len)
+    for name, off in (("", {}), ("output_counts", {}), ("prompt_seen", {}), ("bias", {}), ("stop_ids", {})):
+        some = case | off
+        if name:
+            some[name] = case[name][:0]
+        token, _ = sample(**some)
+        assert token.tolist() == [numpy_token(some, row) for row in range(len(token))]
+
+
+def test_full_vocabulary_equals_numpy() -> None:
+    vocab = 248320
+    logits = torch.randn(5, vocab) * 3
+    case = make_case(
+        logits,
+        5,
+        temperature=[0.0, 1.0, 1.0, 0.8, 1.0],
+        top_k=[0, 0, 20, 0, 0],
+        top_p=[1.0, 1.0, 0.95, 0.9, 1.0],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.01],
+        num_valid_ids=248077,
+    )
+    token, logprob = sample(**case)
+    assert token.tolist() == [numpy_token(case, row) for row in range(5)]
+    exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=3e-6)
+
+
+def chi_square_score(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """(chi-square - its mean) / its standard deviation; tokens of probability 0 must not occur."""
+    assert int(counts[probabilities == 0].sum()) == 0
+    expected = probabilities[probabilities > 0] * counts.sum()
+    freedom = len(expected) - 1
+    statistic = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
+    return (statistic - freedom) / (2 * freedom) ** 0.5 if freedom else 0.0
+
+
+def test_tokens_have_the_specified_distribution() -> None:
+    # Neighbours in one call differ in every parameter, the greedy one included; each row has its own logits.
+    parameters: list[dict[str, float]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"temperature": 1.0, "top_k": 4},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.2, "top_k": 6, "top_p": 0.85, "min_p": 0.05},
+    ]
+    kinds, query_len, vocab, repeats = len(parameters), 2, 12, 3000
+    logits = torch.randn(kinds * query_len, vocab) * 1.5
+    tables = {
+        name: [p.get(name, {"top_p": 1.0}.get(name, 0.0)) for p in parameters] * repeats
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    case = make_case(
+        logits.repeat(repeats, 1),
+        kinds * repeats,
+        positions=torch.arange(kinds * query_len * repeats),
+        seed=torch.arange(kinds * repeats) // (kinds * 100),
+        **tables,
+    )
+    token, _ = sample(**case)
+    by_row = token.view(repeats, kinds * query_len)
+    for row in range(kinds * query_len):
+        counts = torch.bincount(by_row[:, row], minlength=vocab).double()
+        scores, is_random = numpy_scores(case, row)
+        if not is_random:
+            assert int(counts[int(scores.argmax())]) == repeats
+            continue
+        weight = np.exp(scores - scores.max())
+        assert chi_square_score(counts, torch.from_numpy(weight / weight.sum())) < 4
+
+
+def test_drafts_of_the_window_count_as_output() -> None:
+    logits = torch.zeros(9, 8)
+    logits[:, 3], logits[:, 5] = 2.0, 1.5
+    tokens = torch.tensor([0, 3, 3, 0, 5, 3, 0, 1, 2])
+    counts = torch.zeros(4, 8, dtype=torch.int32)
+    case = make_case(logits, 3, tokens=tokens, output_counts=counts, presence_penalty=[1.0, 1.0, 0.0])
+    # Row 0 of a window counts no draft, row k the first k of them; the third request has no penalty.
+    assert sample(**case)[0].tolist() == [3, 5, 5, 3, 3, 3, 3, 3, 3]
+    case = make_case(logits, 3, tokens=tokens, output_counts=counts, frequency_penalty=[0.3, 1.0, 0.0])
+    assert sample(**case)[0].tolist() == [3, 3, 5, 3, 3, 3, 3, 3, 3]
+    assert not counts.any()
+
+
+def test_processors_apply_in_order() -> None:
+    logits = torch.tensor([[4.0, 3.0, 0.5, -1.0]])
+    base = {"output_counts": torch.tensor([[1, 0, 0, 0]] * 2, dtype=torch.int32)}
+    # 4 / 2 - 0.9 = 1.1; taken the other way round, (4 - 0.9) / 2 = 1.55 would win over 1.3.
+    case = make_case(logits, repetition_penalty=2.0, presence_penalty=0.9, **base)
+    case["bias"] = torch.tensor([[0.0, -1.7, 0.0, 0.0]] * 2)
+    assert int(sample(**case)[0]) == 1
+    # The mask comes after the bias, and ends at min_position.
+    case["bias"][:, 2] = 100.0
+    case["stop_ids"] = torch.tensor([[2, -1]] * 2)
+    case["min_position"] = torch.tensor([11, 11])
+    assert int(sample(**case)[0]) == 1
+    case["min_position"] = torch.tensor([10, 10])
+    assert int(sample(**case)[0]) == 2
+    case["num_valid_ids"] = 2
+    assert int(sample(**case)[0]) == 1
+
+
+def test_filters_keep_ties_and_at_least_the_peak() -> None:
+    logits = torch.tensor([[2.0, 2.0, 2.0, 1.0, 0.0]]).expand(400, 5).contiguous()
+    ties = make_case(logits, 400, temperature=1.0, top_k=1, positions=torch.arange(400))
+    assert sorted(set(sample(**ties)[0].tolist())) == [0, 1, 2]
+    ties = make_case(logits, 400, temperature=1.0, top_p=0.01, positions=torch.arange(400))
+    assert sorted(set(sample(**ties)[0].tolist())) == [0, 1, 2]
+    logits = torch.tensor([[2.0, 1.9, 1.8, 1.0, 0.0]]).expand(400, 5).contiguous()
+    peak = make_case(logits, 400, temperature=1.0, top_p=0.0, positions=torch.arange(400))
+    assert sample(**peak)[0].tolist() == [0] * 400
+
+
+def test_rows_without_a_finite_logit_give_token_zero() -> None:
+    logits = torch.full((6, 9), float("nan"))
+    logits[1] = float("-inf")
+    logits[2] = float("inf")
+    logits[3, 4:] = 1.0
+    logits[4] = 1.0
+    case = make_case(logits, 6, temperature=[1.0, 0.0, 1.0, 0.0, 0.0, 1.0], top_k=[0, 0, 3, 0, 0, 0])
+    token, logprob = sample(**case | {"num_valid_ids": 4})
+    assert token.tolist() == [0] * 6
+    # The log-probability is that of the raw logits: token 0 of row 3 has none, row 4 is uniform.
+    assert logprob.tolist() == [float("-inf")] * 4 + [pytest.approx(-np.log(9))] + [float("-inf")]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("vocab", [37, 4099])
+def test_rows_do_not_depend_on_their_company(threads: int, vocab: int) -> None:
+    case = full_case(vocab, 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = sample(**case)
+        for requests in (1, 4):
+            parts = [sample(**part_of(case, first, requests)) for first in range(0, 12, requests)]
+            assert_same_bits([torch.cat(column) for column in zip(*parts, strict=True)], together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("vocab", [5, 248320])
+def test_logprob_of_a_lone_row(threads: int, vocab: int) -> None:
+    # ATen splits the sum of more than 32,768 values over threads when nothing else is summed beside it.
+    logits = torch.randn(3, vocab)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = sample(**make_case(logits, 3))
+        for row in range(3):
+            assert_same_bits(sample(**make_case(logits[row : row + 1])), [t[row : row + 1] for t in together])
+    finally:
+        torch.set_num_threads(before)
+
+
+def without_tables(case: Case) -> Case:
+    names = ("output_counts", "prompt_seen", "bias", "stop_ids")
+    return case | {name: case[name][:0] for name in names}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("with_tables", [True, False])
+def test_kernel_in_interpreter(interpreter: None, with_tables: bool) -> None:
+    from compiled_mtp.ops.sample.kernel import launch
+
+    case = part_of(full_case(2100, 1), 0, 12) if with_tables else without_tables(full_case(150, 1))
+    with poisoned_allocations():
+        token, logprob = launch(*case.values())
+    wanted, wanted_logprob = reference(*case.values())
+    assert torch.equal(token, wanted)
+    torch.testing.assert_close(logprob, wanted_logprob, rtol=0, atol=2e-6)
+
+
+def test_registration_and_compile() -> None:
+    cases = [tuple(part_of(full_case(37, 2), 0, requests).values()) for requests in (3, 12)]
+    check_registration(torch.ops.compiled_mtp.sample.default, cases[0])
+    check_compiles(sample, cases)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("logits", torch.zeros(6, 8, dtype=torch.bfloat16), "logits must have dtype"),
+        ("logits", torch.zeros(8), "logits must have shape"),
+        ("logits", torch.zeros(8, 6).t(), "logits must have a last dimension of stride 1"),
+        ("logits", torch.zeros(5, 8), "logits must have a multiple of 2 rows, got 5"),
+        ("state_index", torch.zeros(2, dtype=torch.int64), "state_index must have dtype"),
+        ("tokens", torch.zeros(5, dtype=torch.int64), "tokens must have shape"),
+        ("positions", torch.zeros(6, dtype=torch.int32), "positions must have dtype"),
+        ("top_p", torch.ones(5), "top_p must have shape"),
+        ("top_k", torch.ones(3, dtype=torch.int64), "top_k must have dtype"),
+        ("output_counts", torch.zeros(2, 8, dtype=torch.int32), "output_counts must have shape"),
+        ("bias", torch.zeros(3, 7), "bias must have shape"),
+        ("prompt_seen", torch.zeros(3, 8), "prompt_seen must have dtype"),
+        ("num_valid_ids", 9, "num_valid_ids must be in 1..8, got 9"),
+    ],
+)
+def test_bad_arguments_raise(name: str, value: Any, message: str) -> None:
+    case = make_case(torch.zeros(6, 8), 2)
+    with pytest.raises(ValueError, match=message):
+        sample(**case | {name: value})

@@ -1,0 +1,545 @@
+"""Sampling in two launches: fixed tiles of the vocabulary, then one program a row.
+
+The first reads every logit once. It leaves the sums of the log-softmax, the best noisy value of every tile
+and, for a row with a filter, the tempered values and the peak of every group of 64 ids. The second combines
+them. For a row with a filter it finds from the peaks which groups can hold a kept id at all, and searches the
+threshold among those, two bits of the value a step; only a flat distribution under top-p or min-p makes it
+read most groups. No sort, no atomics, and every order is fixed by the vocabulary alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.sample.noise_kernel import gumbel_of_blocks, log_of
+from compiled_mtp.ops.sample.reference import GREEDY_TEMPERATURE
+from compiled_mtp.ops.variants import KernelVariant
+
+# Contraction would give other processed logits than the reference has.
+OPTIONS = {"enable_fp_fusion": False}
+GROUP = 64
+MAX_TILE = 2048
+CHUNK_GROUPS = 64
+TILE_WARPS = 4
+FINISH_WARPS = 16
+_NO_ID = tl.constexpr(2**31 - 1)
+_KEY_OFFSET = tl.constexpr(2**31)
+
+
+@triton.jit
+def finite_or_minus_inf(x):
+    return tl.where(tl.abs(x) <= 3.4028234663852886e38, x, float("-inf"))
+
+
+@triton.jit
+def or_zero(peak):
+    """A peak to subtract from values that may all be -inf."""
+    return tl.where(peak > float("-inf"), peak, 0.0)
+
+
+@triton.jit
+def tile_kernel(
+    logits,
+    logits_stride,
+    tokens,
+    positions,
+    state_index,
+    temperature,
+    top_p,
+    min_p,
+    repetition_penalty,
+    presence_penalty,
+    frequency_penalty,
+    top_k,
+    seed,
+    counts,
+    counts_stride,
+    prompt,
+    prompt_stride,
+    bias,
+    bias_stride,
+    min_position,
+    stop_ids,
+    stop_stride,
+    num_valid_ids,
+    tile_floats,
+    tile_ids,
+    tempered,
+    group_peaks,
+    QUERY_LEN: tl.constexpr,
+    STOP_IDS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_PROMPT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GREEDY: tl.constexpr,
+):
+    """Of one row and tile: raw peak and sum, best score and its id; what `finish_kernel` filters by.
+
+    tile_floats [M, 4, TILES]: raw peak, sum of exp(raw - raw peak), best score, sum of exp(tempered - best).
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < VOCAB
+    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf"))
+    x = finite_or_minus_inf(x)
+    to = tile_floats + row * (4 * TILES) + tile
+    peak = tl.max(x, 0)
+    tl.store(to, peak)
+    tl.store(to + TILES, tl.sum(tl.exp(x - or_zero(peak)), 0))
+
+    if HAS_COUNTS or HAS_PROMPT:
+        repetition = tl.load(repetition_penalty + slot)
+        presence = tl.load(presence_penalty + slot)
+        frequency = tl.load(frequency_penalty + slot)
+        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            count = tl.zeros((TILE,), tl.int32)
+            if HAS_COUNTS:
+                count = tl.load(counts + slot * counts_stride + ids, mask=inside, other=0)
+                first = row - row % QUERY_LEN
+                for draft in range(first + 1, row + 1):
+                    count += (ids == tl.load(tokens + draft)).to(tl.int32)
+            is_seen = count > 0
+            if HAS_PROMPT:
+                is_seen = is_seen | (tl.load(prompt + slot * prompt_stride + ids, mask=inside, other=0) != 0)
+            smaller = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
+            x = tl.where(is_seen, smaller, x)
+            if HAS_COUNTS:
+                x = x - presence * (count > 0).to(tl.float32)
+                x = x - frequency * count.to(tl.float32)
+    if HAS_BIAS:
+        x = x + tl.load(bias + slot * bias_stride + ids, mask=inside, other=0.0)
+    if tl.load(positions + row) < tl.load(min_position + slot):
+        for i in range(STOP_IDS):
+            x = tl.where(ids == tl.load(stop_ids + slot * stop_stride + i), float("-inf"), x)
+    x = finite_or_minus_inf(tl.where(ids < num_valid_ids, x, float("-inf")))
+
+    degree = tl.load(temperature + slot)
+    if degree >= GREEDY:
+        x = tl.div_rn(x, tl.zeros_like(x) + degree)
+        limit = tl.load(top_k + slot)
+        has_top_k = (limit > 0) & (limit < VOCAB)
+        if has_top_k | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0):
+            tl.store(tempered + row * (TILES * TILE) + ids, x)
+            peaks = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1)
+            group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+            tl.store(group_peaks + row * (TILES * (TILE // GROUP)) + group, peaks)
+            tl.store(to + 3 * TILES, tl.sum(tl.exp(x - or_zero(tl.max(x, 0))), 0))
+        else:
+            block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+            x = x + gumbel_of_blocks(block, tl.load(seed + slot), tl.load(positions + row), TILE)
+    best = tl.max(x, 0)
+    tl.store(to + 2 * TILES, best)
+    tl.store(tile_ids + row * TILES + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
+
+
+@triton.jit
+def key_of(x):
+    """int32 keys in the order of float32 values; -0.0 as 0.0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def candidates(tempered, groups, num_groups, chunk, GROUP: tl.constexpr, CHUNK_GROUPS: tl.constexpr):
+    """Values of a chunk of the listed groups, -inf beyond the list."""
+    lane = tl.arange(0, CHUNK_GROUPS * GROUP)
+    entry = chunk * CHUNK_GROUPS + lane // GROUP
+    group = tl.load(groups + entry, mask=entry < num_groups, other=0)
+    return tl.load(tempered + group * GROUP + lane % GROUP, mask=entry < num_groups, other=float("-inf"))
+
+
+@triton.jit
+def weight_of(x, peak, is_mass):
+    """exp(x - peak), or 1 to count; 0 for -inf."""
+    return tl.where(is_mass, tl.exp(x - peak), tl.where(x > float("-inf"), 1.0, 0.0))
+
+
+@triton.jit
+def coarse_threshold(peaks, peak, target, is_mass):
+    """A value (its key + 2^31, cut to 16 bits) from which on the group peaks alone have the target's mass."""
+    key = key_of(peaks)
+    weight = weight_of(peaks, peak, is_mass)
+    threshold = tl.full((), 0, tl.int64)
+    for step in range(16):
+        pivot = threshold + (tl.full((), 1, tl.int64) << (31 - step))
+        mass = tl.sum(tl.where(key >= (pivot - _KEY_OFFSET).to(tl.int32), weight, 0.0), 0)
+        threshold = tl.where(mass >= target, pivot, threshold)
+    return threshold
+
+
+@triton.jit
+def fine_threshold(
+    tempered,
+    groups,
+    num_groups,
+    peak,
+    target,
+    floor,
+    is_mass,
+    GROUP: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+):
+    """The largest value (its key + 2^31) from which on the values have at least the target's mass.
+
+    `floor` is known to be low enough, and values below it do not exist. Two bits a step, from the first that
+    differs between `floor` and the peak, until a single value is left between the bounds.
+    """
+    step = 15
+    while (step > 0) & ((((key_of(peak).to(tl.int64) + _KEY_OFFSET) ^ floor) >> (2 * step)) == 0):
+        step -= 1
+    threshold = (floor >> (2 * step + 2)) << (2 * step + 2)
+    number_low = tl.full((), 2**19, tl.int64)
+    number_high = tl.full((), 0, tl.int64)
+    while (step >= 0) & (number_low - number_high > 1):
+        unit = tl.full((), 1, tl.int64) << (2 * step)
+        key1 = (tl.maximum(threshold + unit, floor) - _KEY_OFFSET).to(tl.int32)
+        key2 = (tl.maximum(threshold + 2 * unit, floor) - _KEY_OFFSET).to(tl.int32)
+        key3 = (tl.maximum(threshold + 3 * unit, floor) - _KEY_OFFSET).to(tl.int32)
+        mass1 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
+        mass2 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
+        mass3 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
+        numbers = tl.zeros((CHUNK_GROUPS * GROUP,), tl.int64)  # three counts of 20 bits
+        for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
+            x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
+            key = key_of(x)
+            weight = weight_of(x, peak, is_mass)
+            mass1 += tl.where(key >= key1, weight, 0.0)
+            mass2 += tl.where(key >= key2, weight, 0.0)
+            mass3 += tl.where(key >= key3, weight, 0.0)
+            numbers += tl.where(key >= key1, 1, 0).to(tl.int64)
+            numbers += tl.where(key >= key2, 1 << 20, 0).to(tl.int64)
+            numbers += tl.where(key >= key3, tl.full((), 1, tl.int64) << 40, 0)
+        number = tl.sum(numbers, 0)
+        if tl.sum(mass3, 0) >= target:
+            threshold += 3 * unit
+            number_low = number >> 40
+        elif tl.sum(mass2, 0) >= target:
+            threshold += 2 * unit
+            number_low = (number >> 20) & 0xFFFFF
+            number_high = number >> 40
+        elif tl.sum(mass1, 0) >= target:
+            threshold += unit
+            number_low = number & 0xFFFFF
+            number_high = (number >> 20) & 0xFFFFF
+        else:
+            number_high = number & 0xFFFFF
+        step -= 1
+    return tl.maximum(threshold, floor)
+
+
+@triton.jit
+def finish_kernel(
+    logits,
+    logits_stride,
+    positions,
+    state_index,
+    temperature,
+    top_p,
+    min_p,
+    top_k,
+    seed,
+    tile_floats,
+    tile_ids,
+    tempered,
+    group_peaks,
+    groups,
+    token,
+    logprob,
+    QUERY_LEN: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+    GREEDY: tl.constexpr,
+):
+    """Token and log-probability of one row from what `tile_kernel` left."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    tile = tl.arange(0, TILES_BLOCK)
+    is_tile = tile < TILES
+    floats = tile_floats + row * (4 * TILES) + tile
+    raw_peaks = tl.load(floats, mask=is_tile, other=float("-inf"))
+    raw_sums = tl.load(floats + TILES, mask=is_tile, other=0.0)
+    scores = tl.load(floats + 2 * TILES, mask=is_tile, other=float("-inf"))
+    best = tl.max(scores, 0)
+    best_ids = tl.load(tile_ids + row * TILES + tile, mask=is_tile, other=_NO_ID)
+    best_id = tl.min(tl.where(scores == best, best_ids, _NO_ID), 0)
+
+    degree = tl.load(temperature + slot)
+    limit = tl.load(top_k + slot)
+    share = tl.load(top_p + slot)
+    least = tl.load(min_p + slot)
+    has_top_k = (limit > 0) & (limit < VOCAB)
+    has_top_p = share < 1.0
+    if (degree >= GREEDY) & (has_top_k | has_top_p | (least > 0.0)) & (best > float("-inf")):
+        peak = best
+        sums = tl.load(floats + 3 * TILES, mask=is_tile, other=0.0)
+        total = tl.sum(sums * tl.exp(scores - peak), 0)
+        share = tl.maximum(share, 1e-30)  # the peak stays, whatever top_p
+        lane = tl.arange(0, GROUPS_BLOCK)
+        peaks = tl.load(group_peaks + row * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
+        floor = tl.full((), 0, tl.int64)
+        is_listed = peaks > float("-inf")
+        if has_top_k:
+            floor = coarse_threshold(peaks, peak, limit.to(tl.float32), False)
+        elif has_top_p:
+            floor = coarse_threshold(peaks, peak, share * total, True)
+        else:
+            is_listed = is_listed & (tl.exp(peaks - peak) >= least)
+        is_listed = is_listed & (key_of(peaks) >= (floor - _KEY_OFFSET).to(tl.int32))
+        count = is_listed.to(tl.int32)
+        num_groups = tl.sum(count, 0)
+        listed = groups + row * GROUPS
+        tl.store(listed + tl.cumsum(count, 0) - 1, lane, mask=is_listed)
+        tl.debug_barrier()  # the list is read by other threads than wrote it
+
+        values = tempered + row * (GROUPS * GROUP)
+        if has_top_k:
+            floor = fine_threshold(
+                values, listed, num_groups, peak, limit.to(tl.float32), floor, False, GROUP, CHUNK_GROUPS
+            )
+            total = 0.0
+            for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
+                x = candidates(values, listed, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                is_kept = key_of(x) >= (floor - _KEY_OFFSET).to(tl.int32)
+                total += tl.sum(tl.where(is_kept, tl.exp(x - peak), 0.0), 0)
+        if has_top_p:
+            floor = fine_threshold(
+                values, listed, num_groups, peak, share * total, floor, True, GROUP, CHUNK_GROUPS
+            )
+        key = tl.load(seed + slot)
+        position = tl.load(positions + row)
+        best = float("-inf")
+        best_id = _NO_ID
+        quad = tl.arange(0, CHUNK_GROUPS * GROUP // 4)
+        lane = tl.arange(0, CHUNK_GROUPS * GROUP)
+        for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
+            x = candidates(values, listed, num_groups, chunk, GROUP, CHUNK_GROUPS)
+            entry = chunk * CHUNK_GROUPS + lane // GROUP
+            ids = tl.load(listed + entry, mask=entry < num_groups, other=0) * GROUP + lane % GROUP
+            entry = chunk * CHUNK_GROUPS + quad // (GROUP // 4)
+            block = tl.load(listed + entry, mask=entry < num_groups, other=0) * (GROUP // 4) + quad % (
+                GROUP // 4
+            )
+            is_kept = (key_of(x) >= (floor - _KEY_OFFSET).to(tl.int32)) & (tl.exp(x - peak) >= least)
+            noise = gumbel_of_blocks(block, key, position, CHUNK_GROUPS * GROUP)
+            score = tl.where(is_kept, x + noise, float("-inf"))
+            chunk_best = tl.max(score, 0)
+            chunk_id = tl.min(tl.where(score == chunk_best, ids, _NO_ID), 0)
+            if chunk_best > best:
+                best = chunk_best
+                best_id = chunk_id
+
+    chosen = tl.where(best > float("-inf"), best_id, 0)
+    raw_peak = tl.max(raw_peaks, 0)
+    total = tl.sum(raw_sums * tl.exp(raw_peaks - or_zero(raw_peak)), 0)
+    raw = finite_or_minus_inf(tl.load(logits + row * logits_stride + chosen))
+    has_any = raw_peak > float("-inf")
+    value = (raw - or_zero(raw_peak)) - log_of(tl.where(has_any, total, 1.0))
+    tl.store(token + row, chosen.to(tl.int64))
+    tl.store(logprob + row, tl.where(has_any, value, float("-inf")))
+
+
+def tile_of(vocab: int) -> int:
+    return max(GROUP, min(MAX_TILE, triton.next_power_of_2(vocab)))
+
+
+def launch(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    state_index: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    top_k: torch.Tensor,
+    seed: torch.Tensor,
+    output_counts: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    bias: torch.Tensor,
+    min_position: torch.Tensor,
+    stop_ids: torch.Tensor,
+    num_valid_ids: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab = logits.shape
+    device = logits.device
+    token = torch.empty((rows,), dtype=torch.int64, device=device)
+    logprob = torch.empty((rows,), dtype=torch.float32, device=device)
+    if rows == 0:
+        return token, logprob
+    tile = tile_of(vocab)
+    tiles = triton.cdiv(vocab, tile)
+    groups = tiles * (tile // GROUP)
+    tile_floats = torch.empty((rows, 4, tiles), dtype=torch.float32, device=device)
+    tile_ids = torch.empty((rows, tiles), dtype=torch.int32, device=device)
+    # Written and read for rows with a filter only.
+    tempered = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
+    group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
+    listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
+    shared: dict[str, Any] = {
+        "QUERY_LEN": rows // state_index.shape[0],
+        "VOCAB": vocab,
+        "TILES": tiles,
+        "GROUP": GROUP,
+        "GREEDY": GREEDY_TEMPERATURE,
+        **OPTIONS,
+    }
+    tile_kernel[(tiles, rows)](
+        logits,
+        logits.stride(0),
+        tokens,
+        positions,
+        state_index,
+        temperature,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        top_k,
+        seed,
+        output_counts,
+        output_counts.stride(0),
+        prompt_seen.view(torch.uint8),
+        prompt_seen.stride(0),
+        bias,
+        bias.stride(0),
+        min_position,
+        stop_ids,
+        stop_ids.stride(0),
+        num_valid_ids,
+        tile_floats,
+        tile_ids,
+        tempered,
+        group_peaks,
+        STOP_IDS=stop_ids.shape[1] if stop_ids.shape[0] else 0,
+        HAS_COUNTS=output_counts.shape[0] > 0,
+        HAS_PROMPT=prompt_seen.shape[0] > 0,
+        HAS_BIAS=bias.shape[0] > 0,
+        TILE=tile,
+        num_warps=TILE_WARPS,
+        **shared,
+    )
+    finish_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        positions,
+        state_index,
+        temperature,
+        top_p,
+        min_p,
+        top_k,
+        seed,
+        tile_floats,
+        tile_ids,
+        tempered,
+        group_peaks,
+        listed,
+        token,
+        logprob,
+        TILES_BLOCK=triton.next_power_of_2(tiles),
+        GROUPS=groups,
+        GROUPS_BLOCK=triton.next_power_of_2(groups),
+        CHUNK_GROUPS=CHUNK_GROUPS,
+        num_warps=FINISH_WARPS,
+        **shared,
+    )
+    return token, logprob
+
+
+def variants() -> list[KernelVariant]:
+    result = []
+    floats = ("temperature", "top_p", "min_p")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    left = {"tile_floats": "*fp32", "tile_ids": "*i32", "tempered": "*fp32", "group_peaks": "*fp32"}
+    for name, vocab, is_full in (("plain", 248320, False), ("all", 248320, True), ("all-small", 1024, True)):
+        tile = tile_of(vocab)
+        tiles = triton.cdiv(vocab, tile)
+        groups = tiles * (tile // GROUP)
+        shared = {
+            "QUERY_LEN": 4,
+            "VOCAB": vocab,
+            "TILES": tiles,
+            "GROUP": GROUP,
+            "GREEDY": GREEDY_TEMPERATURE,
+        }
+        common = {
+            "logits": "*fp32",
+            "logits_stride": "i32",
+            "positions": "*i64",
+            "state_index": "*i32",
+            **dict.fromkeys(floats, "*fp32"),
+            "top_k": "*i32",
+            "seed": "*i64",
+            **left,
+        }
+        signature = {
+            **common,
+            "tokens": "*i64",
+            **dict.fromkeys(penalties, "*fp32"),
+            "counts": "*i32",
+            "counts_stride": "i32",
+            "prompt": "*u8",
+            "prompt_stride": "i32",
+            "bias": "*fp32",
+            "bias_stride": "i32",
+            "min_position": "*i64",
+            "stop_ids": "*i64",
+            "stop_stride": "i32",
+            "num_valid_ids": "i32",
+        }
+        result.append(
+            KernelVariant(
+                name=f"tile-{name}-{vocab}",
+                function=tile_kernel,
+                signature=signature,
+                constexprs={
+                    **shared,
+                    "STOP_IDS": 4 if is_full else 0,
+                    "HAS_COUNTS": is_full,
+                    "HAS_PROMPT": is_full,
+                    "HAS_BIAS": is_full,
+                    "TILE": tile,
+                },
+                num_warps=TILE_WARPS,
+                aligned=tuple(n for n in signature if n not in ("stop_stride", "num_valid_ids")),
+                options=OPTIONS,
+            )
+        )
+        if name == "plain":
+            continue
+        signature = {**common, "groups": "*i32", "token": "*i64", "logprob": "*fp32"}
+        result.append(
+            KernelVariant(
+                name=f"finish-{vocab}",
+                function=finish_kernel,
+                signature=signature,
+                constexprs={
+                    **shared,
+                    "TILES_BLOCK": triton.next_power_of_2(tiles),
+                    "GROUPS": groups,
+                    "GROUPS_BLOCK": triton.next_power_of_2(groups),
+                    "CHUNK_GROUPS": CHUNK_GROUPS,
+                },
+                num_warps=FINISH_WARPS,
+                aligned=tuple(signature),
+                options=OPTIONS,
+            )
+        )
+    return result
