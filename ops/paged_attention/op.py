@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
@@ -22,7 +24,14 @@ def _fake(
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
-_op = register("paged_attention", reference, _fake)
+def _launch(*args: Any) -> torch.Tensor:
+    # Imported late: a machine without Triton runs the reference.
+    from compiled_mtp.ops.paged_attention.kernel import launch
+
+    return launch(*args)
+
+
+_op = register("paged_attention", reference, _fake, launch=_launch)
 
 
 def paged_attention(

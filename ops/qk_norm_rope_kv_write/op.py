@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
@@ -27,7 +29,14 @@ def _fake(
     return qkv.new_empty((qkv.shape[0], num_q_heads, kv.shape[4]))
 
 
-_op = register("qk_norm_rope_kv_write", reference, _fake, mutates=("kv", "kv_scale"))
+def _launch(*args: Any) -> torch.Tensor:
+    # Imported late: a machine without Triton runs the reference.
+    from compiled_mtp.ops.qk_norm_rope_kv_write.kernel import launch
+
+    return launch(*args)
+
+
+_op = register("qk_norm_rope_kv_write", reference, _fake, mutates=("kv", "kv_scale"), launch=_launch)
 
 
 def qk_norm_rope_kv_write(

@@ -1,0 +1,176 @@
+"""Query and key norm, rotary embedding and page write: one program a row and head, one warp each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.variants import KernelVariant
+
+# Products and sums stay apart, as in the reference.
+FUSION = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def norm_rope(
+    x, weight, cos_sin, position, cos_stride, eps, HD: tl.constexpr, ROT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One head, normalised and rotated; each lane also computes the dimension its own is turned with."""
+    HALF: tl.constexpr = ROT // 2
+    dim = tl.arange(0, BLOCK)
+    inside = dim < HD
+    is_turned = dim < ROT
+    partner = tl.where(is_turned, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+    values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / HD + eps)
+    values = values * inverse * factor
+    others = others * inverse * other_factor
+    angle = cos_sin + position * cos_stride + dim % HALF
+    cos = tl.load(angle, mask=is_turned, other=1.0)
+    sin = tl.load(angle + HALF, mask=is_turned, other=0.0)
+    turned = values * cos + tl.where(dim < HALF, -others, others) * sin
+    return tl.where(is_turned, turned, values)
+
+
+@triton.jit
+def qk_norm_rope_kv_write_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    cos_sin,
+    positions,
+    slot_mapping,
+    kv,
+    kv_scale,
+    out,
+    qkv_stride,
+    cos_stride,
+    block_stride,
+    half_stride,
+    head_stride,
+    token_stride,
+    scale_block_stride,
+    scale_half_stride,
+    scale_head_stride,
+    block_size,
+    eps,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    HD: tl.constexpr,
+    ROT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, BLOCK)
+    inside = dim < HD
+    x = qkv + row * qkv_stride
+    if head < HQ:
+        position = tl.load(positions + row)
+        y = norm_rope(x + 2 * head * HD, q_weight, cos_sin, position, cos_stride, eps, HD, ROT, BLOCK)
+        tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slot_mapping + row)
+        if slot >= 0:
+            half = (head - HQ) // HKV
+            kv_head = (head - HQ) % HKV
+            x += (2 * HQ + head - HQ) * HD
+            if half == 0:
+                position = tl.load(positions + row)
+                y = norm_rope(x, k_weight, cos_sin, position, cos_stride, eps, HD, ROT, BLOCK)
+            else:
+                y = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
+            block = slot // block_size
+            offset = slot % block_size
+            if HAS_SCALE:
+                scale = tl.max(tl.abs(y), 0) / 448.0
+                y = tl.div_rn(y, tl.where(scale == 0.0, 1.0, scale))
+                y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+                at = block * scale_block_stride + half * scale_half_stride + kv_head * scale_head_stride
+                tl.store(kv_scale + at + offset, scale)
+            at = block * block_stride + half * half_stride + kv_head * head_stride + offset * token_stride
+            tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
+
+
+def launch(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    num_q_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    rows, hd = qkv.shape[0], kv.shape[4]
+    out = torch.empty((rows, num_q_heads, hd), dtype=qkv.dtype, device=qkv.device)
+    if rows == 0:
+        return out
+    scale_strides = (0, 0, 0) if kv_scale is None else kv_scale.stride()[:3]
+    qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * num_kv_heads)](
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slot_mapping,
+        kv,
+        kv if kv_scale is None else kv_scale,
+        out,
+        qkv.stride(0),
+        cos_sin.stride(0),
+        *kv.stride()[:4],
+        *scale_strides,
+        kv.shape[3],
+        eps,
+        HQ=num_q_heads,
+        HKV=num_kv_heads,
+        HD=hd,
+        ROT=cos_sin.shape[1],
+        BLOCK=triton.next_power_of_2(hd),
+        HAS_SCALE=kv_scale is not None,
+        num_warps=1,
+        **FUSION,
+    )
+    return out
+
+
+def variants() -> list[KernelVariant]:
+    result = []
+    function = qk_norm_rope_kv_write_kernel
+    for hq, hkv, hd in ((24, 4, 256), (8, 2, 256), (8, 2, 64)):
+        for dtype, cache in (("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")):
+            has_scale = cache == "fp8e4nv"
+            tensors = {
+                **dict.fromkeys(("qkv", "q_weight", "k_weight", "out"), f"*{dtype}"),
+                **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
+                "cos_sin": "*fp32",
+                "kv": f"*{cache}",
+                "kv_scale": "*fp32" if has_scale else f"*{cache}",
+            }
+            constants = {"HQ": hq, "HKV": hkv, "HD": hd, "ROT": hd // 4, "BLOCK": hd, "HAS_SCALE": has_scale}
+            arguments = [name for name in function.arg_names if name not in constants]
+            signature = {name: tensors.get(name, "fp32" if name == "eps" else "i32") for name in arguments}
+            result.append(
+                KernelVariant(
+                    name=f"{cache}-{hq}-{hkv}-{hd}",
+                    function=function,
+                    signature=signature,
+                    constexprs=constants,
+                    num_warps=1,
+                    aligned=[
+                        n for n in arguments if n in tensors or n.endswith("_stride") or n == "block_size"
+                    ],
+                    options=FUSION,
+                    min_capability=89 if has_scale else 80,
+                )
+            )
+    return result
