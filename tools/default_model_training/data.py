@@ -18,8 +18,8 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 HELD_OUT_ONE_IN = 25
 MINIMUM_TRAINING_BYTES = 8_000_000
-# Line breaks and runs of blanks are pieces of their own, so that text may be cut at a line's end and indentation
-# is one token; a word keeps the one space, dot or underscore before it; digits are single.
+# Line breaks and runs of blanks are pieces of their own: text may be cut at a line's end, and indentation is
+# one token. A word keeps the one space, dot or underscore before it; digits are single.
 PIECES = r"\r?\n|[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
 
 Tokens = NDArray[np.uint16]
@@ -89,8 +89,8 @@ def read_split(
             train_bytes += len(raw)
     if train_bytes < minimum_bytes:
         raise ValueError(
-            f"stdlib must hold at least {minimum_bytes} bytes of training text, got {train_bytes} in {stdlib}; "
-            "name a complete standard library (with its test/ directory) with --stdlib"
+            f"stdlib must hold at least {minimum_bytes} bytes of training text, "
+            f"got {train_bytes} in {stdlib}; name a complete standard library, test/ included, with --stdlib"
         )
     version_file = stdlib / "VERSION"
     version = version_file.read_text().strip() if version_file.exists() else platform.python_version()
@@ -146,6 +146,11 @@ def prepare(stdlib: Path, work: Path) -> Corpus:
     np.save(cache["heldout_ends"], np.cumsum([len(ids) for ids in heldout]))
     stamp.write_text(wanted)
     return Corpus(tokenizer, train, heldout, summary)
+
+
+def heldout_tokens(stdlib: Path, tokenizer: Tokenizer) -> list[Tokens]:
+    """The held-out files of `stdlib` as token arrays, for evaluation alone."""
+    return _encode(tokenizer, read_split(stdlib)[1])
 
 
 def default_stdlib() -> Path:

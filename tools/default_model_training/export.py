@@ -107,7 +107,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The dtype in which a parameter is stored: bfloat16, but for two float32 ones as in the released files."""
+    """The dtype in which a parameter is stored: bfloat16, two kinds float32 as in the released files."""
     return torch.float32 if name.endswith(FLOAT32_SUFFIXES) else torch.bfloat16
 
 

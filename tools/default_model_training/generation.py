@@ -103,8 +103,8 @@ def measure_acceptance(
     """Acceptance of `depths` drafts a round on `count` decoded tokens, and the decoded rows.
 
     The tokens do not depend on the drafts, so they are decoded first; the drafts of all rounds are then one
-    teacher-forced pass (a draft counts only when those before it were right, so its inputs were the true tokens).
-    Rounds after a repeated 16-gram are under `looping`, the others under `normal`.
+    teacher-forced pass: a draft counts only when those before it were right, and then its inputs were the
+    true tokens. Rounds after a repeated 16-gram are under `looping`, the others under `normal`.
     """
     length = prefixes.shape[1]
     temperatures = torch.full((len(prefixes),), temperature, device=prefixes.device)

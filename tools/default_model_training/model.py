@@ -147,7 +147,8 @@ class Attention(nn.Module):
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, length: int) -> Tensor:
         """One token x [B, 1, H]; writes its key and value at row `length` of the cache."""
-        assert cache.keys is not None and cache.values is not None
+        assert cache.keys is not None
+        assert cache.values is not None
         q, k, v, gate = self.project(x, cos, sin)
         cache.keys[:, :, length] = k[:, :, 0].to(cache.keys.dtype)
         cache.values[:, :, length] = v[:, :, 0].to(cache.values.dtype)
@@ -295,7 +296,8 @@ class GatedDeltaNet(nn.Module):
 
     def decode(self, x: Tensor, cache: LayerCache) -> Tensor:
         """One token x [B, 1, H], by the recurrence; updates the state and the conv history."""
-        assert cache.state is not None and cache.conv is not None
+        assert cache.state is not None
+        assert cache.conv is not None
         window = torch.cat([cache.conv, self.in_proj_qkv(x)], dim=1)
         cache.conv = window[:, 1:]
         q, k, v = self.heads(self.convolve(window, 1))
@@ -389,9 +391,9 @@ class MtpHead(nn.Module):
     ) -> list[Tensor]:
         """Post-norm hiddens [B, T, H] of draft depths 1..depths, at every slot, as decoding makes them.
 
-        `embedded` [B, T, H] are the embedded tokens, `hidden` the trunk's post-norm hiddens. Depth d at slot j
-        attends to the depth-1 pairs of slots 1..j-d+1 (the committed ones of a round that starts there) and to
-        the depth-2..d pairs of its own chain, exactly as in decoding. Slots j < d of depth d mean nothing.
+        `embedded` [B, T, H] are the embedded tokens, `hidden` the trunk's post-norm hiddens. Depth d at slot
+        j attends to the depth-1 pairs of slots 1..j-d+1 (the committed ones of a round that starts there) and
+        to the depth-2..d pairs of its own chain, exactly as in decoding. Slots j < d of depth d mean nothing.
         """
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)

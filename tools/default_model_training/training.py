@@ -29,7 +29,7 @@ class Recipe:
     seed: int = 0
     sequence: int = 1024
     batch: int = 64
-    steps: int = 2400
+    steps: int = 2300
     learning_rate: float = 3e-3
     warmup: int = 150
     weight_decay: float = 0.5
@@ -42,6 +42,7 @@ class Recipe:
     own_sequences: int = 4096
     written_sequences: int = 12288
     own_prefix: int = 192
+    report_every: int = 50
     eval_every: int = 300
     checkpoint_every: int = 600
 
@@ -149,7 +150,6 @@ class Trainer:
     ) -> None:
         self.recipe, self.corpus, self.work, self.out, self.device = recipe, corpus, work, out, device
         torch.manual_seed(recipe.seed)
-        torch.set_float32_matmul_precision("high")
         self.model = TrainingModel(shape)
         self.model.initialise(recipe.seed)
         self.model.to(device)
@@ -159,6 +159,7 @@ class Trainer:
         self.progress = Progress(work / "curve.json", [])
         self.losses: Callable[..., tuple[Tensor, Tensor, Tensor]] = head_losses
         if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
             self.model.mtp.compile(dynamic=False)
@@ -196,8 +197,9 @@ class Trainer:
             self._round_trunk()
             self._save(2, 0, None)
             step, state = 0, None
-        self._train_head(step, state)
-        self._save(3, 0, None)
+        if phase < 3:
+            self._train_head(step, state)
+            self._save(3, 0, None)
 
     def _train_together(self, first: int, state: dict[str, Any] | None) -> None:
         recipe, model = self.recipe, self.model
@@ -273,9 +275,10 @@ class Trainer:
         self, phase: int, step: int, total: int, losses: dict[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         done = step + 1
-        if done % 50 == 0 or done == total:
+        is_checked = done % self.recipe.eval_every == 0 or done == total
+        if is_checked or done % self.recipe.report_every == 0:
             values = {name: value.item() for name, value in losses.items()}
-            if done % self.recipe.eval_every == 0 or done == total:
+            if is_checked:
                 values |= heldout_metrics(self.model, self.heldout_stream, self.recipe.head_sequence)
             self.progress.report(phase, done, total, values)
         if done % self.recipe.checkpoint_every == 0 and done < total:
@@ -288,7 +291,7 @@ class Trainer:
             parameter.copy_(parameter.to(stored_dtype(name)).float())
 
     def _own_text(self) -> Tensor:
-        """Rows of the trunk's own continuations of training text at temperatures 0 to 1, int32 on the device."""
+        """The trunk's own continuations of training text at temperatures 0 to 1, int32 on the device."""
         recipe, started = self.recipe, time.perf_counter()
         generator = torch.Generator().manual_seed(recipe.seed + 2)
         prefixes = windows(
