@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_shape, fail
@@ -13,7 +15,13 @@ def _fake(*_: torch.Tensor) -> None:
     return None
 
 
-_OP = register("gdn_commit", reference.gdn_commit, _fake, mutates=("state",))
+def _launch(*args: Any) -> Any:
+    from compiled_mtp.ops.gdn_commit.kernel import launch
+
+    return launch(*args)
+
+
+_OP = register("gdn_commit", reference.gdn_commit, _fake, mutates=("state",), launch=_launch)
 
 
 def gdn_commit(

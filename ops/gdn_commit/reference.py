@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.ops.recurrence import fold_records
+from compiled_mtp.ops.gdn_math import fold_records
 
 
 def gdn_commit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.ops.numerics import sigmoid, silu
+from compiled_mtp.ops.gdn_math import gated_norm
 
 CHUNK = 64
 
@@ -65,8 +65,5 @@ def gdn_prefill(
     state[slot] = current
 
     out = out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used]
-    gate = z[:used].float().reshape(used, num_v_heads, head_v_dim)
-    gate = sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)
-    scale = torch.rsqrt((out * out).sum(-1, keepdim=True) / head_v_dim + eps)
-    y[:used] = (out * scale * norm_weight * gate).to(z.dtype).reshape(used, -1)
+    y[:used] = gated_norm(out, z[:used], norm_weight, eps, gate_activation)
     return y

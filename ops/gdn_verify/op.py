@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
@@ -21,7 +23,15 @@ def _fake(
     return torch.empty(tuple(z.shape), dtype=z.dtype, device=z.device)
 
 
-_OP = register("gdn_verify", reference.gdn_verify, _fake, mutates=("state", "ring_k", "ring_u", "ring_g"))
+def _launch(*args: Any) -> Any:
+    from compiled_mtp.ops.gdn_verify.kernel import launch
+
+    return launch(*args)
+
+
+_OP = register(
+    "gdn_verify", reference.gdn_verify, _fake, mutates=("state", "ring_k", "ring_u", "ring_g"), launch=_launch
+)
 
 
 def gdn_verify(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.ops.numerics import sigmoid, silu
-from compiled_mtp.ops.recurrence import apply_record, fold_records
+from compiled_mtp.ops.gdn_math import apply_record, fold_records, gated_norm
 
 
 def gdn_verify(
@@ -69,8 +68,4 @@ def gdn_verify(
     ring_u[slots[:, None], :, ring_rows] = update
     ring_g[slots[:, None], :, ring_rows] = decay[..., 0]
 
-    out = out.view(rows, num_v_heads, head_v_dim)
-    gate = z.float().view(rows, num_v_heads, head_v_dim)
-    gate = sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)
-    scale = torch.rsqrt((out * out).sum(-1, keepdim=True) / head_v_dim + eps)
-    return (out * scale * norm_weight * gate).to(z.dtype).view(rows, num_v_heads * head_v_dim)
+    return gated_norm(out.view(rows, num_v_heads, head_v_dim), z, norm_weight, eps, gate_activation)

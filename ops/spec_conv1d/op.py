@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
@@ -33,8 +35,24 @@ def _fake(
     return q, k, v, decay, beta
 
 
-_SPEC_CONV1D = register("spec_conv1d", reference.spec_conv1d, _fake, mutates=("conv_ring",))
-_CONV_PREFILL = register("conv_prefill", reference.conv_prefill, _fake, mutates=("conv_ring",))
+def _launch_spec_conv1d(*args: Any) -> Any:
+    from compiled_mtp.ops.spec_conv1d.kernel import launch_spec_conv1d
+
+    return launch_spec_conv1d(*args)
+
+
+def _launch_conv_prefill(*args: Any) -> Any:
+    from compiled_mtp.ops.spec_conv1d.kernel import launch_conv_prefill
+
+    return launch_conv_prefill(*args)
+
+
+_SPEC_CONV1D = register(
+    "spec_conv1d", reference.spec_conv1d, _fake, mutates=("conv_ring",), launch=_launch_spec_conv1d
+)
+_CONV_PREFILL = register(
+    "conv_prefill", reference.conv_prefill, _fake, mutates=("conv_ring",), launch=_launch_conv_prefill
+)
 
 
 def _check(

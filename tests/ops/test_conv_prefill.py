@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 from tests.ops.gdn_cases import Shape, conv_float64, make_cache, make_layer, make_proj
-from tests.ops.harness import check_compiles, check_registration, rel_l2
+from tests.ops.harness import check_compiles, check_launch, check_registration, rel_l2
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16))
 
@@ -75,3 +75,16 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
     args[index] = change(args[index])
     with pytest.raises(ValueError, match=message):
         conv_prefill(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "length"), [(0, 18), (64, 1), (1, 2), (0, 2)])
+def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, start: int, length: int) -> None:
+    """The ring's real rows are those before `start`; a long segment overwrites what it reads."""
+    from compiled_mtp.ops.spec_conv1d import reference
+    from compiled_mtp.ops.spec_conv1d.kernel import launch_conv_prefill
+
+    args = segment(Shape(1, 3, 32, 16), 20, start, length, dtype)
+    for position in range(max(start - 3, 0), start):
+        args[4][2, position % 8] = 0.01 * position + 0.5
+    check_launch(launch_conv_prefill, reference.conv_prefill, args, rtol=2e-6, atol=2e-6, mutated=(4,))

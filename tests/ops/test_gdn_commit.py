@@ -11,7 +11,7 @@ import torch
 from compiled_mtp.ops.gdn_commit import gdn_commit
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from tests.ops.gdn_cases import Cache, Shape, Stream, make_cache, make_layer, make_window, recurrence_float64
-from tests.ops.harness import assert_same_bits, check_compiles, check_registration, rel_l2
+from tests.ops.harness import assert_same_bits, check_compiles, check_launch, check_registration, rel_l2
 
 SHAPE = Shape(2, 6, 16, 32)
 
@@ -90,3 +90,10 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
     args[index] = change(args[index])
     with pytest.raises(ValueError, match=message):
         gdn_commit(*args)
+
+
+def test_kernel_in_interpreter(interpreter: None) -> None:
+    from compiled_mtp.ops.gdn_commit import reference
+    from compiled_mtp.ops.gdn_commit.kernel import launch
+
+    check_launch(launch, reference.gdn_commit, arguments([3, 20]), rtol=2e-6, atol=2e-6, mutated=(0,))

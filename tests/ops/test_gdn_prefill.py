@@ -22,7 +22,13 @@ from tests.ops.gdn_cases import (
     recurrence_float64,
     select_rows,
 )
-from tests.ops.harness import assert_same_bits, check_compiles, check_registration, rel_l2
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_registration,
+    poisoned_allocations,
+    rel_l2,
+)
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16), Shape(2, 6, 16, 32))
 EPS = 1e-6
@@ -155,3 +161,37 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
     args[index] = change(args[index])
     with pytest.raises(ValueError, match=message):
         gdn_prefill(*args)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "lengths"),
+    [(torch.float32, 2e-5, (64, 37)), (torch.bfloat16, 5e-3, (101,)), (torch.bfloat16, 5e-3, (1,))],
+    ids=str,
+)
+def test_kernels_in_interpreter(
+    interpreter: None, dtype: torch.dtype, tolerance: float, lengths: tuple[int, ...]
+) -> None:
+    """Against float64: the kernels multiply in bfloat16, in two parts each for float32 activations."""
+    from compiled_mtp.ops.gdn_prefill.kernel import launch
+
+    shape = Shape(1, 2, 32, 16)
+    layer, cache = make_layer(shape), make_cache(shape, 2, 16)
+    cache.state[1] = torch.nan
+    total = sum(lengths)
+    *inputs, z = make_prompt(layer, total)
+    z = z.to(dtype)
+    q, k, v, g, beta = inputs
+    out, final = recurrence_float64(q, k, v, g.exp(), beta, torch.zeros_like(cache.state[1]))
+    expected = gated_norm_float64(out, z, layer.norm_weight, EPS, "silu")
+    index = torch.tensor([1], dtype=torch.int32)
+    start = 0
+    for length in lengths:
+        segment = [torch.cat((t[start : start + length], torch.zeros_like(t[:1]))) for t in (*inputs, z)]
+        segment[5][length:] = torch.nan
+        cursors = torch.tensor([start]), torch.tensor([length])
+        with poisoned_allocations():
+            y = launch(*segment, layer.norm_weight, cache.state, index, *cursors, EPS, "silu")
+        assert rel_l2(y[:length], expected[start : start + length]) < tolerance
+        assert torch.equal(y[length:], torch.zeros_like(y[length:]))
+        start += length
+    assert rel_l2(cache.state[1], final) < tolerance

@@ -22,7 +22,7 @@ from tests.ops.gdn_cases import (
     select_rows,
     torch_threads,
 )
-from tests.ops.harness import assert_same_bits, check_compiles, check_registration, rel_l2
+from tests.ops.harness import assert_same_bits, check_compiles, check_launch, check_registration, rel_l2
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 32), Shape(2, 6, 32, 16))
 
@@ -130,3 +130,28 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
     args[index] = change(args[index])
     with pytest.raises(ValueError, match=message):
         gdn_verify(*args)
+
+
+def test_kernel_in_interpreter(interpreter: None) -> None:
+    from compiled_mtp.ops.gdn_verify import reference
+    from compiled_mtp.ops.gdn_verify.kernel import launch
+
+    check_launch(launch, reference.gdn_verify, arguments(3, 4), rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
+
+
+def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:
+    """Three value heads a key head, dk unlike dv, random acceptance, NaN in what is not to be read."""
+    from compiled_mtp.ops.gdn_commit.kernel import launch as commit
+    from compiled_mtp.ops.gdn_verify.kernel import launch
+
+    check_windows_equal_single_steps(launch, commit, Shape(1, 3, 32, 8 * 2), rounds=3)
+
+
+def test_kernel_rejects_head_dims_it_cannot_tile(interpreter: None) -> None:
+    from compiled_mtp.ops.gdn_verify.kernel import launch
+
+    shape = Shape(1, 1, 24, 16)
+    layer, cache = make_layer(shape), make_cache(shape, slots=2, ring=8)
+    stream = Stream(layer, cache, [1], [0], [0])
+    with pytest.raises(ValueError, match="head_k_dim"):
+        stream.verify(launch, make_window(shape, 1), [0])

@@ -1,4 +1,4 @@
-"""The gated delta rule on records: what `gdn_verify` and `gdn_commit` must compute with the same bits.
+"""What the GDN references share: the gated delta rule on records, and the gated norm.
 
 A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). Applying it is `S <- exp(g) S + u
 k^T`, whether the token is being stepped over or folded in later, so that both ways reach the same bits.
@@ -7,6 +7,8 @@ k^T`, whether the token is being stepped over or folded in later, so that both w
 from __future__ import annotations
 
 import torch
+
+from compiled_mtp.ops.numerics import sigmoid, silu
 
 
 def apply_record(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, exp_g: torch.Tensor) -> None:
@@ -49,3 +51,13 @@ def fold_records(
     k = k.repeat_interleave(u.shape[2] // k.shape[2], dim=2)
     for step in range(steps):
         apply_record(state, k[:, step], u[:, step], exp_g[:, step])
+
+
+def gated_norm(
+    out: torch.Tensor, z: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_activation: str
+) -> torch.Tensor:
+    """rmsnorm(out) * norm_weight * act(z), [M, nv*dv] in z's dtype: out [M, nv, dv] f32, z [M, nv*dv]."""
+    gate = z.float().reshape(out.shape)
+    gate = sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)
+    scale = torch.rsqrt((out * out).sum(-1, keepdim=True) / out.shape[-1] + eps)
+    return (out * scale * norm_weight * gate).to(z.dtype).flatten(1)

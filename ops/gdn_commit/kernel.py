@@ -1,0 +1,103 @@
+"""Fold records into stored states, with the tile and the operations of gdn_verify's own fold."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.gdn_triton import (
+    BLOCK_V,
+    LANES,
+    NUM_WARPS,
+    OPTIONS,
+    check_head_dims,
+    fold_records,
+    tile_indices,
+)
+from compiled_mtp.ops.variants import KernelVariant
+
+
+@triton.jit
+def gdn_commit_kernel(
+    state,
+    ring_k,
+    ring_u,
+    ring_g,
+    state_index,
+    base,
+    target,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    slot = tl.load(state_index + request).to(tl.int64)
+    folded = tl.load(base + request)
+    count = (tl.load(target + request) - folded).to(tl.int32)
+    if count > 0:
+        key, value = tile_indices(block, DK, BLOCK_V, LANES)
+        state_at = state + (slot * NV + head) * DV * DK + value[None, :] * DK + key
+        tile = fold_records(
+            tl.load(state_at),
+            ring_k,
+            ring_u,
+            ring_g,
+            slot,
+            head,
+            folded,
+            count,
+            key,
+            value,
+            NK,
+            NV,
+            DK,
+            DV,
+            RING,
+        )
+        tl.store(state_at, tile)
+
+
+def launch(
+    state: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_g: torch.Tensor,
+    state_index: torch.Tensor,
+    base: torch.Tensor,
+    target: torch.Tensor,
+) -> None:
+    _, num_v_heads, head_v_dim, head_k_dim = state.shape
+    check_head_dims(head_k_dim, head_v_dim)
+    if state_index.shape[0]:
+        gdn_commit_kernel[(head_v_dim // BLOCK_V, num_v_heads, state_index.shape[0])](
+            state, ring_k, ring_u, ring_g, state_index, base, target,
+            NK=ring_k.shape[1], NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, RING=ring_k.shape[2],
+            BLOCK_V=BLOCK_V, LANES=LANES, num_warps=NUM_WARPS, **OPTIONS,
+        )  # fmt: skip
+
+
+def variants() -> list[KernelVariant]:
+    tensors = ("state", "ring_k", "ring_u", "ring_g")
+    cursors = {"state_index": "*i32", "base": "*i64", "target": "*i64"}
+    return [
+        KernelVariant(
+            name=f"{num_v_heads // 16}x",
+            function=gdn_commit_kernel,
+            signature={**dict.fromkeys(tensors, "*fp32"), **cursors},
+            constexprs={
+                "NK": 16, "NV": num_v_heads, "DK": 128, "DV": 128, "RING": 8,
+                "BLOCK_V": BLOCK_V, "LANES": LANES,
+            },
+            num_warps=NUM_WARPS,
+            aligned=(*tensors, *cursors),
+            options=OPTIONS,
+        )
+        for num_v_heads in (48, 32, 16)
+    ]  # fmt: skip

@@ -1,0 +1,273 @@
+"""The gated delta rule over a prompt segment: one launch solves every chunk's system, one walks the chunks.
+
+With G the log decay summed from the chunk's start, D_ij = e^{G_i - G_j} for j <= i and S the state before:
+    x = (I + strict_lower(beta K K^T * D))^-1 beta (V - e^G K S)
+    O = e^G Q S + (Q K^T * D) x,    S <- e^{G_end} S + (e^{G_end - G} K)^T x
+The inverse does not depend on S, so the first launch computes it for all chunks at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.gdn_prefill.reference import CHUNK
+from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
+from compiled_mtp.ops.variants import KernelVariant
+
+# Value columns of a chunk program for bfloat16 and float32 activations (more would spill), and how much of
+# a key row the solve holds at a time.
+CHUNK_BLOCK_V = (32, 16)
+CHUNK_STAGES = 2
+SOLVE_BLOCK_K = 32
+NUM_WARPS = 4
+
+
+@triton.jit
+def split(x):
+    """x as the sum of two bfloat16 tensors; the second is what rounding the first one lost."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, a_low, b, PRECISE: tl.constexpr):
+    """a @ b for a split into (a, a_low), b f32; an error near 2^-16 when PRECISE, else that of bfloat16."""
+    b_high, b_low = split(b)
+    result = tl.dot(a, b_high)
+    if PRECISE:
+        result = tl.dot(a, b_low, result)
+        result = tl.dot(a_low, b_high, result)
+    return result
+
+
+@triton.jit
+def store_split(high, low, at, x, mask, PRECISE: tl.constexpr):
+    x_high, x_low = split(x)
+    tl.store(high + at, x_high, mask=mask)
+    if PRECISE:
+        tl.store(low + at, x_low, mask=mask)
+
+
+@triton.jit
+def gdn_prefill_solve_kernel(
+    q,
+    k,
+    g,
+    beta,
+    length,
+    q_high,
+    q_low,
+    k_high,
+    k_low,
+    log_decay,
+    inverse_high,
+    inverse_low,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    used = tl.load(length).to(tl.int32)
+    if chunk * CHUNK < used:
+        step = tl.arange(0, CHUNK)
+        row = chunk * CHUNK + step
+        inside = row < used
+        decay = tl.cumsum(tl.load(g + row * NV + head, mask=inside, other=0.0), 0)
+        rate = tl.load(beta + row * NV + head, mask=inside, other=0.0)
+        chunk_at = (chunk * NV + head) * CHUNK
+        tl.store(log_decay + chunk_at + step, decay)
+
+        key_row = (row.to(tl.int64) * NK + head // (NV // NK))[:, None] * DK
+        system = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in range(0, DK, BLOCK_K):
+            at = key_row + first + tl.arange(0, BLOCK_K)[None, :]
+            keys = tl.load(k + at, mask=inside[:, None], other=0.0)
+            high, low = split(keys)
+            system += product(high, low, tl.trans(keys), True)
+            if head % (NV // NK) == 0:
+                # Operands that lie in memory as bfloat16 reach the tensor cores without passing registers.
+                store_split(k_high, k_low, at, keys, inside[:, None], PRECISE)
+                queries = tl.load(q + at, mask=inside[:, None], other=0.0)
+                store_split(q_high, q_low, at, queries, inside[:, None], PRECISE)
+        # Above the diagonal the difference is positive and may overflow: mask it before exp.
+        difference = tl.where(step[:, None] > step[None, :], decay[:, None] - decay[None, :], float("-inf"))
+        system = system * tl.exp(difference) * rate[:, None]
+
+        # (I + L)^-1 by blocks of 1, 2, 4, ...: the inverse of a pair of blocks is that of its halves less
+        # T22 L21 T11, for all pairs at once. As stable as substitution, unlike powers of L.
+        identity = tl.where(step[:, None] == step[None, :], 1.0, 0.0)
+        solved = identity - tl.where((step[:, None] // 2) == (step[None, :] // 2), system, 0.0)
+        size = 2
+        while size < CHUNK:
+            is_pair = (step[:, None] // (2 * size)) == (step[None, :] // (2 * size))
+            is_half = (step[:, None] // size) == (step[None, :] // size)
+            between = tl.where(is_pair & ~is_half, system, 0.0)
+            high, low = split(solved)
+            left_high, left_low = split(product(high, low, between, True))
+            solved -= product(left_high, left_low, solved, True)
+            size *= 2
+        at = (chunk_at + step)[:, None] * CHUNK + step[None, :]
+        store_split(inverse_high, inverse_low, at, solved * rate[None, :], None, PRECISE)
+
+
+@triton.jit
+def gdn_prefill_chunk_kernel(
+    q,
+    q_low,
+    k,
+    k_low,
+    v,
+    log_decay,
+    inverse,
+    inverse_low,
+    out,
+    state,
+    state_index,
+    start,
+    length,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    used = tl.load(length).to(tl.int32)
+    step = tl.arange(0, CHUNK)
+    key_lane = tl.arange(0, DK)
+    value_lane = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    state_at = (
+        state + (tl.load(state_index).to(tl.int64) * NV + head) * DV * DK
+        + value_lane[None, :] * DK + key_lane[:, None]
+    )  # fmt: skip
+    is_continued = tl.full((DK, BLOCK_V), tl.load(start), tl.int64) > 0
+    current = tl.load(state_at, mask=is_continued, other=0.0)  # [DK, BLOCK_V]
+    causal = step[:, None] >= step[None, :]
+    for chunk in range(tl.cdiv(used, CHUNK)):
+        row = chunk * CHUNK + step
+        inside = (row < used)[:, None]
+        key_at = (row.to(tl.int64) * NK + head // (NV // NK))[:, None] * DK + key_lane[None, :]
+        value_at = (row.to(tl.int64) * NV + head)[:, None] * DV + value_lane[None, :]
+        chunk_at = (chunk * NV + head) * CHUNK
+        solve_at = (chunk_at + step)[:, None] * CHUNK + step[None, :]
+        keys = tl.load(k + key_at, mask=inside, other=0.0)
+        queries = tl.load(q + key_at, mask=inside, other=0.0)
+        solve = tl.load(inverse + solve_at)
+        if PRECISE:
+            keys_low = tl.load(k_low + key_at, mask=inside, other=0.0)
+            queries_low = tl.load(q_low + key_at, mask=inside, other=0.0)
+            solve_low = tl.load(inverse_low + solve_at)
+        else:
+            keys_low = keys
+            queries_low = queries
+            solve_low = solve
+        decay = tl.load(log_decay + chunk_at + step)
+        total = tl.load(log_decay + chunk_at + CHUNK - 1)
+        values = tl.load(v + value_at, mask=inside, other=0.0)
+
+        from_start = tl.exp(decay)[:, None]
+        rest = values - from_start * product(keys, keys_low, current, PRECISE)
+        x = product(solve, solve_low, rest, PRECISE)
+        scores = tl.dot(queries, tl.trans(keys))
+        if PRECISE:
+            scores = tl.dot(queries, tl.trans(keys_low), scores)
+            scores = tl.dot(queries_low, tl.trans(keys), scores)
+        difference = tl.where(causal, decay[:, None] - decay[None, :], float("-inf"))
+        high, low = split(scores * tl.exp(difference))
+        o = from_start * product(queries, queries_low, current, PRECISE) + product(high, low, x, PRECISE)
+        tl.store(out + value_at, o, mask=inside)
+        to_end = x * tl.exp(total - decay)[:, None]
+        current = current * tl.exp(total)
+        current += product(tl.trans(keys), tl.trans(keys_low), to_end, PRECISE)
+    tl.store(state_at, current)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    start: torch.Tensor,
+    length: torch.Tensor,
+    eps: float,
+    gate_activation: str,
+) -> torch.Tensor:
+    rows, num_v_heads, head_v_dim = v.shape
+    num_k_heads, head_k_dim = k.shape[1:]
+    check_head_dims(head_k_dim, head_v_dim)
+    chunks = triton.cdiv(rows, CHUNK)
+    precise = z.dtype == torch.float32
+    parts = 2 if precise else 1
+    device = v.device
+    split_q = torch.empty((parts, *q.shape), dtype=torch.bfloat16, device=device)
+    split_k = torch.empty((parts, *k.shape), dtype=torch.bfloat16, device=device)
+    inverse = torch.empty((parts, chunks, num_v_heads, CHUNK, CHUNK), dtype=torch.bfloat16, device=device)
+    log_decay = torch.empty((chunks, num_v_heads, CHUNK), dtype=torch.float32, device=device)
+    out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=device)
+    gdn_prefill_solve_kernel[(num_v_heads, chunks)](
+        q, k, g, beta, length, split_q[0], split_q[-1], split_k[0], split_k[-1],
+        log_decay, inverse[0], inverse[-1],
+        NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
+        PRECISE=precise, num_warps=NUM_WARPS, **OPTIONS,
+    )  # fmt: skip
+    block_v = min(CHUNK_BLOCK_V[precise], head_v_dim)
+    gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads)](
+        split_q[0], split_q[-1], split_k[0], split_k[-1], v, log_decay, inverse[0], inverse[-1],
+        out, state, state_index, start, length,
+        NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, CHUNK=CHUNK,
+        BLOCK_V=block_v, PRECISE=precise, num_warps=NUM_WARPS, num_stages=CHUNK_STAGES, **OPTIONS,
+    )  # fmt: skip
+    return launch_gated_norm(out, z, norm_weight, eps, gate_activation, length)
+
+
+def variants() -> list[KernelVariant]:
+    result = []
+    for num_v_heads, precise in ((48, False), (32, False), (16, False), (16, True)):
+        name = f"{num_v_heads // 16}x-{'fp32' if precise else 'bf16'}"
+        heads = {"NK": 16, "NV": num_v_heads, "DK": 128}
+        wide = dict.fromkeys(("q", "k", "g", "beta", "log_decay"), "*fp32")
+        halves = dict.fromkeys(("q_high", "q_low", "k_high", "k_low", "inverse_high", "inverse_low"), "*bf16")
+        signature = {**wide, **halves, "length": "*i64"}
+        result.append(
+            KernelVariant(
+                name=f"solve-{name}",
+                function=gdn_prefill_solve_kernel,
+                signature=signature,
+                constexprs={**heads, "CHUNK": CHUNK, "BLOCK_K": SOLVE_BLOCK_K, "PRECISE": precise},
+                num_warps=NUM_WARPS,
+                aligned=tuple(signature),
+                options=OPTIONS,
+            )
+        )
+        wide = dict.fromkeys(("v", "log_decay", "out", "state"), "*fp32")
+        halves = dict.fromkeys(("q", "q_low", "k", "k_low", "inverse", "inverse_low"), "*bf16")
+        signature = {**wide, **halves, "state_index": "*i32", "start": "*i64", "length": "*i64"}
+        result.append(
+            KernelVariant(
+                name=f"chunk-{name}",
+                function=gdn_prefill_chunk_kernel,
+                signature=signature,
+                constexprs={
+                    **heads, "DV": 128, "CHUNK": CHUNK, "BLOCK_V": CHUNK_BLOCK_V[precise], "PRECISE": precise,
+                },
+                num_warps=NUM_WARPS,
+                num_stages=CHUNK_STAGES,
+                aligned=tuple(signature),
+                options=OPTIONS,
+            )
+        )  # fmt: skip
+    return result

@@ -1,0 +1,306 @@
+"""Convolution, l2norm and gates in one launch, read straight from the merged projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_mtp.ops.variants import KernelVariant
+
+OPTIONS = {"enable_fp_fusion": True}
+PREFILL_ROWS = 16
+
+
+@triton.jit
+def log_decay(a, a_log, dt_bias):
+    """-exp(a_log) * softplus(a + dt_bias)."""
+    x = a + dt_bias
+    small = tl.exp(tl.minimum(x, 20.0))
+    shifted = 1.0 + small
+    # log1p: what the sum lost is put back as a ratio, and below its resolution log1p(x) is x.
+    ratio = tl.where(shifted == 1.0, 1.0, small / tl.where(shifted == 1.0, 1.0, shifted - 1.0))
+    softplus = tl.where(shifted == 1.0, small, tl.log(shifted) * ratio)
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, softplus)
+
+
+@triton.jit
+def head_channels(block, NK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
+    """First channel and number of channels of a head, in the order q, k, v."""
+    is_key = block < 2 * NK
+    first = tl.where(is_key, block * DK, 2 * NK * DK + (block - 2 * NK) * DV)
+    return first, tl.where(is_key, DK, DV)
+
+
+# One binary for every window length: Triton would specialise on 1 and on multiples of 16.
+@triton.jit(do_not_specialize=["query_len"])
+def spec_conv1d_kernel(
+    proj,
+    conv_weight,
+    a_log,
+    dt_bias,
+    conv_ring,
+    state_index,
+    pos,
+    q,
+    k,
+    v,
+    exp_g,
+    beta,
+    proj_stride,
+    query_len,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    if block == 2 * NK + NV:
+        head = tl.arange(0, BLOCK_HEADS)
+        is_head = head < NV
+        gates = proj + row * proj_stride + CHANNELS + NV * DV + head
+        b = tl.load(gates, mask=is_head, other=0.0).to(tl.float32)
+        a = tl.load(gates + NV, mask=is_head, other=0.0).to(tl.float32)
+        g = log_decay(
+            a,
+            tl.load(a_log + head, mask=is_head, other=0.0),
+            tl.load(dt_bias + head, mask=is_head, other=0.0),
+        )
+        tl.store(exp_g + row * NV + head, tl.exp(g), mask=is_head)
+        tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
+    else:
+        request = row // query_len
+        token = (row - request * query_len).to(tl.int32)
+        slot = tl.load(state_index + request).to(tl.int64)
+        position = tl.load(pos + request) + token
+        first, width = head_channels(block, NK, DK, DV)
+        lane = tl.arange(0, BLOCK)
+        inside = lane < width
+        channel = first + lane
+        raw = tl.load(proj + row * proj_stride + channel, mask=inside, other=0.0)
+        ring = conv_ring + slot * RING * CHANNELS + channel
+        y = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(3):
+            back = 3 - tap
+            earlier = position - back
+            # Conditions on scalars become blocks, which is what the interpreter takes as masks.
+            from_window = tl.full((BLOCK,), token, tl.int32) >= back
+            in_window = inside & from_window
+            in_ring = inside & ~from_window & (tl.full((BLOCK,), earlier, tl.int64) >= 0)
+            new = tl.load(proj + (row - back) * proj_stride + channel, mask=in_window, other=0.0)
+            old = tl.load(ring + (earlier % RING) * CHANNELS, mask=in_ring, other=0.0)
+            weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
+            y = tl.fma(weight.to(tl.float32), tl.where(in_window, new, old).to(tl.float32), y)
+        weight = tl.load(conv_weight + channel * 4 + 3, mask=inside, other=0.0)
+        y = tl.fma(weight.to(tl.float32), raw.to(tl.float32), y)
+        # History rows lie before the window, and the ring holds both: nobody reads what is written here.
+        tl.store(ring + (position % RING) * CHANNELS, raw, mask=inside)
+        y = y / (1.0 + tl.exp(-y))
+        norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
+        if block < NK:
+            tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
+        elif block < 2 * NK:
+            tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
+        else:
+            tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def conv_prefill_kernel(
+    proj,
+    conv_weight,
+    a_log,
+    dt_bias,
+    conv_ring,
+    state_index,
+    start,
+    length,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    proj_stride,
+    rows,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
+    block = tl.program_id(0)
+    first_row = tl.program_id(1) * ROWS
+    used = tl.load(length).to(tl.int32)
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    is_row = row < rows
+    is_used = row < used
+    if block == 2 * NK + NV:
+        head = tl.arange(0, BLOCK_HEADS)[None, :]
+        is_head = (head < NV) & is_row
+        gates = proj + row * proj_stride + CHANNELS + NV * DV + head
+        b = tl.load(gates, mask=is_head & is_used, other=0.0).to(tl.float32)
+        a = tl.load(gates + NV, mask=is_head & is_used, other=0.0).to(tl.float32)
+        decay = log_decay(
+            a,
+            tl.load(a_log + head, mask=head < NV, other=0.0),
+            tl.load(dt_bias + head, mask=head < NV, other=0.0),
+        )
+        tl.store(g + row * NV + head, tl.where(is_used, decay, 0.0), mask=is_head)
+        tl.store(beta + row * NV + head, tl.where(is_used, 1.0 / (1.0 + tl.exp(-b)), 0.0), mask=is_head)
+    else:
+        begin = tl.load(start)
+        first, width = head_channels(block, NK, DK, DV)
+        lane = tl.arange(0, BLOCK)[None, :]
+        inside = lane < width
+        channel = first + lane
+        ring = conv_ring + tl.load(state_index).to(tl.int64) * RING * CHANNELS + channel
+        y = tl.zeros((ROWS, BLOCK), tl.float32)
+        for tap in tl.static_range(4):
+            back = 3 - tap
+            earlier = begin + row - back
+            in_segment = inside & is_used & (row >= back)
+            in_ring = inside & is_used & (row < back) & (earlier >= 0)
+            new = tl.load(proj + (row - back) * proj_stride + channel, mask=in_segment, other=0.0)
+            old = tl.load(ring + (earlier % RING) * CHANNELS, mask=in_ring, other=0.0)
+            weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
+            weight = tl.broadcast_to(weight.to(tl.float32), (ROWS, BLOCK))
+            y = tl.fma(weight, tl.where(in_segment, new, old).to(tl.float32), y)
+        y = y / (1.0 + tl.exp(-y))
+        norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+        inside = inside & is_row
+        if block < NK:
+            tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
+        elif block < 2 * NK:
+            tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
+        else:
+            tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+        if first_row == 0:
+            # The last rows may take the ring rows of the history, which only this program reads: it writes
+            # them itself, once it has read.
+            tl.debug_barrier()
+            last = (used - 3 + tl.arange(0, 4)).to(tl.int64)[:, None]
+            kept = (last >= 0) & (last < used) & (lane < width)
+            raw = tl.load(proj + last * proj_stride + channel, mask=kept, other=0.0)
+            tl.store(ring + ((begin + last) % RING) * CHANNELS, raw, mask=kept)
+
+
+def _outputs(
+    rows: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.empty((rows, num_k_heads, head_k_dim), dtype=torch.float32, device=device)
+    v = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=device)
+    gate = torch.empty((rows, num_v_heads), dtype=torch.float32, device=device)
+    return q, torch.empty_like(q), v, gate, torch.empty_like(gate)
+
+
+def _constants(
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, ring: int
+) -> dict[str, int]:
+    return {
+        "NK": num_k_heads,
+        "NV": num_v_heads,
+        "DK": head_k_dim,
+        "DV": head_v_dim,
+        "RING": ring,
+        "BLOCK": triton.next_power_of_2(max(head_k_dim, head_v_dim)),
+        "BLOCK_HEADS": triton.next_power_of_2(num_v_heads),
+    }
+
+
+def launch_spec_conv1d(
+    proj: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_ring: torch.Tensor,
+    state_index: torch.Tensor,
+    pos: torch.Tensor,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = proj.shape[0]
+    outputs = _outputs(rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim, proj.device)
+    spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
+        proj, conv_weight, a_log, dt_bias, conv_ring, state_index, pos, *outputs,
+        proj.stride(0), rows // state_index.shape[0],
+        **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
+        num_warps=1, **OPTIONS,
+    )  # fmt: skip
+    return outputs
+
+
+def launch_conv_prefill(
+    proj: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_ring: torch.Tensor,
+    state_index: torch.Tensor,
+    start: torch.Tensor,
+    length: torch.Tensor,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = proj.shape[0]
+    outputs = _outputs(rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim, proj.device)
+    conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
+        proj, conv_weight, a_log, dt_bias, conv_ring, state_index, start, length, *outputs,
+        proj.stride(0), rows,
+        **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
+        ROWS=PREFILL_ROWS, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return outputs
+
+
+def variants() -> list[KernelVariant]:
+    result = []
+    for dtype, num_v_heads in (("bf16", 48), ("bf16", 32), ("bf16", 16), ("fp32", 16)):
+        raw = dict.fromkeys(("proj", "conv_weight"), f"*{dtype}")
+        gates = dict.fromkeys(("a_log", "dt_bias"), "*fp32")
+        constants = _constants(16, num_v_heads, 128, 128, 8)
+        outputs = dict.fromkeys(("q", "k", "v", "exp_g", "beta"), "*fp32")
+        signature = {
+            **raw, **gates, "conv_ring": f"*{dtype}", "state_index": "*i32", "pos": "*i64", **outputs,
+            "proj_stride": "i32", "query_len": "i32",
+        }  # fmt: skip
+        result.append(
+            KernelVariant(
+                name=f"verify-{dtype}-{num_v_heads}",
+                function=spec_conv1d_kernel,
+                signature=signature,
+                constexprs=constants,
+                num_warps=1,
+                aligned=tuple(name for name in signature if name != "query_len"),
+                options=OPTIONS,
+            )
+        )
+        outputs = dict.fromkeys(("q", "k", "v", "g", "beta"), "*fp32")
+        signature = {
+            **raw, **gates, "conv_ring": f"*{dtype}", "state_index": "*i32",
+            "start": "*i64", "length": "*i64", **outputs, "proj_stride": "i32", "rows": "i32",
+        }  # fmt: skip
+        result.append(
+            KernelVariant(
+                name=f"prefill-{dtype}-{num_v_heads}",
+                function=conv_prefill_kernel,
+                signature=signature,
+                constexprs={**constants, "ROWS": PREFILL_ROWS},
+                num_warps=4,
+                aligned=tuple(name for name in signature if name != "rows"),
+                options=OPTIONS,
+            )
+        )
+    return result
