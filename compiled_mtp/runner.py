@@ -7,8 +7,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.graphs.artifacts import check_key, load, machine_key, read_key
 from compiled_mtp.graphs.buckets import ladder
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, MemoryPlan, plan_memory
@@ -79,6 +81,10 @@ class Runner:
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
         self.num_blocks = self._plan_memory(dtype).num_blocks
+        self.cache_key = self._cache_key(dtype)
+        if config.graph_cache is not None:
+            check_key(config.graph_cache, self.cache_key)
+            load(config.graph_cache)
         slots = config.max_batch + 1
         with torch.no_grad():
             kv_cache = KVCache(
@@ -193,6 +199,28 @@ class Runner:
     def _row_counts(self, unit: int) -> list[int]:
         return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
 
+    def _cache_key(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Everything that compiled code depends on: what a graph_cache must have been made for."""
+        shape = asdict(self.model_config)
+        for name in ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized"):
+            del shape[name]
+        key = {f"model.{name}": value for name, value in shape.items()}
+        key |= machine_key(self.device)
+        key |= {
+            "dtype": str(dtype).removeprefix("torch."),
+            "mtp_step": self.config.mtp_step,
+            "batch_sizes": [bucket.groups for bucket in self.buckets],
+            "max_batch": self.config.max_batch,
+            "max_model_len": self.max_model_len,
+            "block_size": self.config.block_size,
+            "num_blocks": self.num_blocks,
+            "prefill_chunk": self.config.prefill_chunk,
+            "num_threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
+        }
+        if self.device.type == "cuda":
+            key["graph_mode"] = _graph_mode(self.config, self.device)
+        return key
+
     def _plan_memory(self, dtype: torch.dtype) -> MemoryPlan:
         config, model = self.config, self.model_config
         shape = CacheShape(
@@ -215,8 +243,13 @@ class Runner:
             block_size=config.block_size,
             max_batch=config.max_batch,
             max_model_len=self.max_model_len,
-            num_blocks=config.num_blocks,
+            num_blocks=config.num_blocks or self._cached_num_blocks(),
         )
+
+    def _cached_num_blocks(self) -> int | None:
+        """The number of blocks that the graph_cache was made for: code is compiled for the caches' shapes."""
+        file = self.config.graph_cache
+        return None if file is None else read_key(file).get("num_blocks")
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -228,7 +261,10 @@ def _free_bytes(device: torch.device) -> int:
 
 def _graph_mode(config: EngineConfig, device: torch.device) -> GraphMode | None:
     """How the step is compiled, or None: a newcomer's first run on a CPU starts at once, uncompiled."""
-    if config.compile == "off" or (config.compile == "auto" and device.type == "cpu"):
+    if config.compile == "off":
+        return None
+    if config.compile == "auto" and device.type == "cpu" and config.graph_cache is None:
+        logger.info("running uncompiled: compile=auto compiles on a CPU only what a graph_cache holds")
         return None
     return "replay" if config.graph_mode == "auto" else config.graph_mode
 

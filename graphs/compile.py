@@ -33,6 +33,8 @@ def compiler_settings() -> Iterator[None]:
         "max_autotune": False,
         "max_autotune_gemm": False,
         "triton.cudagraph_or_error": True,
+        # A precompiled header saves seconds once and would have to travel with every cache.
+        "cpp_cache_precompile_headers": False,
     }
     if hasattr(inductor, "batch_invariant"):
         changes["batch_invariant"] = True
