@@ -1,0 +1,60 @@
+"""Cases of `gdn_prefill`: one prompt segment of `rows` tokens, between conv_prefill and out_proj."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compiled_mtp.ops.gdn_prefill import gdn_prefill
+from compiled_mtp.ops.gdn_prefill.reference import gdn_prefill as reference
+from op_cases import ModelShape, OpCase
+
+MAX_RELATIVE_ERROR = 6e-3
+
+
+def make_inputs(device: str, seed: int, shape: ModelShape, rows: int) -> Any:
+    generator = torch.Generator(device).manual_seed(seed)
+    nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator)
+
+    def unit(*size: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(normal(*size), dim=-1)
+
+    def cursor(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full((1,), value, dtype=dtype, device=device)
+
+    return (
+        unit(rows, nk, dim) * dim**-0.5, unit(rows, nk, dim), normal(rows, nv, dim),
+        -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)), normal(rows, nv * dim).bfloat16(),
+        normal(dim), normal(2, nv, dim, dim) * 0.1,
+        cursor(1, torch.int32), cursor(1024), cursor(rows), 1e-6, "silu",
+    )  # fmt: skip
+
+
+def check(args: tuple[Any, ...]) -> None:
+    copies: list[list[Any]] = [
+        [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
+    ]
+    got, wanted = gdn_prefill(*copies[0]).double(), reference(*copies[1]).double()
+    error = float((got - wanted).norm() / wanted.norm())
+    assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
+
+
+def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
+    """One case; the bytes are those of inputs, output and state, not of what passes between the launches."""
+    heads, dim = shape.linear_value_heads, shape.linear_head_dim
+    vectors = rows * dim * (2 * shape.linear_key_heads * 4 + heads * (4 + 2 + 2))
+    return [
+        OpCase(
+            label="one segment",
+            make_inputs=functools.partial(make_inputs, shape=shape, rows=rows),
+            call=gdn_prefill,
+            bytes_moved=vectors + 2 * heads * dim * dim * 4,
+            check=check,
+        )
+    ]

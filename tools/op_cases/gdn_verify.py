@@ -1,0 +1,94 @@
+"""Cases of `gdn_verify`: from the convolution's outputs to the input of out_proj, one window a request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compiled_mtp.ops.gdn_verify import gdn_verify
+from compiled_mtp.ops.gdn_verify.reference import gdn_verify as reference
+from op_cases import ModelShape, OpCase
+
+MAX_RELATIVE_ERROR = 3e-3
+
+
+def make_inputs(device: str, seed: int, shape: ModelShape, batch: int, query_len: int, accepted: int) -> Any:
+    """Arguments of one call in which every request folds `accepted` records of the window before."""
+    generator = torch.Generator(device).manual_seed(seed)
+    nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
+    rows, slots = batch * query_len, batch + 1
+    ring = 8 if query_len <= 4 else 16
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator) * scale
+
+    def uniform(*size: int) -> torch.Tensor:
+        return torch.rand(*size, device=device, generator=generator)
+
+    proj = normal(rows, 2 * nk * dim + 2 * nv * dim + 2 * nv).bfloat16()
+    z = proj[:, 2 * nk * dim + nv * dim : 2 * nk * dim + 2 * nv * dim]
+    unit = dim**-0.5
+    pos = torch.full((batch,), 100, dtype=torch.int64, device=device)
+    return (
+        normal(rows, nk, dim, scale=unit * unit), normal(rows, nk, dim, scale=unit), normal(rows, nv, dim),
+        uniform(rows, nv), uniform(rows, nv), z, uniform(dim), normal(slots, nv, dim, dim),
+        normal(slots, nk, ring, dim, scale=unit), normal(slots, nv, ring, dim), uniform(slots, nv, ring),
+        torch.arange(1, slots, dtype=torch.int32, device=device), pos - accepted, pos, 1e-6, "silu",
+    )  # fmt: skip
+
+
+def check(args: tuple[Any, ...]) -> None:
+    copies: list[list[Any]] = [
+        [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
+    ]
+    got, wanted = gdn_verify(*copies[0]), reference(*copies[1])
+    error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
+
+
+def torch_steps(*args: Any) -> torch.Tensor:
+    """The window in torch, a state written after every token, as systems that keep W states do."""
+    q, k, v, exp_g, beta, z, weight, state = args[:8]
+    index = args[11].long()
+    batch, group = index.shape[0], v.shape[1] // k.shape[1]
+    window = [t.view(batch, -1, *t.shape[1:]) for t in (q, k, v, exp_g, beta)]
+    current, outputs = state[index], []
+    for token in range(window[0].shape[1]):
+        qt, kt, vt, decay, rate = (t[:, token] for t in window)
+        qt, kt = (t.repeat_interleave(group, 1)[..., None] for t in (qt, kt))
+        current = current * decay[..., None, None]
+        update = rate[..., None] * (vt - (current @ kt)[..., 0])
+        current = current + update[..., None] * kt.mT
+        outputs.append((current @ qt)[..., 0])
+        state[index] = current
+    out = torch.stack(outputs, 1)
+    norm = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6) * weight
+    return (norm * torch.nn.functional.silu(z.float()).view(norm.shape)).to(z.dtype)
+
+
+def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
+    """One case; --set query_len=W (4) and accepted=N (query_len - 1); rows = requests * query_len."""
+    query_len = settings.get("query_len", 4)
+    accepted = settings.get("accepted", max(query_len - 1, 1))
+    if rows % query_len:
+        raise ValueError(f"rows must be a multiple of query_len, got {rows} and {query_len}; choose others")
+    batch = rows // query_len
+    heads, dim = shape.linear_value_heads, shape.linear_head_dim
+    states = 2 * batch * heads * dim * dim * 4
+    vectors = rows * dim * (3 * shape.linear_key_heads * 4 + heads * (4 + 4 + 2 + 2))
+    return [
+        OpCase(
+            label=f"B={batch} W={query_len} folds {accepted}",
+            make_inputs=functools.partial(
+                make_inputs, shape=shape, batch=batch, query_len=query_len, accepted=accepted
+            ),
+            call=gdn_verify,
+            bytes_moved=states + vectors,
+            check=check,
+            alternative=torch_steps,
+            alternative_name="torch",
+        )
+    ]
