@@ -8,78 +8,9 @@ import pytest
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-
-F8 = torch.float8_e4m3fn
-
-
-def make(
-    lengths,  # keys each request holds, its last W rows included
-    window,
-    num_q_heads,
-    num_kv_heads,
-    hd,
-    dtype=torch.float32,
-    block_size=64,
-    fp8=False,
-    spare=3,
-    seed=0,
-    device="cpu",
-    max_blocks=0,
-):
-    """One call's arguments; pages lie in random order, everything no row may read is NaN."""
-    g = torch.Generator().manual_seed(seed)
-    num_requests = len(lengths)
-    needed = [-(-n // block_size) for n in lengths]
-    max_blocks = max(max_blocks, max(needed) + 1)
-    num_blocks = sum(needed) + spare
-    order = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
-    table = torch.full((num_requests, max_blocks), -1, dtype=torch.int32)
-    kv = torch.full((num_blocks, 2, num_kv_heads, block_size, hd), torch.nan)
-    positions = torch.empty(num_requests * window, dtype=torch.int64)
-    for b, length in enumerate(lengths):
-        positions[b * window : (b + 1) * window] = torch.arange(length - window, length)
-        for i in range(needed[b]):
-            block = order.pop()
-            table[b, i] = block
-            n = min(block_size, length - i * block_size)
-            kv[block, :, :, :n] = torch.randn(2, num_kv_heads, n, hd, generator=g)
-    scale = None
-    if fp8:
-        scale = torch.nan_to_num(kv).abs().amax(-1) / 448
-        scale = torch.where(kv.isnan().any(-1), torch.nan, scale)
-        kv = (kv / scale.unsqueeze(-1)).to(F8)
-    else:
-        kv = kv.to(dtype)
-    rows = num_requests * window
-    qg = torch.randn(rows, num_q_heads, 2, hd, generator=g).to(dtype)
-    out = [qg[:, :, 0].contiguous(), qg[:, :, 1], kv, scale, table, positions]
-    out[1] = qg.to(device)[:, :, 1]
-    return [t.to(device) if isinstance(t, torch.Tensor) and i != 1 else t for i, t in enumerate(out)] + [
-        hd**-0.5,
-        0,
-    ]
-
-
-def exact(q, gate, kv, kv_scale, table, positions, softmax_scale, first_key):
-    """The formula in float64, one row and head at a time."""
-    rows, hq, hd = q.shape
-    window = rows // table.shape[0]
-    group = hq // kv.shape[2]
-    bs = kv.shape[3]
-    cache = kv.double() if kv_scale is None else kv.double() * kv_scale.double().unsqueeze(-1)
-    out = torch.zeros(rows, hq, hd, dtype=torch.float64)
-    for m in range(rows):
-        keys = torch.arange(first_key, max(first_key, int(positions[m]) + 1))
-        keys = keys[keys // bs < table.shape[1]]
-        blocks = table[m // window][keys // bs].long()
-        keys, blocks = keys[blocks >= 0], blocks[blocks >= 0]
-        if len(keys) == 0:
-            continue
-        for h in range(hq):
-            k, v = (cache[blocks, i, h // group, keys % bs] for i in (0, 1))
-            p = torch.softmax(softmax_scale * (k @ q[m, h].double()), 0)
-            out[m, h] = p @ v
-    return (out * torch.sigmoid(gate.double())).flatten(1)
+from compiled_mtp.ops.paged_attention.reference import reference
+from tests.ops.attention_cases import exact, make
+from tests.ops.harness import check_launch
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
@@ -246,3 +177,51 @@ def test_scores_far_apart_do_not_overflow():
     assert out.isfinite().all()
     want = exact(*args)
     assert math.isclose(float(out.double().norm()), float(want.norm()), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "heads", "dtype", "fp8", "block_size", "first_key"),
+    [
+        ([131, 20], 3, (4, 2), torch.float32, False, 16, 0),
+        ([64], 1, (3, 1), torch.float32, False, 64, 1),
+        ([131, 20, 66], 4, (6, 1), torch.bfloat16, False, 64, 1),
+        ([258, 9], 8, (10, 1), torch.bfloat16, False, 48, 0),
+        ([131, 5], 5, (6, 1), torch.bfloat16, True, 64, 0),
+        ([50], 20, (4, 2), torch.float32, False, 16, 3),
+        ([150], 140, (2, 1), torch.bfloat16, False, 64, 0),
+        ([150, 70], 70, (2, 1), torch.bfloat16, True, 48, 1),
+    ],
+)
+def test_kernels_in_interpreter(interpreter, lengths, window, heads, dtype, fp8, block_size, first_key):
+    from compiled_mtp.ops.paged_attention.kernel import launch
+
+    args = make(lengths, window, *heads, 64, dtype=dtype, block_size=block_size, fp8=fp8)
+    args[-1] = first_key
+    # A weight rounded to bfloat16 errs by 2^-9 of itself, and values reach 4.
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 4e-3}
+    check_launch(launch, reference, args, **tolerance)
+
+
+def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
+    from compiled_mtp.ops.paged_attention.kernel import launch
+
+    for window in (2, 10):
+        args = make([70], window, 2, 1, 64)
+        want = launch(*args)
+        # A padding request, and rows whose keys in the last page were never written.
+        q, gate = (torch.cat((t, t, t, t)) for t in args[:2])
+        table = torch.cat((args[4], torch.full_like(args[4], -1)))
+        after = torch.arange(70, 70 + window)
+        padding = torch.zeros(2 * window, dtype=torch.int64)
+        got = launch(q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:])
+        assert torch.equal(got[:window], want)
+        assert (got[2 * window :] == 0).all()
+
+
+def test_splits_cover_every_key_once(interpreter):
+    from compiled_mtp.ops.paged_attention.kernel import count_splits
+
+    sizes = [128] * 16 + [256] * 24 + [512] * 48 + [1024] * 10
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    for keys in (1, 128, 129, 2047, 2048, 2049, 8192, 8193, 32768, 32769, 40000):
+        assert count_splits(keys) == 1 + sum(end < keys for end in ends)

@@ -1,0 +1,86 @@
+"""Arguments of `paged_attention` for tests, and its formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Args = list[Any]
+
+
+def make(
+    lengths: Sequence[int],
+    window: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    hd: int,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 64,
+    fp8: bool = False,
+    device: str = "cpu",
+    max_blocks: int = 0,
+    seed: int = 0,
+) -> Args:
+    """One call's arguments: request b holds lengths[b] keys, those of its `window` query rows last.
+
+    Pages lie in random order; what no row may read, in used and unused pages, is NaN.
+    """
+    g = torch.Generator().manual_seed(seed)
+    num_requests = len(lengths)
+    needed = [-(-n // block_size) for n in lengths]
+    num_blocks = sum(needed) + 3
+    order = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
+    table = torch.full((num_requests, max(max_blocks, max(needed) + 1)), -1, dtype=torch.int32)
+    kv = torch.full((num_blocks, 2, num_kv_heads, block_size, hd), torch.nan)
+    positions = torch.empty(num_requests * window, dtype=torch.int64)
+    for b, length in enumerate(lengths):
+        positions[b * window : (b + 1) * window] = torch.arange(length - window, length)
+        for i in range(needed[b]):
+            block = order.pop()
+            table[b, i] = block
+            n = min(block_size, length - i * block_size)
+            kv[block, :, :, :n] = torch.randn(2, num_kv_heads, n, hd, generator=g)
+    scale = None
+    if fp8:
+        scale = torch.nan_to_num(kv).abs().amax(-1) / 448
+        scale = torch.where(kv.isnan().any(-1), torch.nan, scale)
+        kv = (kv / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        scale = scale.to(device)
+    heads = torch.randn(num_requests * window, num_q_heads, 2, hd, generator=g).to(device, dtype)
+    q, gate = heads[:, :, 0].contiguous(), heads[:, :, 1]
+    kv = kv.to(device) if fp8 else kv.to(device, dtype)
+    return [q, gate, kv, scale, table.to(device), positions.to(device), hd**-0.5, 0]
+
+
+def exact(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    softmax_scale: float,
+    first_key: int,
+) -> torch.Tensor:
+    """The formula in float64, one row and kv head at a time."""
+    rows, num_q_heads, hd = q.shape
+    window, block_size = rows // table.shape[0], kv.shape[3]
+    group = num_q_heads // kv.shape[2]
+    out = torch.zeros(rows, num_q_heads, hd, dtype=torch.float64, device=q.device)
+    for m, position in enumerate(positions.tolist()):
+        keys = torch.arange(first_key, max(first_key, position + 1), device=q.device)
+        keys = keys[keys // block_size < table.shape[1]]
+        blocks = table[m // window][keys // block_size].long()
+        keys, blocks = keys[blocks >= 0], blocks[blocks >= 0]
+        if len(keys) == 0:
+            continue
+        for h in range(kv.shape[2]):
+            pair = [kv[blocks, i, h, keys % block_size].double() for i in (0, 1)]
+            if kv_scale is not None:
+                pair = [t * kv_scale[blocks, i, h, keys % block_size, None] for i, t in enumerate(pair)]
+            heads = slice(h * group, (h + 1) * group)
+            weights = torch.softmax(softmax_scale * (q[m, heads].double() @ pair[0].T), -1)
+            out[m, heads] = weights @ pair[1]
+    return (out * torch.sigmoid(gate.double())).flatten(1)
