@@ -12,7 +12,7 @@ from compiled_mtp.ops.numerics import sigmoid, silu
 
 
 def apply_record(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, exp_g: torch.Tensor) -> None:
-    """Advance `state` [B, nv, dv, dk] in place by one token: k [B, nv, dk], u [B, nv, dv], exp_g [B, nv]."""
+    """Advance `state` [n, dv, dk] in place by one token: k [n, dk], u [n, dv], exp_g [n]."""
     state.mul_(exp_g[..., None, None])
     state.addcmul_(u[..., None], k[..., None, :])
 
@@ -25,32 +25,37 @@ def fold_records(
     state_index: torch.Tensor,
     begin: torch.Tensor,
     end: torch.Tensor,
-) -> None:
+) -> bool:
     """Advance `state` [B, nv, dv, dk] in place by the records of positions [begin, end) of each request.
 
     Reads ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (exp(g)) at
     state_index [B] and position mod R. A request with fewer records than another keeps its state exactly.
+    Returns whether any request had a record.
     """
-    ring_length = ring_k.shape[2]
-    count = end - begin
-    steps = int(count.max()) if count.numel() else 0
+    batch, num_v_heads, head_v_dim, head_k_dim = state.shape
+    counts = (end - begin).tolist()
+    steps = max(counts, default=0)
     if steps <= 0:
-        return
+        return False
     offsets = torch.arange(steps, device=state.device)
-    slots = state_index.long()[:, None]
-    rows = (begin[:, None] + offsets) % ring_length
-    k = ring_k[slots, :, rows]  # [B, steps, nk, dk]
-    u = ring_u[slots, :, rows]  # [B, steps, nv, dv]
-    exp_g = ring_g[slots, :, rows]  # [B, steps, nv]
-    if int(count.min()) < steps:
+    places = (state_index.long(), slice(None), (begin + offsets[:, None]) % ring_k.shape[2])
+    k = ring_k[places]  # [steps, B, nk, dk]
+    u = ring_u[places]  # [steps, B, nv, dv]
+    exp_g = ring_g[places]  # [steps, B, nv]
+    if min(counts) < steps:
         # S * 1 + (-0) is S for every S, whatever the masked record holds.
-        absent = (offsets >= count[:, None])[..., None]
+        absent = (offsets[:, None] >= (end - begin))[..., None]
         exp_g = exp_g.masked_fill(absent, 1.0)
         k = k.masked_fill(absent[..., None], 1.0)
         u = u.masked_fill(absent[..., None], -0.0)
-    k = k.repeat_interleave(u.shape[2] // k.shape[2], dim=2)
+    group = num_v_heads // k.shape[2]
+    k = k[:, :, :, None].expand(-1, -1, -1, group, -1).reshape(steps, batch * num_v_heads, head_k_dim)
+    u = u.view(steps, batch * num_v_heads, head_v_dim)
+    exp_g = exp_g.view(steps, batch * num_v_heads)
+    heads = state.view(batch * num_v_heads, head_v_dim, head_k_dim)
     for step in range(steps):
-        apply_record(state, k[:, step], u[:, step], exp_g[:, step])
+        apply_record(heads, k[step], u[step], exp_g[step])
+    return True
 
 
 def gated_norm(
