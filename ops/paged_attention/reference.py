@@ -9,7 +9,7 @@ for every batch count, for rows in any place, and for any row count that is a mu
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -81,60 +81,67 @@ def _attend(
     active = [sum(n > s for n in lengths) for s in range(lengths[0])]
     if not active:
         return torch.zeros(q.shape, device=q.device)
-    request = torch.cat([torch.arange(n, device=q.device) for n in active])
-    split = torch.repeat_interleave(torch.tensor(active, device=q.device))
     ends = [0, *accumulate(active)]
+    # Pairs (split, request) in that order: those of split s are ends[s] .. ends[s + 1] - 1.
+    spans = [slice(begin, end) for begin, end in pairwise(ends)]
+    request = torch.cat([torch.arange(n, device=q.device) for n in active])
+    split = torch.repeat_interleave(torch.tensor(active, device=q.device)) + first_split
 
     num_rows = -(-window * group // _ROW_UNIT) * _ROW_UNIT
-    splits_at_once = max(1, _MAX_GATHER // (num_requests * num_kv_heads * max(SPLIT, num_rows) * hd))
-    groups = [range(s, min(s + splits_at_once, len(active))) for s in range(0, len(active), splits_at_once)]
     queries = torch.zeros((num_requests, num_kv_heads, num_rows, hd), device=q.device)
     grouped = q[order].view(num_requests, window, num_kv_heads, group, hd).transpose(1, 2).float()
     queries[:, :, : window * group] = grouped.flatten(2, 3)
     row_position = positions.new_full((num_requests, num_rows), -1)
     row_position[:, : window * group] = positions[order].repeat_interleave(group, dim=1)
 
-    keys = (split + first_split).unsqueeze(1) * SPLIT + torch.arange(SPLIT, device=q.device)  # [n, 64]
+    keys = split.unsqueeze(1) * SPLIT + torch.arange(SPLIT, device=q.device)  # [pairs, 64]
     blocks = keys // block_size
-    is_inside = blocks < block_table.shape[1]
+    is_key = (blocks < block_table.shape[1]) & (keys >= first_key)
     blocks = block_table[order][request.unsqueeze(1), blocks.clamp(max=block_table.shape[1] - 1)].long()
-    is_kept = (
-        is_inside & (blocks >= 0) & (keys >= first_key) & (keys <= last_key[order][request].unsqueeze(1))
-    )
-    blocks = blocks.clamp(min=0)
+    is_key &= blocks >= 0
+    is_seen = is_key.unsqueeze(1) & (keys.unsqueeze(1) <= row_position[request].unsqueeze(2))
+    # The longest runs of keys that lie in one block of the cache and in one split.
+    run = math.gcd(block_size, SPLIT)
+    heads = blocks.clamp(min=0)[:, None, ::run] * (2 * num_kv_heads)
+    heads = heads + torch.arange(num_kv_heads, device=q.device)[:, None]
+    runs = heads * (block_size // run) + (keys % block_size // run)[:, None, ::run]  # [pairs, hkv, 64 / run]
 
-    scores = queries.new_full((len(active), num_requests, num_kv_heads, num_rows, SPLIT), -torch.inf)
-    for group_splits in groups:
-        part = slice(ends[group_splits.start], ends[group_splits.stop])
-        at = request[part]
-        k, scale = _gather(kv, kv_scale, 0, blocks[part], keys[part])
-        score = torch.bmm(queries[at].flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).mul_(softmax_scale)
-        score = score.view(len(at), num_kv_heads, num_rows, SPLIT)
+    splits_at_once = max(1, _MAX_GATHER // (num_requests * num_kv_heads * max(SPLIT, num_rows) * hd))
+    parts = [range(s, min(s + splits_at_once, len(active))) for s in range(0, len(active), splits_at_once)]
+    scores = queries.new_empty((len(request), num_kv_heads, num_rows, SPLIT))
+    for part in parts:
+        pairs = slice(ends[part.start], ends[part.stop])
+        k, scale = _gather(kv, kv_scale, runs[pairs], run)
+        repeated = torch.cat([queries[: active[s]] for s in part])
+        score = torch.bmm(repeated.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).mul_(softmax_scale)
+        scores[pairs] = score.view(scores[pairs].shape)
         if scale is not None:
-            score = score * scale.unsqueeze(2)
-        seen = (keys[part].unsqueeze(1) <= row_position[at].unsqueeze(2)) & is_kept[part].unsqueeze(1)
-        scores[split[part], at] = torch.where(seen.unsqueeze(1), score, -torch.inf)
+            scores[pairs] *= scale.unsqueeze(2)
+    scores.masked_fill_(~is_seen.unsqueeze(1), -torch.inf)
 
-    largest = scores.amax(dim=(0, 4)).unsqueeze(-1)
-    weights = scores.sub_(torch.where(largest == -torch.inf, 0.0, largest)).exp_()
+    largest = queries.new_full((*queries.shape[:3], 1), -torch.inf)
+    for span, split_largest in zip(spans, scores.amax(-1, keepdim=True).split(active), strict=True):
+        reached = largest[: span.stop - span.start]
+        torch.maximum(reached, split_largest, out=reached)
+    base = torch.where(largest == -torch.inf, 0.0, largest)
+    for span in spans:
+        scores[span] -= base[: span.stop - span.start]
+    weights = scores.exp_()
     total = torch.zeros_like(largest)
-    for sums in weights.sum(-1, keepdim=True):
-        total += sums
+    for sums in weights.sum(-1, keepdim=True).split(active):
+        total[: len(sums)] += sums
     result = torch.zeros_like(queries)
-    for group_splits in groups:
-        part = slice(ends[group_splits.start], ends[group_splits.stop])
-        at = request[part]
-        v, scale = _gather(kv, kv_scale, 1, blocks[part], keys[part])
-        is_value = is_kept[part].unsqueeze(1).unsqueeze(3)
-        # 0 * NaN is NaN: what no row has written yet must not reach the sums.
-        v = torch.where(is_value & (v.abs() < torch.inf), v, 0.0)
-        weight = weights[split[part], at]
+    for part in parts:
+        pairs = slice(ends[part.start], ends[part.stop])
+        v, scale = _gather(kv, kv_scale, runs[pairs] + num_kv_heads * (block_size // run), run)
+        weight = weights[pairs]
+        # The weight of a key that is not seen is 0, but 0 * NaN is not.
         if scale is not None:
-            scale = torch.where(is_kept[part].unsqueeze(1) & (scale < torch.inf), scale, 0.0)
-            weight = weight * scale.unsqueeze(2)
-        partial = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1)).view(len(at), *queries.shape[1:])
-        for s in group_splits:
-            result[: active[s]] += partial[ends[s] - part.start : ends[s + 1] - part.start]
+            weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
+        v.nan_to_num_(0.0, 0.0, 0.0)
+        sums = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1)).view(len(weight), *queries.shape[1:])
+        for split_sums in sums.split([active[s] for s in part]):
+            result[: len(split_sums)] += split_sums
     result = torch.where(total == 0.0, 0.0, result / total)[:, :, : window * group]
     result = result.view(num_requests, num_kv_heads, window, group, hd).transpose(1, 2).reshape(q.shape)
     restored = torch.empty_like(result)
@@ -143,19 +150,15 @@ def _attend(
 
 
 def _gather(
-    kv: torch.Tensor, kv_scale: torch.Tensor | None, half: int, blocks: torch.Tensor, keys: torch.Tensor
+    kv: torch.Tensor, kv_scale: torch.Tensor | None, runs: torch.Tensor, run: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys (half 0) or values (half 1) of n splits as float32 [n, hkv, 64, hd]; their scales [n, hkv, 64]."""
-    block_size = kv.shape[3]
-    # The longest runs that lie in one block of the cache and in one split.
-    run = math.gcd(block_size, SPLIT)
-    at, begin = blocks[:, ::run], keys[:, ::run] % block_size // run
+    """Keys or values of n splits as float32 [n, hkv, 64, hd], and their scales [n, hkv, 64].
 
-    def take(cache: torch.Tensor) -> torch.Tensor:
-        runs = cache.view(*cache.shape[:3], block_size // run, run, *cache.shape[4:])
-        runs = runs[at, half, :, begin]  # [n, 64 / run, hkv, run, ...]
-        return runs.transpose(1, 2).flatten(2, 3)
-
+    runs [n, hkv, 64 / run] numbers runs of `run` tokens in the cache.
+    """
+    shape, at = (*runs.shape[:2], SPLIT), runs.flatten()
     if kv_scale is None:
-        return take(kv).float(), None
-    return take(kv.view(torch.uint8)).view(kv.dtype).float(), take(kv_scale)
+        return kv.reshape(-1, run, kv.shape[4]).index_select(0, at).float().view(*shape, -1), None
+    stored = kv.reshape(-1, run, kv.shape[4]).view(torch.uint8).index_select(0, at)
+    scale = kv_scale.reshape(-1, run).index_select(0, at)
+    return stored.view(kv.dtype).float().view(*shape, -1), scale.view(shape)

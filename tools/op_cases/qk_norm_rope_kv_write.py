@@ -44,8 +44,8 @@ def make_inputs(shape: ModelShape, rows: int, fp8: bool, device: str, seed: int)
 def check(args: tuple[Any, ...]) -> None:
     caches = [args[6].clone(), args[6].clone()]
     scales = [args[7], args[7]] if args[7] is None else [args[7].clone(), args[7].clone()]
-    got = qk_norm_rope_kv_write(*args[:6], caches[0], scales[0], *args[8:])
-    want = reference(*args[:6], caches[1], scales[1], *args[8:])
+    calls = [[*args[:6], kv, scale, *args[8:]] for kv, scale in zip(caches, scales, strict=True)]
+    got, want = qk_norm_rope_kv_write(*calls[0]), reference(*calls[1])
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
     tolerance = 2**-7 if args[7] is None else 2**-3
     torch.testing.assert_close(caches[0].float(), caches[1].float(), rtol=tolerance, atol=2e-3)
