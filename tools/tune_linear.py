@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +28,7 @@ from op_cases.linear import projections
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name
-from compiled_mtp.ops.linear.kernel import launch_config
+from compiled_mtp.ops.linear.kernel import is_even, launch_config
 
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 4096)
 FIRST_PREFETCH = 1024
@@ -36,35 +36,56 @@ MAX_SETS = 128
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
+# (block_n, block_k of one chain, chains, warps, stages)
+BF16_TILES = [
+    *[(16, 64, 4, w, s) for w in (1, 2, 4) for s in (3, 4)],
+    *[(16, 128, 4, w, s) for w in (2, 4) for s in (2, 3)],
+    *[(16, 128, 2, w, 4) for w in (2, 4)],
+    (16, 128, 1, 2, 8),
+    *[(32, 64, 4, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(32, 128, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    (32, 64, 2, 2, 6),
+    (32, 128, 1, 2, 6),
+    *[(64, 64, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(64, 64, 4, 4, s) for s in (2, 3)],
+    *[(64, 128, 1, 4, s) for s in (3, 4)],
+    *[(64, 128, 2, 4, s) for s in (2, 3)],
+    (128, 64, 1, 4, 4),
+    (128, 64, 2, 4, 3),
+    (128, 128, 1, 4, 3),
+]
+FP8_TILES = [
+    *[(16, 128, 4, w, 3) for w in (1, 2)],
+    (16, 128, 2, 2, 4),
+    *[(32, 128, 4, w, s) for w in (1, 2) for s in (2, 3)],
+    *[(32, 128, 2, w, s) for w in (1, 2) for s in (3, 4)],
+    (32, 128, 1, 2, 6),
+    *[(64, 128, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(64, 128, 1, w, s) for w in (2, 4) for s in (4, 6)],
+    (64, 128, 4, 2, 2),
+    (64, 128, 4, 4, 3),
+    *[(128, 128, 1, w, s) for w in (4, 8) for s in (3, 4)],
+    *[(128, 128, 2, 4, s) for s in (2, 3)],
+]
+
+
 def tiles(dtype: torch.dtype) -> list[LinearConfig]:
     """Every tile that is tried, without a split."""
-    narrow = [(16, 256, w, s) for w in (2, 4) for s in (4, 6)] + [(16, 128, w, 8) for w in (2, 4)]
-    middle = [(32, 128, w, s) for w in (2, 4) for s in (4, 6)] + [(32, 256, 4, s) for s in (3, 4, 5)]
-    wide = [(64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 4, 3)]
-    widest = [(128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3)]
-    chosen = narrow + middle + wide + widest
-    if dtype == torch.float8_e4m3fn:
-        # A step of an FP8 weight is one block of scales.
-        chosen = [
-            (n, 128, w, s)
-            for n, w in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8))
-            for s in (4, 6)
-        ]
-    return [LinearConfig(16, n, k, w, s, 1, FIRST_PREFETCH) for n, k, w, s in chosen]
+    chosen = FP8_TILES if dtype == torch.float8_e4m3fn else BF16_TILES
+    return [LinearConfig(16, n, k, w, s, 1, c, FIRST_PREFETCH) for n, k, c, w, s in chosen]
 
 
 def candidates(n: int, k: int, dtype: torch.dtype) -> list[LinearConfig]:
     """The configurations worth timing: enough programs to fill the GPU, parts of K long enough to stream."""
     result = []
     for tile in tiles(dtype):
-        if k % tile.block_k:
-            continue
-        for split in (1, 2, 3, 4, 6, 8):
+        for split in (1, 2, 3, 4, 6):
             config = replace(tile, split=split)
-            length = config.split_length(k)
-            programs = -(-n // tile.block_n) * -(-k // length)
-            exact = -(-k // length) == split
-            if exact and (split == 1 or (length >= 512 and programs <= 900)) and programs >= min(60, n // 16):
+            programs = -(-n // tile.block_n) * split
+            length = config.part_length(k) * config.chains
+            if config.programs_along_k(k) != split or not is_even(config, k):
+                continue
+            if (split == 1 or (length >= 512 and programs <= 700)) and programs >= min(60, n // 16):
                 result.append(config)
     return result
 
@@ -153,8 +174,7 @@ def main() -> None:
             break
         config, us, tried = tune(args.rows, n, k, dtype)
         speed = n * k * dtype.itemsize / us / 1e6
-        fields = [config.block_n, config.block_k, config.num_warps, config.num_stages]
-        entries[f"{n}x{k} {dtype_name(dtype)}"] = [*fields, config.split, config.prefetch_bytes]
+        entries[f"{n}x{k} {dtype_name(dtype)}"] = [*astuple(config)[1:-1]]
         print(f"{n}x{k} {dtype_name(dtype)}: {us:.1f} us {speed:.2f} TB/s of {tried}: {config}", flush=True)
     table[arch] = dict(sorted(entries.items()))
     args.out.write_text(json.dumps(table, indent=0) + "\n")

@@ -1,6 +1,6 @@
 """Which tile a product runs with: a measured table per (architecture, N, K, dtype) and a rule for the rest.
 
-`split` alone decides a row's bits, and it depends on the weight, never on the number of rows. The tile
+The parts of K alone decide a row's bits, and they depend on the weight, never on the number of rows. The tile
 follows the rows: 16 to 128 were measured to give the same bits (tests/gpu/test_linear.py checks).
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SPLIT_UNIT = 256  # every block_k divides it, so that a split ends where a tile does
+PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -21,8 +21,10 @@ TABLE = Path(__file__).with_name("table.json")
 class LinearConfig:
     """One launch configuration.
 
-    block_m, block_n: rows and weight rows of a tile. block_k: columns a step. split: parts of K, summed in
-    order. prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
+    block_m, block_n: rows and weight rows of a tile. block_k: columns of one chain a step.
+    split, chains: K is cut into split * chains parts. `split` programs take `chains` of them each, side by
+    side (one chain of tensor-core products is bound by latency), or one after the other when `sequential`.
+    prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
     """
 
     block_m: int
@@ -31,15 +33,22 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     split: int
+    chains: int
     prefetch_bytes: int
+    sequential: bool = False
 
-    def split_length(self, k: int) -> int:
-        """Columns of one part of K, a multiple of SPLIT_UNIT."""
-        return -(-k // (self.split * SPLIT_UNIT)) * SPLIT_UNIT
+    def part_length(self, k: int) -> int:
+        """Columns of one part of K, a multiple of PART_UNIT."""
+        return -(-k // (self.split * self.chains * PART_UNIT)) * PART_UNIT
+
+    def programs_along_k(self, k: int) -> int:
+        """Programs that share a tile; fewer than `split` where K is short."""
+        return -(-k // (self.part_length(k) * self.chains))
 
     def stage_bytes(self, x_bytes: int, weight_bytes: int) -> int:
         """Shared memory of one pipeline stage."""
-        return self.block_k * (self.block_m * x_bytes + self.block_n * weight_bytes)
+        chains = 1 if self.sequential else self.chains
+        return chains * self.block_k * (self.block_m * x_bytes + self.block_n * weight_bytes)
 
 
 def dtype_name(weight_dtype: torch.dtype) -> str:
@@ -54,26 +63,26 @@ def block_rows(rows: int) -> int:
 
 @functools.cache
 def read_table() -> dict[str, dict[str, list[int]]]:
-    """Architecture -> "NxK dtype" -> [block_n, block_k, warps, stages, split, prefetch_bytes], measured."""
+    """Architecture -> "NxK dtype" -> the fields of LinearConfig from block_n to prefetch_bytes, measured."""
     table: dict[str, dict[str, list[int]]] = json.loads(TABLE.read_text())
     return table
 
 
 def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> LinearConfig:
-    """The configuration of up to 16 rows; its `split` holds for any number of rows."""
-    name = dtype_name(weight_dtype)
-    entry = read_table().get(arch, {}).get(f"{n}x{k} {name}")
+    """The configuration of up to 16 rows; its parts of K hold for any number of rows."""
+    entry = read_table().get(arch, {}).get(f"{n}x{k} {dtype_name(weight_dtype)}")
     if entry is not None:
         return LinearConfig(16, *entry)
     if weight_dtype == torch.float32:
-        return LinearConfig(16, 32, 32, 4, 3, 1, 0)
-    # As many programs as fill the processors, each with long rows in flight.
-    block_n = 64 if n >= 8192 else 32 if n >= 4096 else 16
-    block_k = 256 if block_n < 64 and weight_dtype == torch.bfloat16 else 128
+        return LinearConfig(16, 32, 32, 4, 3, 1, 4, 0)
+    # As many programs as fill the processors, and parts of K long enough to stream.
+    block_n = 64 if n >= 16384 else 32 if n >= 6144 else 16
+    chains = 4 if k >= 2048 else 2
     split = 1
-    while split < 8 and -(-n // block_n) * split < 120 and k // (2 * split) >= 512:
+    while split < 4 and -(-n // block_n) * split < 120 and k // (2 * split * chains) >= 256:
         split *= 2
-    return LinearConfig(16, block_n, block_k, 4, 4, split, 512)
+    block_k = 128 if weight_dtype == torch.float8_e4m3fn else 64
+    return LinearConfig(16, block_n, block_k, 4, 4 if block_n < 64 else 3, split, chains, 512)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,25 +94,43 @@ def linear_config(
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     block_m: int,
+    prefill: bool,
 ) -> LinearConfig:
-    """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory."""
+    """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory.
+
+    With `prefill` the bits may differ from those of other tiles.
+    """
     config = narrow_config(arch, n, k, weight_dtype)
+    fp8 = weight_dtype == torch.float8_e4m3fn
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
-        config = replace(
-            config, block_n=32, block_k=32 if weight_dtype == torch.float32 else 128, num_warps=4
-        )
-    elif block_m == 128:
-        block_k = 128 if weight_dtype == torch.float8_e4m3fn else 64
-        tiles = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
-        block_m, block_n, warps = next(
-            (tile for tile in tiles if -(-n // tile[1]) * (128 // tile[0]) * config.split >= 120), tiles[-1]
-        )
-        config = replace(
-            config, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=4
-        )
-    else:
+        config = replace(config, block_n=32, block_k=128 if fp8 else 32, num_warps=4, sequential=True)
+    elif block_m <= 32:
         config = replace(config, block_m=block_m)
+        if fp8 and block_m == 32:
+            # Side by side the chains would not fit in the registers.
+            config = replace(config, sequential=True, num_stages=4)
+    elif fp8 and not prefill:
+        # Two warps keep Triton from the warp-group products: with converted weights those take the columns in
+        # another order, and rows would differ from those of narrow tiles.
+        config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
+    else:
+        tiles = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
+        programs = {tile: -(-n // tile[1]) * config.split for tile in tiles}
+        fitting = (
+            tile for tile in tiles if tile[0] <= block_m and programs[tile] * block_m // tile[0] >= 120
+        )
+        block_m, block_n, warps = next(fitting, tiles[-1])
+        block_k = 128 if fp8 else 64
+        config = replace(
+            config,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            num_warps=warps,
+            num_stages=4,
+            sequential=True,
+        )
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)

@@ -23,6 +23,72 @@ MAX_TILES = 1 << 16
 SKINNY_ROWS = 64
 
 
+@triton.jit
+def e4m3_to_bf16(weight):
+    """The bfloat16 values of e4m3 bytes, exact for all that are finite.
+
+    An e4m3 number shifted into bfloat16's fields is the number times 2^-120, be it subnormal or not. The
+    conversion instructions take one element at a quarter of the speed, which would bound the whole product.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, low_rest, high_rest, factor, zero;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        shr.u32 low_rest, low, 4;
+        shr.u32 high_rest, high, 4;
+        and.b32 low_rest, low_rest, 0x07f007f0;
+        and.b32 high_rest, high_rest, 0x07f007f0;
+        lop3.b32 low, low, 0x80008000, low_rest, 0xea;
+        lop3.b32 high, high, 0x80008000, high_rest, 0xea;
+        mov.b32 factor, 0x7b807b80;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, low, factor, zero;
+        fma.rn.bf16x2 $1, high, factor, zero;
+        }
+        """,
+        "=&r,=&r,r",
+        [weight],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def add_step(
+    total,
+    x_at,
+    weight_at,
+    scale_at,
+    offset,
+    k_left,
+    row_inside,
+    in_k,
+    EVEN_K: tl.constexpr,
+    FP8: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """total + x_tile @ weight_tile.T, `offset` columns further, where `k_left` columns are inside."""
+    if EVEN_K:
+        x_tile = tl.load(x_at + offset, mask=row_inside, other=0.0)
+        weight_tile = tl.load(weight_at + offset)
+    else:
+        k_inside = (in_k < k_left)[None, :]
+        x_tile = tl.load(x_at + offset, mask=row_inside & k_inside, other=0.0)
+        weight_tile = tl.load(weight_at + offset, mask=k_inside, other=0.0)
+    if FP8:
+        if ON_DEVICE and x_tile.dtype == tl.bfloat16:
+            values = e4m3_to_bf16(weight_tile)
+        else:
+            values = weight_tile.to(x_tile.dtype)
+        product = tl.dot(x_tile, values.T, input_precision="ieee")
+        return tl.fma(product, tl.zeros_like(product) + tl.load(scale_at), total)
+    else:
+        return tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
+
+
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["rows", "scale_stride", "prefetch_bytes"])
 def linear_kernel(
@@ -38,16 +104,19 @@ def linear_kernel(
     x_stride,
     weight_stride,
     scale_stride,
-    split_length,
+    part_length,
     prefetch_bytes,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    CHAINS: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
     EVEN_K: tl.constexpr,
     FP8: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH_PARTS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):
     # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
     row_tiles = tl.cdiv(rows, BM)
@@ -56,8 +125,7 @@ def linear_kernel(
     first_column = (tile // row_tiles) * BN
     column = first_column + tl.arange(0, BN)
     part = tl.program_id(1)
-    first_k = part * split_length
-    last_k = tl.minimum(first_k + split_length, k)
+    first_k = part * (part_length * CHAINS)
     in_k = tl.arange(0, BK)
     # Weight rows beyond N are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
@@ -81,30 +149,69 @@ def linear_kernel(
     row_inside = (row < rows)[:, None]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + (first_k + in_k)[None, :]
     weight_at = weight_rows[:, None] + in_k[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
+    # A tile lies within one row of scales, a step within one block of 128 columns.
     if FP8:
-        # One scale a step of 128 columns, loaded a step ahead; further ahead, Triton gives up pipelining.
-        scale_row = weight_scale + (first_column // 128) * scale_stride
-        block = first_k // 128
-        last_block = (k - 1) // 128
-        scale = tl.load(scale_row + block)
-    for at in range(first_k, last_k, BK):
-        if EVEN_K:
-            x_tile = tl.load(x_at, mask=row_inside, other=0.0)
-            weight_tile = tl.load(weight_at)
-        else:
-            k_inside = (at + in_k < last_k)[None, :]
-            x_tile = tl.load(x_at, mask=row_inside & k_inside, other=0.0)
-            weight_tile = tl.load(weight_at, mask=k_inside, other=0.0)
-        if FP8:
-            block = tl.minimum(block + 1, last_block)
-            next_scale = tl.load(scale_row + block)
-            total += tl.dot(x_tile, weight_tile.to(x_tile.dtype).T, input_precision="ieee") * scale
-            scale = next_scale
-        else:
-            total = tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
-        x_at += BK
-        weight_at += BK
+        scale_at = weight_scale + (first_column // 128) * scale_stride + first_k // 128
+    else:
+        scale_at = x  # never read
+    total = tl.zeros((BM, BN), tl.float32)
+    if SEQUENTIAL:
+        for chain in range(CHAINS):
+            begin = chain * part_length
+            sum_0 = tl.zeros((BM, BN), tl.float32)
+            for at in range(begin, tl.minimum(begin + part_length, k - first_k), BK):
+                left = k - first_k - at
+                sum_0 = add_step(
+                    sum_0,
+                    x_at,
+                    weight_at,
+                    scale_at + at // 128,
+                    at,
+                    left,
+                    row_inside,
+                    in_k,
+                    EVEN_K,
+                    FP8,
+                    ON_DEVICE,
+                )
+            total += sum_0
+    else:
+        sum_1 = total
+        sum_2 = total
+        sum_3 = total
+        blocks = part_length // 128
+        for at in range(0, part_length, BK):
+            left = k - first_k - at
+            scale = scale_at + at // 128
+            total = add_step(
+                total, x_at, weight_at, scale, at, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
+            )
+            if CHAINS > 1:
+                at_1 = at + part_length
+                left -= part_length
+                scale += blocks
+                sum_1 = add_step(
+                    sum_1, x_at, weight_at, scale, at_1, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
+                )
+            if CHAINS > 2:
+                at_2 = at + 2 * part_length
+                left -= part_length
+                scale += blocks
+                sum_2 = add_step(
+                    sum_2, x_at, weight_at, scale, at_2, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
+                )
+                at_3 = at + 3 * part_length
+                left -= part_length
+                scale += blocks
+                sum_3 = add_step(
+                    sum_3, x_at, weight_at, scale, at_3, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
+                )
+        # The order of the sequential form.
+        if CHAINS > 1:
+            total += sum_1
+        if CHAINS > 2:
+            total += sum_2
+            total += sum_3
 
     out_at = out + row.to(tl.int64)[:, None] * n + column[None, :]
     inside = row_inside & (column < n)[None, :]
@@ -153,11 +260,11 @@ def prefetch_parts(config: LinearConfig) -> int:
 
 
 def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
-    """Bytes of a piece: a multiple of 16, and all pieces within the shortest part of K."""
+    """Bytes of a piece: a multiple of 16, and all pieces within the shortest program's columns."""
     item = weight.element_size()
     if weight.stride(0) * item % 16:
         return 0
-    length = config.split_length(k)
+    length = config.part_length(k) * config.chains
     shortest = k - (k - 1) // length * length
     return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
 
@@ -170,14 +277,14 @@ def launch(
     prefill: bool,
 ) -> torch.Tensor:
     rows, k = x.shape
-    if prefill and rows > SKINNY_ROWS and weight_scale is None:
+    is_long = prefill and rows > SKINNY_ROWS
+    if is_long and weight_scale is None:
         if out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
     device = device_of(x.device.index)
-    config = linear_config(
-        device.arch, device.shared_bytes, weight.shape[0], k, x.dtype, weight.dtype, block_rows(rows)
-    )
+    shape = (weight.shape[0], k, x.dtype, weight.dtype)
+    config = linear_config(device.arch, device.shared_bytes, *shape, block_rows(rows), is_long)
     return launch_config(config, x, weight, weight_scale, out_float32)
 
 
@@ -194,8 +301,8 @@ def launch_config(
     if rows == 0 or n == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
-    split_length = config.split_length(k)
-    split = triton.cdiv(k, split_length)
+    part_length = config.part_length(k)
+    split = config.programs_along_k(k)
     partials = counters = None
     if split > 1:
         assert tiles <= MAX_TILES, "a weight this wide must not be split"
@@ -218,22 +325,31 @@ def launch_config(
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         0 if weight_scale is None else weight_scale.stride(0),
-        split_length,
+        part_length,
         piece,
         BM=config.block_m,
         BN=config.block_n,
         BK=config.block_k,
-        EVEN_K=k % config.block_k == 0,
+        CHAINS=config.chains,
+        SEQUENTIAL=config.sequential,
+        EVEN_K=is_even(config, k),
         FP8=weight_scale is not None,
         SPLIT=split > 1,
         PDL=has_pdl,
         PREFETCH_PARTS=prefetch_parts(config) if piece else 0,
+        ON_DEVICE=x.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         launch_pdl=has_pdl,
         **OPTIONS,
     )
     return out
+
+
+def is_even(config: LinearConfig, k: int) -> bool:
+    """Whether every step of every chain is whole."""
+    length = config.part_length(k)
+    return k == length * config.chains * config.programs_along_k(k) and length % config.block_k == 0
 
 
 def variants() -> list[KernelVariant]:
@@ -248,9 +364,9 @@ def variants() -> list[KernelVariant]:
     result = {}
     for n, k, weight_dtype in shapes:
         x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
-        for block_m in (16, 32, 64, 128):
+        for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
             for shared_bytes, pdl in ((227 * 1024, True), (163 * 1024, False)):
-                config = linear_config("sm_90", shared_bytes, n, k, x_dtype, weight_dtype, block_m)
+                config = linear_config("sm_90", shared_bytes, n, k, x_dtype, weight_dtype, block_m, prefill)
                 variant = describe(config, k, x_dtype, weight_dtype, pdl)
                 result[variant.name] = variant
     return list(result.values())
@@ -262,27 +378,31 @@ def describe(
     """The variant that `launch_config` compiles for a weight of K columns."""
     names = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32"}
     fp8 = weight_dtype == torch.float8_e4m3fn
-    split = k > config.split_length(k)
+    split = config.programs_along_k(k) > 1
     parts = prefetch_parts(config) if pdl and config.prefetch_bytes else 0
     pointers = {"x": f"*{names[x_dtype]}", "weight": f"*{names[weight_dtype]}", "out": f"*{names[x_dtype]}"}
     pointers |= {"weight_scale": "*fp32"} if fp8 else {}
     pointers |= {"partials": "*fp32", "counters": "*i32"} if split else {}
-    strides = ("n", "k", "x_stride", "weight_stride", "split_length")
+    strides = ("n", "k", "x_stride", "weight_stride", "part_length")
     absent = dict.fromkeys({"weight_scale", "partials", "counters"} - set(pointers))
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}-s{config.num_stages}"
+    chains = f"-chains{config.chains}" + "-sequential" * config.sequential
     return KernelVariant(
-        name=f"{names[weight_dtype]}-{tile}" + "-split" * split + "-pdl" * pdl,
+        name=f"{names[weight_dtype]}-{tile}{chains}" + "-split" * split + "-pdl" * pdl,
         function=linear_kernel,
         signature={**pointers, **dict.fromkeys((*strides, "rows", "scale_stride", "prefetch_bytes"), "i32")},
         constexprs={
             "BM": config.block_m,
             "BN": config.block_n,
             "BK": config.block_k,
-            "EVEN_K": k % config.block_k == 0,
+            "CHAINS": config.chains,
+            "SEQUENTIAL": config.sequential,
+            "EVEN_K": is_even(config, k),
             "FP8": fp8,
             "SPLIT": split,
             "PDL": pdl,
             "PREFETCH_PARTS": parts,
+            "ON_DEVICE": True,
             **absent,
         },
         num_warps=config.num_warps,

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear.config import PART_UNIT, block_rows, linear_config, read_table
+from compiled_mtp.ops.linear.reference import linear_reference
+from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
 
 def block_fp8(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,8 +36,93 @@ def test_fp8_equals_float64(n: int, k: int) -> None:
     torch.testing.assert_close(linear(x, weight, scale), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
 
 
+def test_registration_and_compile() -> None:
+    weight = torch.randn(24, 16)
+    cases = [(torch.randn(m, 16), weight, None, False, False) for m in (3, 5)]
+    check_registration(torch.ops.compiled_mtp.linear.default, cases[0])
+    check_compiles(linear, cases)
+    fp8, scale, _ = block_fp8(24, 16)
+    check_compiles(linear, [(torch.randn(m, 16).bfloat16(), fp8, scale, True, True) for m in (3, 5)])
+
+
+@pytest.mark.parametrize(
+    "dtype, out_float32", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+@pytest.mark.parametrize("n, k", [(96, 64), (333, 1000), (17, 5120)])
+def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, out_float32: bool, n: int, k: int) -> None:
+    x, weight = torch.randn(257, k).to(dtype), torch.randn(n, k).to(dtype)
+    sizes = [*range(1, 34), 63, 64, 65, 127, 128, 200]
+    check_row_invariance(lambda m: linear(x[:m], weight, None, out_float32), sizes, 257)
+
+
+def test_rows_do_not_depend_on_each_other_fp8() -> None:
+    x = torch.randn(65, 300).bfloat16()
+    weight, scale, _ = block_fp8(200, 300)
+    check_row_invariance(lambda m: linear(x[:m], weight, scale), range(1, 65), 65)
+
+
+# (rows, N, K, FP8): two row tiles and a partial one, N and K that no tile divides, K in one and two parts.
+@pytest.mark.parametrize(
+    "rows, n, k, fp8",
+    [
+        (3, 40, 600, False),
+        (3, 40, 1100, False),
+        (37, 70, 256, False),
+        (3, 200, 300, True),
+        (20, 40, 1100, True),
+    ],
+)
+@pytest.mark.parametrize("out_float32", [False, True])
+def test_kernel_in_interpreter(
+    interpreter: None, rows: int, n: int, k: int, fp8: bool, out_float32: bool
+) -> None:
+    from compiled_mtp.ops.linear.kernel import launch
+
+    wide = torch.randn(rows, k + 8).bfloat16()
+    wide[:, k:] = float("nan")
+    weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
+    if fp8:
+        weight, scale, _ = block_fp8(n, k)
+        scale = scale * k**-0.5
+    args = (wide[:, :k], weight, scale, out_float32, False)
+    rtol = 1e-5 if out_float32 else 8e-3
+    # Twice: the second launch finds the arrival counters as the first left them.
+    for _ in range(2):
+        check_launch(launch, linear_reference, args, rtol=rtol, atol=1e-5)
+
+
+def test_kernel_float32_in_interpreter(interpreter: None) -> None:
+    from compiled_mtp.ops.linear.kernel import launch
+
+    x, weight = torch.randn(18, 70), torch.randn(40, 70)
+    check_launch(launch, linear_reference, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
+
+
+def test_one_split_for_every_number_of_rows() -> None:
+    weights = [(n, k, d) for n in (257, 1024, 5120, 34816) for k in (1024, 6144) for d in (torch.bfloat16,)]
+    for entry in read_table().get("sm_90", {}):
+        shape, dtype = entry.split()
+        n, k = map(int, shape.split("x"))
+        weights.append((n, k, {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype]))
+    for n, k, dtype in weights:
+        configs = [
+            linear_config("sm_90", 227 * 1024, n, k, torch.bfloat16, dtype, block_rows(rows), False)
+            for rows in (1, 17, 33, 65, 512)
+        ]
+        assert len({(config.part_length(k), config.chains) for config in configs}) == 1
+        for config in configs:
+            assert PART_UNIT % config.block_k == 0
+            assert config.num_stages * config.stage_bytes(2, dtype.itemsize) <= 227 * 1024
+            if dtype == torch.float8_e4m3fn:
+                # A tile must lie in one block of scales, and a step must be one block.
+                assert config.block_k == 128
+                assert 128 % config.block_n == 0
+
+
 def test_bad_arguments_raise() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="x must have columns"):
+        linear(torch.zeros(2, 0), torch.zeros(4, 0))
     with pytest.raises(ValueError, match="x must have shape"):
         linear(x, torch.zeros(4, 9))
     with pytest.raises(ValueError, match="x must have dtype"):
