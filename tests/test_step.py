@@ -219,30 +219,3 @@ def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_be
         streams.append(tokens)
     # The prompt has 70 tokens: 10 tokens fit into 80.
     assert streams[0][:10] == streams[1][:10]
-
-
-def test_the_whole_step_compiles_as_one_graph_with_the_same_tokens() -> None:
-    streams = []
-    for is_compiled in (False, True):
-        torch._dynamo.reset()
-        step = tiny.build_step(CONFIGS["dense"], 2)
-        if is_compiled:
-            with torch._inductor.config.patch(emulate_precision_casts=True, split_reductions=False):
-                step.decode = torch.compile(step.decode, fullgraph=True, dynamic=False)
-                step.prefill = torch.compile(step.prefill, fullgraph=True, dynamic=False)
-                step.first_token = torch.compile(step.first_token, fullgraph=True, dynamic=False)
-                streams.append(decode_some(step))
-        else:
-            streams.append(decode_some(step))
-    assert streams[0] == streams[1]
-
-
-def decode_some(step: Step) -> dict[int, list[int]]:
-    out = {}
-    for slot in (1, 3):
-        tiny.admit(step, slot, seed=slot, temperature=TEMPERATURES[slot])
-        out[slot] = [tiny.prefill(step, slot, prompt_of(1)[:64])]
-    while min(map(len, out.values())) < COUNT:
-        for slot, tokens in zip(out, tiny.decode(step, list(out)), strict=True):
-            out[slot] += tokens
-    return {slot: tokens[:COUNT] for slot, tokens in out.items()}

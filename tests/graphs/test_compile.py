@@ -1,0 +1,76 @@
+"""Compiled code: no row reduction is the compiler's, no cache is copied, serving compiles nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from compiled_mtp.graphs.buckets import Bucket
+from compiled_mtp.graphs.compile import compile_program, compiler_settings
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.step import Step
+from tests import tiny
+from tests.checkpoints import write_checkpoint
+from tests.engines import make_engine
+
+# What Inductor's C++ code calls a floating-point reduction.
+REDUCTION = re.compile(r"tmp_acc\d+(_vec)?\s*=|vec_reduce_all|welford|cascade_sum")
+
+
+def generated_code(step: Step, groups: int) -> str:
+    """The code Inductor makes of a decode bucket."""
+    torch._dynamo.reset()
+    with compiler_settings(), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        program = compile_program(step.decode, f"decode_{groups}", "replay", is_graph=False)
+        _, code = run_and_get_code(program, torch.zeros(groups, dtype=torch.int32))
+    return "\n".join(code)
+
+
+def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache() -> None:
+    step = tiny.build_step(tiny.tiny_config(num_layers=2, is_full_attention=(False, True)), 1)
+    code = generated_code(step, 2)
+    kernels = re.findall(r"cpp_fused_\w+\s*=\s*async_compile.*?'''\)", code, re.DOTALL) or [code]
+    for kernel in kernels:
+        for line in kernel.splitlines():
+            if REDUCTION.search(line):
+                # Integer reductions are exact in every order: the count of accepted drafts.
+                assert "int64_t" in kernel, kernel
+                assert "float tmp_acc" not in kernel, kernel
+    buffers = [*step.kv_cache.buffers(), *step.state_cache.buffers()]
+    shapes = {tuple(buffer.shape) for buffer in buffers}
+    allocated = re.findall(r"empty_strided\w*\(\((\d+(?:, \d+)*),?\)", code)
+    assert allocated
+    assert not shapes & {tuple(map(int, shape.split(", "))) for shape in allocated}
+
+
+def test_the_check_on_reductions_can_fail() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        program = torch.compile(lambda x: (x * x).sum(-1), fullgraph=True, dynamic=False)
+        _, code = run_and_get_code(program, torch.randn(4, 512))
+    assert REDUCTION.search("\n".join(code))
+
+
+def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_path: Path) -> None:
+    """Step.decode, prefill and first_token compile as one graph each, and a second shape is an error."""
+    write_checkpoint(tmp_path, num_layers=4, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    prompts = [[5], list(range(70)), list(range(3))]
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
+    outputs = []
+    for compile in ("off", "on"):
+        torch._dynamo.reset()
+        engine = make_engine(tmp_path, mtp_step=2, max_batch=2, batch_sizes=(2,), compile=compile)
+        with torch.compiler.set_stance("fail_on_recompile" if compile == "on" else "default"):
+            outputs.append([output.new_token_ids for output in engine.generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+    program = engine.runner.programs._decode[Bucket(6, 2)]
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(RuntimeError, match="recompil"),
+    ):
+        program(torch.zeros(3, dtype=torch.int32))
