@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 CURVES = "curves.png"
 
 CARD = """\
@@ -67,7 +69,8 @@ Draft acceptance with `mtp_step` 3, from {prefixes} prefixes of 256 tokens out o
 all before it). Rounds whose last 32 new tokens hold a 16-gram twice are counted apart as looping: a
 small model repeats itself, and drafts of a repetition are easy. Shared noise: draft and target draw
 with the same Gumbel noise, as the engine does; argmax drafts: the draft proposes its most likely
-token.
+token. On the same tokens, shared noise gives {gain:.0%} more tokens a round than argmax drafts.
+"training model" is the tool's plain PyTorch in float32; the engine has no argmax drafts.
 
 | decoded by | temperature | drafts | rounds | tokens a round | P(0) | P(1) | P(2) |
 |---|---|---|---|---|---|---|---|
@@ -115,6 +118,8 @@ def _acceptance_rows(evaluation: dict[str, Any]) -> str:
 def write_card(record: dict[str, Any], out: Path) -> None:
     """Write README.md and the curves to `out` from the contents of training.json."""
     shape, recipe, evaluation = record["shape"], record["recipe"], record["evaluation"]
+    plain = evaluation["plain"]
+    shared, argmax = (plain[name]["all"]["mean_new_tokens"] for name in ("shared_noise", "argmax_drafts"))
     attention = shape["num_layers"] // shape["full_attention_interval"]
     examples = "\n\n".join(
         f"```python\n{example['prompt']}# ---- written by the model from here ----\n{example['text']}\n```"
@@ -135,7 +140,8 @@ def write_card(record: dict[str, Any], out: Path) -> None:
         hardware=record["hardware"],
         torch=record["torch"],
         seconds=record["seconds"],
-        bits_per_byte=evaluation["plain"]["bits_per_byte"],
+        gain=shared / argmax - 1,
+        bits_per_byte=plain["bits_per_byte"],
         prefixes=evaluation["prefixes"],
         acceptance=_acceptance_rows(evaluation),
         examples=examples,
@@ -145,12 +151,8 @@ def write_card(record: dict[str, Any], out: Path) -> None:
 
 
 def _draw_curves(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (loss, agreement) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    loss, agreement = figure.subplots(1, 2)
     first = [point for point in record["curve"] if point["phase"] == 1]
     checked = [point for point in record["curve"] if "heldout_bits" in point]
     bits = 1 / 0.6931471805599453
@@ -168,4 +170,3 @@ def _draw_curves(record: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
