@@ -132,3 +132,22 @@ def test_graph_replays_with_new_rows() -> None:
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, block())
+
+
+def test_every_e4m3_code_is_widened_exactly() -> None:
+    # Products with one-hot rows are the weights themselves, and silu(g) * 1 shows them through `down`.
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+    codes[127], codes[255] = 0, 0
+    width, inner = 256, 128
+    down = codes.repeat(inner, 1).t().contiguous().view(torch.float8_e4m3fn)[None].repeat(2, 1, 1)
+    gate_up = torch.zeros(2, 2 * inner, width, device="cuda")
+    gate_up[:, 0, 0] = 64.0
+    gate_up[:, inner, 0] = 1.0
+    ones = (torch.ones(2, 2, 2, device="cuda"), torch.ones(2, 2, 1, device="cuda"))
+    x = torch.zeros(3, width, dtype=torch.bfloat16, device="cuda")
+    x[:, 0] = 1.0
+    weights = torch.tensor([[0.0, 1.0]] * 3, device="cuda")
+    ids = torch.tensor([[0, 1]] * 3, dtype=torch.int32, device="cuda")
+    y = moe_experts(x, weights, ids, gate_up.to(torch.float8_e4m3fn), down, *ones)
+    # The hidden row is (64, 0, ..., 0).
+    assert torch.equal(y.float(), (64.0 * down[0, :, 0].float()).expand(3, width))

@@ -75,7 +75,7 @@ def test_flat_logits_give_the_reference_tokens() -> None:
     assert_reference_tokens(mixed_case(8, 1, scale=0.5) | {"logits": torch.randn(8, VOCAB)})
 
 
-@pytest.mark.parametrize("vocab", [5, 64, 2100, 5000])
+@pytest.mark.parametrize("vocab", [37, 64, 2100, 5000])
 def test_every_processor_gives_the_reference_tokens(vocab: int) -> None:
     assert_reference_tokens(full_case(vocab, 3))
 
@@ -91,13 +91,13 @@ def test_rows_do_not_depend_on_their_company(with_tables: bool) -> None:
 
 
 def test_tokens_have_the_specified_distribution() -> None:
-    logits = torch.randn(1, 50) * 1.5
+    logits = torch.randn(1, 50)
     repeats = 20000
     parameters: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
         {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "min_p": 0.02},
     ]
     for over in parameters:
         case = make_case(logits.expand(repeats, 50).contiguous(), repeats, seed=torch.arange(repeats), **over)

@@ -56,12 +56,12 @@ def test_matches_a_float64_loop(rows: int, dtype: torch.dtype, tolerance: float)
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_rows_do_not_depend_on_their_company(threads: int) -> None:
-    x, weights, ids, gate_up, down = experts_case(40, 8, 3, 192, 72)
+    x, weights, ids, gate_up, down = experts_case(21, 6, 2, 192, 72)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         together = moe_experts(x, weights, ids, gate_up, down)
-        for rows in (1, 2, 3, 7, 16):
+        for rows in (1, 3, 7):
             parts = zip(x.split(rows), weights.split(rows), ids.split(rows), strict=True)
             alone = torch.cat([moe_experts(*part, gate_up, down) for part in parts])
             assert torch.equal(alone, together)

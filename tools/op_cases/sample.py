@@ -29,7 +29,7 @@ def make_inputs(
     generator = torch.Generator(device).manual_seed(seed)
     logits = torch.randn(rows, vocab, device=device, generator=generator) * 2
     head = torch.randint(0, vocab, (rows, 300), device=device, generator=generator)
-    logits.scatter_add_(1, head, 16 - torch.arange(300, device=device).expand(rows, 300).float().log() * 2)
+    logits.scatter_add_(1, head, 16 - torch.arange(1, 301, device=device).expand(rows, 300).float().log() * 2)
 
     def table(name: str, dtype: torch.dtype, neutral: float = 0.0) -> torch.Tensor:
         return torch.full((rows + 1,), parameters.get(name, neutral), dtype=dtype, device=device)
