@@ -2,11 +2,12 @@
 
     python tools/bench_step.py --shape 4b --mtp-step 0,3 --batch 1,8,32
 
-Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row: milliseconds
-a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the step must read
-and write, over the read bandwidth measured in the same run), their ratio, host microseconds a step, the share
-of the step in which the GPU idles, kernels a step, tokens a second, and milliseconds a token of one request.
-Nothing is printed for a shape whose decode rows are not bit-equal between the buckets that are timed.
+Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row:
+milliseconds a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
+step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
+a step, the share of the step in which the GPU idles, kernels a step, tokens a second, and milliseconds a
+token of one request. Nothing is printed for a shape whose decode rows are not bit-equal between the buckets
+that are timed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bench_op import read_bandwidth
 from op_cases import SHAPES
 
 from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner import Runner
@@ -125,8 +127,9 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
                 total += parameter.nbytes
         return total
 
-    state = sum(buffer[0].nbytes for layer in step.state_cache.layers for buffer in [layer.state])
-    block = step.kv_cache.layers[0].kv[0].nbytes / step.kv_cache.block_size
+    state = sum(b[0].nbytes for name, b in step.state_cache.named_buffers() if name.endswith("state"))
+    kv = next(step.kv_cache.buffers())
+    block = kv[0].nbytes / step.kv_cache.block_size
     items = {
         "target_layers": sum(layer_bytes(layer, rows) for layer in step.target.layers),
         "target_head": float(head),
@@ -184,10 +187,10 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
     """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
     target = runner.step.target
     width = runner.config.mtp_step + 1
-    weights = {module.weight.shape: module.weight for module in target.modules() if hasattr(module, "weight")}
-    for weight in weights.values():
-        if weight.dim() != 2:
-            continue
+    weights = {
+        module.weight.shape: module.weight for module in target.modules() if isinstance(module, Linear)
+    }
+    for weight in [*weights.values(), target.head_weight]:
         x = torch.randn(max(batches) * width, weight.shape[1], device=runner.device).to(weight.dtype)
         whole = linear(x, weight, None, True, False)
         for batch in batches:
@@ -264,7 +267,7 @@ def count_kernels(runner: Runner, slots: tuple[int, ...]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         runner.programs.decode(slots)
         torch.cuda.synchronize()
-    return sum(1 for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(1 for event in trace.events() if str(event.device_type).endswith("CUDA"))
 
 
 def main() -> None:
@@ -330,10 +333,11 @@ def main() -> None:
                     "total_s": round(time.perf_counter() - begin, 1),
                 }
                 print(
-                    f"S={mtp_step} {mode:15} B={batch:<3} step {row['step_ms']:7.3f} ms  gpu {row['gpu_ms']:7.3f}  "
-                    f"floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  host {row['host_us']:6.1f} us  "
-                    f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  {row['tokens_per_s']:.0f} tok/s  "
-                    f"start {startup_s:.0f} s"
+                    f"S={mtp_step} {mode:15} B={batch:<3} step {row['step_ms']:7.3f} ms  "
+                    f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
+                    f"host {row['host_us']:6.1f} us  "
+                    f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
+                    f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
                 )
                 print(json.dumps(row), flush=True)
             del runner

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 SCALE_BLOCK = 128  # rows and columns of an FP8 weight that share one scale
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
-ROW_UNIT = 8
+ROW_UNIT = 4
 WEIGHT_ROWS_PER_CAST = 8192
 
 
@@ -29,8 +29,11 @@ def linear_reference(
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
     rows, in_features = x.shape
-    padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)
-    padded[:rows] = x
+    if prefill or rows % ROW_UNIT == 0:
+        padded = x.float()
+    else:
+        padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)
+        padded[:rows] = x
     if weight.dtype == torch.float32:
         y = F.linear(padded, weight)
     else:

@@ -1,0 +1,121 @@
+"""Decode the same prompts on the same CPU with this engine and with transformers' `generate`, in one run.
+
+    python tools/bench_transformers.py --prompt-file examples/prompts.jsonl --max-tokens 128
+
+Greedy, float32, one prompt at a time, both warmed up; the engine uncompiled at mtp_step 0 and at
+--mtp-step. The tokens must be the same first (transformers computes in another order, so a position where
+its two best logits are closer than 1e-3 may differ, and what follows with it). Ends in one JSON line:
+tokens a second and ratios, medians of --repeats alternating runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from compiled_mtp import Engine, EngineConfig, SamplingParams
+
+NEAR_TIE = 1e-3
+
+
+def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
+    """Raise AssertionError where a token is not the argmax of transformers' logits and the choice was
+    clear."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ours])).logits[0, len(prompt) - 1 : -1]
+    best = logits.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] >= NEAR_TIE
+    wrong = (logits.argmax(-1) != torch.tensor(ours)) & is_clear
+    assert not wrong.any(), f"token {int(wrong.nonzero()[0])} differs from transformers"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompt-file", type=Path, required=True, help=".jsonl with one prompt a line")
+    parser.add_argument("--model", type=Path, default=EngineConfig().model)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--mtp-step", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=0.0, ignore_eos=True)
+    engines = {
+        step: Engine(EngineConfig(model=arguments.model, device="cpu", mtp_step=step, max_batch=1))
+        for step in (0, arguments.mtp_step)
+    }
+    tokenizer = engines[0].tokenizer
+    assert tokenizer is not None
+    texts = [json.loads(line)["prompt"] for line in arguments.prompt_file.read_text().splitlines() if line]
+    prompts = [tokenizer.encode(text) for text in texts]
+
+    def with_engine(step: int) -> list[list[int]]:
+        return [engines[step].generate([prompt], params)[0].new_token_ids for prompt in prompts]
+
+    def with_transformers() -> list[list[int]]:
+        made = []
+        for prompt in prompts:
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=arguments.max_tokens,
+                min_new_tokens=arguments.max_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+            made.append(out[0, len(prompt) :].tolist())
+        return made
+
+    ways: dict[str, Callable[[], list[list[int]]]] = {
+        "transformers": with_transformers,
+        "mtp_step 0": lambda: with_engine(0),
+        f"mtp_step {arguments.mtp_step}": lambda: with_engine(arguments.mtp_step),
+    }
+    outputs = {name: way() for name, way in ways.items()}
+    assert outputs["mtp_step 0"] == outputs[f"mtp_step {arguments.mtp_step}"], "tokens depend on mtp_step"
+    for prompt, ours in zip(prompts, outputs["mtp_step 0"], strict=True):
+        check_same(model, prompt, ours)
+    count = len(prompts) * arguments.max_tokens
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(arguments.repeats):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            speeds[name].append(count / (time.perf_counter() - begin))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    for name, speed in medians.items():
+        print(f"{name:13} {speed:7.1f} tokens/s  {speed / medians['transformers']:.2f} x transformers")
+    fastest = medians[f"mtp_step {arguments.mtp_step}"]
+    print(
+        json.dumps(
+            {
+                "tokens_per_s": {name: round(speed, 1) for name, speed in medians.items()},
+                "ratio_to_transformers": round(fastest / medians["transformers"], 2),
+                "ratio_to_mtp_step_0": round(fastest / medians["mtp_step 0"], 2),
+                "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
+                "num_threads": arguments.num_threads,
+                "prompts": len(prompts),
+                "max_tokens": arguments.max_tokens,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
