@@ -20,29 +20,33 @@ import triton.language as tl
 from compiled_mtp.ops.variants import KernelVariant
 
 MAX_VERIFY_WINDOW = 8
+WIDE_PROGRAMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
 # sums may be contracted in one of them only.
 FUSION = {"enable_fp_fusion": False}
-COMBINE_SPLITS = 32
+COMBINE_SPLITS = 64
+# Sizes that differ from call to call: one binary serves them all, W = 1 included.
+PREFILL_UNSPECIALIZED = ("window", "max_blocks", "first_key", "table_stride")
+UNSPECIALIZED = (*PREFILL_UNSPECIALIZED, "num_requests", "num_splits", "num_keys")
 
 
 @triton.jit
 def split_of(key):
-    """The split that holds a key: 128 keys each below 2048, then 256, from 8192 512, from 32768 1024."""
-    far = tl.where(key < 32768, 40 + (key - 8192) // 512, 88 + (key - 32768) // 1024)
-    return tl.where(key < 2048, key // 128, tl.where(key < 8192, 16 + (key - 2048) // 256, far))
+    """The split that holds a key: 128 keys each below 2048, then 256, from 32768 1024."""
+    far = tl.where(key < 32768, 16 + (key - 2048) // 256, 136 + (key - 32768) // 1024)
+    return tl.where(key < 2048, key // 128, far)
 
 
 @triton.jit
 def split_begin(split):
     """The first key of a split."""
-    far = tl.where(split < 88, 8192 + (split - 40) * 512, 32768 + (split - 88) * 1024)
-    return tl.where(split < 16, split * 128, tl.where(split < 40, 2048 + (split - 16) * 256, far))
+    far = tl.where(split < 136, 2048 + (split - 16) * 256, 32768 + (split - 136) * 1024)
+    return tl.where(split < 16, split * 128, far)
 
 
 def count_splits(num_keys: int) -> int:
     """Splits that `num_keys` keys from position 0 reach into."""
-    steps = ((0, 2048, 128), (2048, 8192, 256), (8192, 32768, 512), (32768, max(num_keys, 32768), 1024))
+    steps = ((0, 2048, 128), (2048, 32768, 256), (32768, max(num_keys, 32768), 1024))
     return sum(-(-(min(num_keys, end) - begin) // size) for begin, end, size in steps if num_keys > begin)
 
 
@@ -99,6 +103,13 @@ def attend_tile(
     scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale_log2
     if HAS_SCALE:
         scores = scores * tl.load(scales + offset, mask=is_key, other=0.0)[None, :]
+        v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=1.0)
+        if IS_TAIL:
+            v_scale = tl.where(v_scale < float("inf"), v_scale, 1.0)
+        # A value's scale joins the exponent of its weight, so that the weights of scaled values lie in 0 .. 1
+        # whatever the scales are; the total divides it out again. A zero vector's scale may be any.
+        v_scale = tl.maximum(v_scale, 1e-20)
+        scores = scores + tl.log2(v_scale)[None, :]
     is_seen = is_key[None, :]
     if IS_TAIL:
         is_seen = is_seen & (key[None, :] <= row_position[:, None])
@@ -107,17 +118,15 @@ def attend_tile(
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     weights = tl.exp2(scores - base[:, None])
     factor = tl.exp2(largest - base)
-    total = total * factor + tl.sum(weights, 1)
+    if HAS_SCALE:
+        total = total * factor + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+    else:
+        total = total * factor + tl.sum(weights, 1)
     acc = acc * factor[:, None]
     v = tl.load(at + half_stride, mask=is_key[:, None], other=0.0)
     v = v.to(queries.dtype)
     if IS_TAIL:
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
-    if HAS_SCALE:
-        v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=0.0)
-        if IS_TAIL:
-            v_scale = tl.where(v_scale < float("inf"), v_scale, 0.0)
-        weights = weights * v_scale[None, :]
     acc = tl.dot(weights.to(queries.dtype), v, acc, input_precision="ieee")
     return acc, new_largest, total
 
@@ -146,8 +155,12 @@ def attend_range(
     BN: tl.constexpr,
     IN_ONE_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1."""
+    if HAS_SCALE and queries.dtype == tl.bfloat16:
+        # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
+        queries = queries.to(tl.float16)
     acc = tl.zeros((BM, HD), tl.float32)
     largest = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -164,7 +177,7 @@ def attend_range(
             scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False,
         )  # fmt: skip
     begin += num_whole * BN
-    for i in tl.range(0, tl.cdiv(tl.maximum(end - begin, 0), BN), num_stages=1, disable_licm=True):
+    for i in tl.range(0, tl.cdiv(tl.maximum(end - begin, 0), BN), num_stages=TAIL_STAGES, disable_licm=True):
         acc, largest, total = attend_tile(
             acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
@@ -173,7 +186,7 @@ def attend_range(
     return acc, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def verify_kernel(
     q,
     kv,
@@ -206,17 +219,19 @@ def verify_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     MAX_REQUESTS: tl.constexpr,
+    MAX_WINDOW: tl.constexpr,
     IN_ONE_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     requests = tl.arange(0, MAX_REQUESTS)
-    last = tl.full((MAX_REQUESTS,), -1, tl.int64)
-    for k in range(window):
-        at = positions + requests * window + k
-        last = tl.maximum(last, tl.load(at, mask=requests < num_requests, other=-1))
-    last = tl.minimum(last, max_blocks * block_size - 1).to(tl.int32)
+    step = tl.arange(0, MAX_WINDOW)
+    is_step = (requests < num_requests)[:, None] & (step < window)[None, :]
+    places = (requests * window)[:, None] + step[None, :]
+    last = tl.max(tl.load(positions + places, mask=is_step, other=-1).to(tl.int32), 1)
+    last = tl.minimum(last, max_blocks * block_size - 1)
     first_split = split_of(first_key)
     counts = tl.where(last >= first_key, split_of(last) + 1 - first_split, 0)
     ends = tl.cumsum(counts, 0)
@@ -266,6 +281,7 @@ def verify_kernel(
             BN,
             IN_ONE_BLOCK,
             HAS_SCALE,
+            TAIL_STAGES,
         )
         # Rows of an item lie one after another: one address and constant offsets.
         part = (
@@ -278,7 +294,7 @@ def verify_kernel(
         tl.store(part_total + part + row, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
     part_sum,
     part_largest,
@@ -311,27 +327,24 @@ def combine_kernel(
     part = row // window * num_splits * step
     part += head // GROUP * window * GROUP + row % window * GROUP + head % GROUP
     lane = tl.arange(0, SPLITS)
-    lane_largest = tl.full((SPLITS,), -float("inf"), tl.float32)
+    largest = -float("inf")
+    acc = tl.zeros((BD,), tl.float32)
+    denominator = 0.0
     for start in range(begin // SPLITS * SPLITS, end, SPLITS):
         split = start + lane
         is_split = (split >= begin) & (split < end)
-        lane_largest = tl.maximum(
-            lane_largest, tl.load(part_largest + part + split * step, mask=is_split, other=-float("inf"))
-        )
-    largest = tl.max(lane_largest, 0)
-    base = tl.where(largest == -float("inf"), 0.0, largest)
-    acc = tl.zeros((SPLITS, BD), tl.float32)
-    total = tl.zeros((SPLITS,), tl.float32)
-    for start in range(begin // SPLITS * SPLITS, end, SPLITS):
-        split = start + lane
-        is_split = (split >= begin) & (split < end)
-        split_largest = tl.load(part_largest + part + split * step, mask=is_split, other=-float("inf"))
-        factor = tl.exp2(split_largest - base)
-        total += factor * tl.load(part_total + part + split * step, mask=is_split, other=0.0)
-        at = (part + split * step)[:, None] * HD + dim[None, :]
-        acc += factor[:, None] * tl.load(part_sum + at, mask=is_split[:, None], other=0.0)
-    denominator = tl.sum(total, 0)
-    value = tl.sum(acc, 0) / tl.where(denominator == 0.0, 1.0, denominator)
+        at = part + split * step
+        split_largest = tl.load(part_largest + at, mask=is_split, other=-float("inf"))
+        split_total = tl.load(part_total + at, mask=is_split, other=0.0)
+        sums = tl.load(part_sum + at[:, None] * HD + dim[None, :], mask=is_split[:, None], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(split_largest, 0))
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        weight = tl.exp2(split_largest - base)
+        factor = tl.exp2(largest - base)
+        acc = acc * factor + tl.sum(sums * weight[:, None], 0)
+        denominator = denominator * factor + tl.sum(split_total * weight, 0)
+        largest = new_largest
+    value = acc / tl.where(denominator == 0.0, 1.0, denominator)
     g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim).to(tl.float32)
     value = value * (1.0 / (1.0 + tl.exp(-g)))
     tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))
@@ -346,7 +359,7 @@ def gate_and_store(value, gate, out, row, is_row, gate_row_stride, out_row_strid
     tl.store(at, value.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PREFILL_UNSPECIALIZED)
 def prefill_kernel(
     q,
     gate,
@@ -418,6 +431,7 @@ def prefill_kernel(
         BN,
         IN_ONE_BLOCK,
         HAS_SCALE,
+        1,
     )
     value = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out += (first_row * (HKV * GROUP) + head) * HD
@@ -438,18 +452,23 @@ class Configuration(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    tail_stages: int = 1
 
 
 def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Configuration:
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1, 4)
-    return Configuration(64, 32 if hd == 256 else 64, 4, 2, 2 if hd == 256 else 4)
+    tail_stages = 1 if has_scale else 2
+    if hd == 256:
+        return Configuration(64, 32, 4, 2, 2, tail_stages)
+    return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 
-def prefill_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Configuration:
+def prefill_configuration(dtype: torch.dtype, is_wide: bool) -> Configuration:
+    """is_wide: tiles of 128 rows are enough programs to keep a GPU busy."""
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1)
-    return Configuration(128, 64, 8, 2)
+    return Configuration(128, 64, 8, 2) if is_wide else Configuration(64, 32, 4, 2)
 
 
 @lru_cache
@@ -484,8 +503,10 @@ def launch(
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
     is_verify = window <= MAX_VERIFY_WINDOW
-    choose = verify_configuration if is_verify else prefill_configuration
-    config = choose(q.dtype, kv_scale is not None, hd)
+    if is_verify:
+        config = verify_configuration(q.dtype, kv_scale is not None, hd)
+    else:
+        config = prefill_configuration(q.dtype, hq * num_requests * triton.cdiv(window, 128) >= WIDE_PROGRAMS)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
     scale_log2 = softmax_scale * math.log2(math.e)
     tiles = {
@@ -545,7 +566,9 @@ def launch(
         num_splits,
         first_key,
         scale_log2,
-        MAX_REQUESTS=max(64, triton.next_power_of_2(num_requests)),
+        MAX_REQUESTS=max(32, triton.next_power_of_2(num_requests)),
+        MAX_WINDOW=MAX_VERIFY_WINDOW,
+        TAIL_STAGES=config.tail_stages,
         **tiles,
         **FUSION,
     )
@@ -597,26 +620,30 @@ def variants() -> list[KernelVariant]:
             }
             shared = {"HKV": hkv, "GROUP": group, "HD": hd}
             routes = (
-                ("verify", verify_kernel, verify_configuration),
+                ("verify", verify_kernel, verify_configuration(names[dtype], has_scale, hd)),
                 ("combine", combine_kernel, None),
-                ("prefill", prefill_kernel, prefill_configuration),
+                ("prefill", prefill_kernel, prefill_configuration(names[dtype], True)),
+                ("short-prefill", prefill_kernel, prefill_configuration(names[dtype], False)),
             )
-            for route, function, choose in routes:
-                if choose is None:
+            for route, function, config in routes:
+                if config is None:
                     if has_scale:
                         continue
                     constants = {**shared, "BD": min(hd, 64), "SPLITS": COMBINE_SPLITS}
                     pipeline = {"num_warps": 4}
+                elif route == "short-prefill" and dtype == "fp32":
+                    continue
                 else:
-                    config = choose(names[dtype], has_scale, hd)
                     constants = {**shared, "BM": config.BM, "BN": config.BN}
                     constants |= {"IN_ONE_BLOCK": True, "HAS_SCALE": has_scale}
                     if route == "verify":
-                        constants["MAX_REQUESTS"] = 64
+                        constants |= {"MAX_REQUESTS": 32, "MAX_WINDOW": MAX_VERIFY_WINDOW}
+                        constants["TAIL_STAGES"] = config.tail_stages
                     pipeline = {"num_warps": config.num_warps, "num_stages": config.num_stages}
                 arguments = [n for n in function.arg_names if n not in constants]
                 aligned = [n for n in arguments if n in tensors and n != "scale_log2"]
                 aligned += [n for n in arguments if n.endswith("_stride") or n == "block_size"]
+                aligned = [n for n in aligned if n not in UNSPECIALIZED]
                 result.append(
                     KernelVariant(
                         name=f"{route}-{cache}-{hkv * group}-{hkv}-{hd}",

@@ -27,31 +27,29 @@ def make(
 
     Pages lie in random order; what no row may read, in used and unused pages, is NaN.
     """
-    g = torch.Generator().manual_seed(seed)
-    num_requests = len(lengths)
+    g = torch.Generator(device).manual_seed(seed)
     needed = [-(-n // block_size) for n in lengths]
     num_blocks = sum(needed) + 3
-    order = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
-    table = torch.full((num_requests, max(max_blocks, max(needed) + 1)), -1, dtype=torch.int32)
-    kv = torch.full((num_blocks, 2, num_kv_heads, block_size, hd), torch.nan)
-    positions = torch.empty(num_requests * window, dtype=torch.int64)
-    for b, length in enumerate(lengths):
-        positions[b * window : (b + 1) * window] = torch.arange(length - window, length)
-        for i in range(needed[b]):
-            block = order.pop()
-            table[b, i] = block
-            n = min(block_size, length - i * block_size)
-            kv[block, :, :, :n] = torch.randn(2, num_kv_heads, n, hd, generator=g)
+    kv = torch.randn(num_blocks, 2, num_kv_heads, block_size, hd, generator=g, device=device)
+    order = torch.randperm(num_blocks - 1, generator=g, device=device) + 1
+    kv[0] = torch.nan
+    kv[order[sum(needed) :]] = torch.nan
+    table = torch.full((len(lengths), max(max_blocks, max(needed) + 1)), -1, dtype=torch.int32, device=device)
+    for b, (length, blocks) in enumerate(zip(lengths, order[: sum(needed)].split(needed), strict=True)):
+        table[b, : len(blocks)] = blocks
+        if length % block_size:
+            kv[blocks[-1], :, :, length % block_size :] = torch.nan
+    positions = torch.cat([torch.arange(n - window, n, device=device) for n in lengths])
     scale = None
     if fp8:
-        scale = torch.nan_to_num(kv).abs().amax(-1) / 448
-        scale = torch.where(kv.isnan().any(-1), torch.nan, scale)
+        scale = kv.abs().amax(-1) / 448  # NaN where kv is
         kv = (kv / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
-        scale = scale.to(device)
-    heads = torch.randn(num_requests * window, num_q_heads, 2, hd, generator=g).to(device, dtype)
+    else:
+        kv = kv.to(dtype)
+    rows = len(positions)
+    heads = torch.randn(rows, num_q_heads, 2, hd, generator=g, device=device).to(dtype)
     q, gate = heads[:, :, 0].contiguous(), heads[:, :, 1]
-    kv = kv.to(device) if fp8 else kv.to(device, dtype)
-    return [q, gate, kv, scale, table.to(device), positions.to(device), hd**-0.5, 0]
+    return [q, gate, kv, scale, table, positions, hd**-0.5, 0]
 
 
 def exact(

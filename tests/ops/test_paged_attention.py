@@ -221,7 +221,7 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
 def test_splits_cover_every_key_once(interpreter):
     from compiled_mtp.ops.paged_attention.kernel import count_splits
 
-    sizes = [128] * 16 + [256] * 24 + [512] * 48 + [1024] * 10
+    sizes = [128] * 16 + [256] * 120 + [1024] * 10
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for keys in (1, 128, 129, 2047, 2048, 2049, 8192, 8193, 32768, 32769, 40000):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)
