@@ -31,7 +31,7 @@ from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name
 from compiled_mtp.ops.linear.kernel import is_even, launch_config
 
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 4096)
-FIRST_PREFETCH = 1024
+FIRST_PREFETCH = 0
 MAX_SETS = 128
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 

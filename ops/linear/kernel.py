@@ -130,9 +130,8 @@ def linear_kernel(
     # Weight rows beyond N are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
     if PDL:
-        # The next kernel may come as soon as all our programs run. The weight does not depend on the kernel
-        # before, so its first columns travel to L2 while that one finishes.
-        gdc_launch_dependents()
+        # The weight does not depend on the kernel before, so its first columns may travel to L2 while that one
+        # finishes. The next kernel may come when that one has: measured, two that wait crowd the third out.
         if PREFETCH_PARTS > 0:
             address = weight_rows.to(tl.uint64, bitcast=True)[:, None]
             address += tl.arange(0, PREFETCH_PARTS)[None, :].to(tl.uint64) * prefetch_bytes
@@ -145,6 +144,7 @@ def linear_kernel(
                 pack=1,
             )
         gdc_wait()
+        gdc_launch_dependents()
 
     row_inside = (row < rows)[:, None]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + (first_k + in_k)[None, :]

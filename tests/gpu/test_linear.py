@@ -61,13 +61,15 @@ def make(rows: int, n: int, k: int, fp8: bool) -> tuple[torch.Tensor, torch.Tens
     "n, k, fp8", [(*shape, False) for shape in BF16_SHAPES] + [(*shape, True) for shape in FP8_SHAPES]
 )
 def test_as_near_to_float64_as_cublas(rows: int, n: int, k: int, fp8: bool) -> None:
-    x, weight, scale = make(rows, n, k, fp8)
+    many, weight, scale = make(200, n, k, fp8)
+    x = many[:rows]
     values = weight.double() if scale is None else dequantize(weight, scale).double()
     exact = x.double() @ values.T
-    # What a product on tensor cores errs, without scales: those cannot be given to cuBLAS.
+    # What a product on tensor cores errs: without scales, which cuBLAS does not take, and on many rows, since
+    # for few it cuts K into more parts.
     plain = weight.bfloat16()
-    plain_exact = x.double() @ plain.double().T
-    cublas = rel_l2(torch.mm(x, plain.T, out_dtype=torch.float32), plain_exact)
+    plain_exact = many.double() @ plain.double().T
+    cublas = rel_l2(torch.mm(many, plain.T, out_dtype=torch.float32), plain_exact)
     for prefill in (False, True):
         y = linear(x, weight, scale, False, prefill)
         assert rel_l2(y, exact) < 2 * rel_l2(exact.bfloat16(), exact)
