@@ -23,11 +23,10 @@ from compiled_mtp.ops.variants import KernelVariant
 OPTIONS = {"enable_fp_fusion": False}
 GROUP = 64
 MAX_TILE = 2048
-CHUNK_GROUPS = 64
+CHUNK_GROUPS = 32
 TILE_WARPS = 4
 FINISH_WARPS = 16
 _NO_ID = tl.constexpr(2**31 - 1)
-_KEY_OFFSET = tl.constexpr(2**31)
 
 
 @triton.jit
@@ -150,30 +149,83 @@ def key_of(x):
 
 
 @triton.jit
+def key_of_offset(threshold):
+    """The int32 key of a threshold, which is counted from the lowest key."""
+    return (threshold - 2147483648).to(tl.int32)
+
+
+@triton.jit
 def candidates(tempered, groups, num_groups, chunk, GROUP: tl.constexpr, CHUNK_GROUPS: tl.constexpr):
     """Values of a chunk of the listed groups, -inf beyond the list."""
-    lane = tl.arange(0, CHUNK_GROUPS * GROUP)
-    entry = chunk * CHUNK_GROUPS + lane // GROUP
+    entry = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
     group = tl.load(groups + entry, mask=entry < num_groups, other=0)
-    return tl.load(tempered + group * GROUP + lane % GROUP, mask=entry < num_groups, other=float("-inf"))
+    at = tempered + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(at, mask=(entry < num_groups)[:, None], other=float("-inf"))
+    return tl.reshape(x, (CHUNK_GROUPS * GROUP,))
 
 
 @triton.jit
-def weight_of(x, peak, is_mass):
-    """exp(x - peak), or 1 to count; 0 for -inf."""
-    return tl.where(is_mass, tl.exp(x - peak), tl.where(x > float("-inf"), 1.0, 0.0))
+def weigh(x, peak, is_mass, threshold, step):
+    """exp(x - peak), or 1, and where x reaches threshold + r * 4^step for r = 1, 2, 3, -inf excepted."""
+    key = key_of(x)
+    unit = tl.full((), 1, tl.int64) << (2 * step)
+    is_value = x > float("-inf")
+    reach1 = is_value & (key >= key_of_offset(threshold + unit))
+    reach2 = is_value & (key >= key_of_offset(threshold + 2 * unit))
+    reach3 = is_value & (key >= key_of_offset(threshold + 3 * unit))
+    return tl.where(is_mass, tl.exp(x - peak), 1.0), reach1, reach2, reach3
 
 
 @triton.jit
-def coarse_threshold(peaks, peak, target, is_mass):
-    """A value (its key + 2^31, cut to 16 bits) from which on the group peaks alone have the target's mass."""
-    key = key_of(peaks)
-    weight = weight_of(peaks, peak, is_mass)
-    threshold = tl.full((), 0, tl.int64)
-    for step in range(16):
-        pivot = threshold + (tl.full((), 1, tl.int64) << (31 - step))
-        mass = tl.sum(tl.where(key >= (pivot - _KEY_OFFSET).to(tl.int32), weight, 0.0), 0)
-        threshold = tl.where(mass >= target, pivot, threshold)
+def add_up(mass1, mass2, mass3, number1, number2, number3, SIZE: tl.constexpr):
+    """The six sums in one reduction: [8] = 0, mass1, mass2, mass3, 0, number1, number2, number3."""
+    zero = tl.zeros((SIZE,), tl.float32)
+    even = tl.join(tl.join(zero, zero), tl.join(mass2, number2))
+    odd = tl.join(tl.join(mass1, number1), tl.join(mass3, number3))
+    return tl.sum(tl.reshape(tl.join(even, odd), (SIZE, 8)), 0)
+
+
+@triton.jit
+def take_digit(sums, target, above, mass_end, number_end, number_low):
+    """The largest r of 0..3 at which the sums, and what lies above all values summed, have the target's mass.
+
+    Returns r, the mass and number of values from the interval's new end on, and the number from its start.
+    """
+    r = tl.arange(0, 8)
+    digit = tl.sum(((r > 0) & (r < 4) & (sums + above >= target)).to(tl.int32), 0)
+    number_low = tl.where(digit > 0, tl.sum(tl.where(r == digit + 4, sums, 0.0), 0), number_low)
+    mass_end = tl.where(digit < 3, tl.sum(tl.where(r == digit + 1, sums, 0.0), 0), mass_end)
+    number_end = tl.where(digit < 3, tl.sum(tl.where(r == digit + 5, sums, 0.0), 0), number_end)
+    return digit, mass_end, number_end, number_low
+
+
+@triton.jit
+def search(x, peak, target, above, is_mass, threshold, step, last_step, SIZE: tl.constexpr):
+    """The largest threshold that the target's mass reaches, two bits a step, among values in registers.
+
+    `above` is the mass of values that are not in x and reach every threshold tried. Stops early when a single
+    value is left in the interval.
+    """
+    mass_end = 0.0
+    number_end = 0.0
+    number_low = SIZE + 2.0
+    step += tl.full((), 0, tl.int32)  # a literal cannot be the variable of a loop
+    while (step >= last_step) & (number_low - number_end > 1.0):
+        weight, reach1, reach2, reach3 = weigh(x, peak, is_mass, threshold, step)
+        sums = add_up(
+            tl.where(reach1, weight, 0.0),
+            tl.where(reach2, weight, 0.0),
+            tl.where(reach3, weight, 0.0),
+            reach1.to(tl.float32),
+            reach2.to(tl.float32),
+            reach3.to(tl.float32),
+            SIZE,
+        )
+        digit, mass_end, number_end, number_low = take_digit(
+            sums, target, above, mass_end, number_end, number_low
+        )
+        threshold += digit.to(tl.int64) << (2 * step)
+        step -= 1
     return threshold
 
 
@@ -182,6 +234,7 @@ def fine_threshold(
     tempered,
     groups,
     num_groups,
+    interval,
     peak,
     target,
     floor,
@@ -189,51 +242,68 @@ def fine_threshold(
     GROUP: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
 ):
-    """The largest value (its key + 2^31) from which on the values have at least the target's mass.
+    """The largest threshold that the target's mass reaches, among the listed groups' values from `floor` on.
 
-    `floor` is known to be low enough, and values below it do not exist. Two bits a step, from the first that
-    differs between `floor` and the peak, until a single value is left between the bounds.
+    While the interval holds more values than a chunk, every step reads the groups; the values that are left
+    are then gathered in `interval` and searched in registers.
     """
+    SIZE: tl.constexpr = GROUP * CHUNK_GROUPS
+    lane = tl.arange(0, SIZE)
+    num_chunks = tl.cdiv(num_groups, CHUNK_GROUPS)
+    floor_key = key_of_offset(floor)
+    # From the first digit in which the peak and the floor differ.
     step = 15
-    while (step > 0) & ((((key_of(peak).to(tl.int64) + _KEY_OFFSET) ^ floor) >> (2 * step)) == 0):
+    while (step > 0) & ((((key_of(peak).to(tl.int64) + 2147483648) ^ floor) >> (2 * step)) == 0):
         step -= 1
     threshold = (floor >> (2 * step + 2)) << (2 * step + 2)
-    number_low = tl.full((), 2**19, tl.int64)
-    number_high = tl.full((), 0, tl.int64)
-    while (step >= 0) & (number_low - number_high > 1):
-        unit = tl.full((), 1, tl.int64) << (2 * step)
-        key1 = (tl.maximum(threshold + unit, floor) - _KEY_OFFSET).to(tl.int32)
-        key2 = (tl.maximum(threshold + 2 * unit, floor) - _KEY_OFFSET).to(tl.int32)
-        key3 = (tl.maximum(threshold + 3 * unit, floor) - _KEY_OFFSET).to(tl.int32)
-        mass1 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
-        mass2 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
-        mass3 = tl.zeros((CHUNK_GROUPS * GROUP,), tl.float32)
-        numbers = tl.zeros((CHUNK_GROUPS * GROUP,), tl.int64)  # three counts of 20 bits
-        for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
-            x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
-            key = key_of(x)
-            weight = weight_of(x, peak, is_mass)
-            mass1 += tl.where(key >= key1, weight, 0.0)
-            mass2 += tl.where(key >= key2, weight, 0.0)
-            mass3 += tl.where(key >= key3, weight, 0.0)
-            numbers += tl.where(key >= key1, 1, 0).to(tl.int64)
-            numbers += tl.where(key >= key2, 1 << 20, 0).to(tl.int64)
-            numbers += tl.where(key >= key3, tl.full((), 1, tl.int64) << 40, 0)
-        number = tl.sum(numbers, 0)
-        if tl.sum(mass3, 0) >= target:
-            threshold += 3 * unit
-            number_low = number >> 40
-        elif tl.sum(mass2, 0) >= target:
-            threshold += 2 * unit
-            number_low = (number >> 20) & 0xFFFFF
-            number_high = number >> 40
-        elif tl.sum(mass1, 0) >= target:
-            threshold += unit
-            number_low = number & 0xFFFFF
-            number_high = (number >> 20) & 0xFFFFF
-        else:
-            number_high = number & 0xFFFFF
-        step -= 1
+    mass_end = 0.0
+    number_end = 0.0
+    x = candidates(tempered, groups, num_groups, 0, GROUP, CHUNK_GROUPS)
+    x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
+    if num_chunks > 1:
+        number_low = SIZE + 1.0
+        while (step >= 0) & (number_low - number_end > SIZE):
+            mass1 = tl.zeros((SIZE,), tl.float32)
+            mass2 = tl.zeros((SIZE,), tl.float32)
+            mass3 = tl.zeros((SIZE,), tl.float32)
+            numbers = tl.zeros((SIZE,), tl.int32)  # three counts of chunks, 10 bits each
+            for chunk in tl.range(num_chunks, loop_unroll_factor=2):
+                x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
+                weight, reach1, reach2, reach3 = weigh(x, peak, is_mass, threshold, step)
+                mass1 += tl.where(reach1, weight, 0.0)
+                mass2 += tl.where(reach2, weight, 0.0)
+                mass3 += tl.where(reach3, weight, 0.0)
+                numbers += tl.where(reach1, 1, 0) + tl.where(reach2, 1 << 10, 0)
+                numbers += tl.where(reach3, 1 << 20, 0)
+            sums = add_up(
+                mass1,
+                mass2,
+                mass3,
+                (numbers & 1023).to(tl.float32),
+                ((numbers >> 10) & 1023).to(tl.float32),
+                (numbers >> 20).to(tl.float32),
+                SIZE,
+            )
+            digit, mass_end, number_end, number_low = take_digit(
+                sums, target, 0.0, mass_end, number_end, number_low
+            )
+            threshold += digit.to(tl.int64) << (2 * step)
+            step -= 1
+        if step >= 0:
+            first = tl.maximum(key_of_offset(threshold), floor_key)
+            last = key_of_offset(threshold + (tl.full((), 4, tl.int64) << (2 * step)) - 1)
+            filled = 0
+            tl.debug_barrier()  # an earlier search may still be reading the interval
+            for chunk in range(num_chunks):
+                x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                is_inside = (key_of(x) >= first) & (key_of(x) <= last) & (x > float("-inf"))
+                count = is_inside.to(tl.int32)
+                tl.store(interval + filled + tl.cumsum(count, 0) - 1, x, mask=is_inside)
+                filled += tl.sum(count, 0)
+            tl.debug_barrier()
+            x = tl.load(interval + lane, mask=lane < filled, other=float("-inf"))
+    threshold = search(x, peak, target, mass_end, is_mass, threshold, step, 0, SIZE)
     return tl.maximum(threshold, floor)
 
 
@@ -253,6 +323,7 @@ def finish_kernel(
     tempered,
     group_peaks,
     groups,
+    interval,
     token,
     logprob,
     QUERY_LEN: tl.constexpr,
@@ -293,13 +364,17 @@ def finish_kernel(
         peaks = tl.load(group_peaks + row * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
         floor = tl.full((), 0, tl.int64)
         is_listed = peaks > float("-inf")
-        if has_top_k:
-            floor = coarse_threshold(peaks, peak, limit.to(tl.float32), False)
-        elif has_top_p:
-            floor = coarse_threshold(peaks, peak, share * total, True)
+        if has_top_k | has_top_p:
+            # What the peaks alone reach, all values reach; 16 bits of that are enough to list the groups.
+            target = tl.where(has_top_k, limit.to(tl.float32), share * total)
+            floor = search(peaks, peak, target, 0.0, has_top_k == 0, floor, 15, 8, GROUPS_BLOCK)
+            if has_top_k == 0:
+                # Values that are smaller than the mass top-p may drop, shared by all ids, drop out together.
+                lowest = peak + tl.log((1.0 - share) * total / VOCAB) - 0.01
+                floor = tl.maximum(floor, key_of(lowest).to(tl.int64) + 2147483648)
         else:
             is_listed = is_listed & (tl.exp(peaks - peak) >= least)
-        is_listed = is_listed & (key_of(peaks) >= (floor - _KEY_OFFSET).to(tl.int32))
+        is_listed = is_listed & (key_of(peaks) >= key_of_offset(floor))
         count = is_listed.to(tl.int32)
         num_groups = tl.sum(count, 0)
         listed = groups + row * GROUPS
@@ -307,18 +382,21 @@ def finish_kernel(
         tl.debug_barrier()  # the list is read by other threads than wrote it
 
         values = tempered + row * (GROUPS * GROUP)
+        left = interval + row * (CHUNK_GROUPS * GROUP)
         if has_top_k:
+            target = limit.to(tl.float32)
             floor = fine_threshold(
-                values, listed, num_groups, peak, limit.to(tl.float32), floor, False, GROUP, CHUNK_GROUPS
+                values, listed, num_groups, left, peak, target, floor, False, GROUP, CHUNK_GROUPS
             )
             total = 0.0
             for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
                 x = candidates(values, listed, num_groups, chunk, GROUP, CHUNK_GROUPS)
-                is_kept = key_of(x) >= (floor - _KEY_OFFSET).to(tl.int32)
+                is_kept = key_of(x) >= key_of_offset(floor)
                 total += tl.sum(tl.where(is_kept, tl.exp(x - peak), 0.0), 0)
         if has_top_p:
+            target = share * total
             floor = fine_threshold(
-                values, listed, num_groups, peak, share * total, floor, True, GROUP, CHUNK_GROUPS
+                values, listed, num_groups, left, peak, target, floor, True, GROUP, CHUNK_GROUPS
             )
         key = tl.load(seed + slot)
         position = tl.load(positions + row)
@@ -334,7 +412,7 @@ def finish_kernel(
             block = tl.load(listed + entry, mask=entry < num_groups, other=0) * (GROUP // 4) + quad % (
                 GROUP // 4
             )
-            is_kept = (key_of(x) >= (floor - _KEY_OFFSET).to(tl.int32)) & (tl.exp(x - peak) >= least)
+            is_kept = (key_of(x) >= key_of_offset(floor)) & (tl.exp(x - peak) >= least)
             noise = gumbel_of_blocks(block, key, position, CHUNK_GROUPS * GROUP)
             score = tl.where(is_kept, x + noise, float("-inf"))
             chunk_best = tl.max(score, 0)
@@ -392,6 +470,7 @@ def launch(
     tempered = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
     group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
+    interval = torch.empty((rows, CHUNK_GROUPS * GROUP), dtype=torch.float32, device=device)
     shared: dict[str, Any] = {
         "QUERY_LEN": rows // state_index.shape[0],
         "VOCAB": vocab,
@@ -451,6 +530,7 @@ def launch(
         tempered,
         group_peaks,
         listed,
+        interval,
         token,
         logprob,
         TILES_BLOCK=triton.next_power_of_2(tiles),
@@ -524,7 +604,7 @@ def variants() -> list[KernelVariant]:
         )
         if name == "plain":
             continue
-        signature = {**common, "groups": "*i32", "token": "*i64", "logprob": "*fp32"}
+        signature = {**common, "groups": "*i32", "interval": "*fp32", "token": "*i64", "logprob": "*fp32"}
         result.append(
             KernelVariant(
                 name=f"finish-{vocab}",

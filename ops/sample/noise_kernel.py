@@ -13,8 +13,8 @@ def philox_words(block, seed, position):
     c1 = tl.zeros_like(c0)
     c2 = c1 + (position & 0xFFFFFFFF).to(tl.uint32)
     c3 = c1 + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    k0 = c1 + (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = c1 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     first = tl.full(c0.shape, 0xD2511F53, tl.uint32)
     second = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
@@ -24,8 +24,8 @@ def philox_words(block, seed, position):
         c3 = first * c0
         c0 = next0
         c2 = next2
-        k0 += tl.full(c0.shape, 0x9E3779B9, tl.uint32)
-        k1 += tl.full(c0.shape, 0xBB67AE85, tl.uint32)
+        k0 += tl.full((), 0x9E3779B9, tl.uint32)
+        k1 += tl.full((), 0xBB67AE85, tl.uint32)
     return c0, c1, c2, c3
 
 

@@ -259,6 +259,19 @@ def test_kernel_in_interpreter(interpreter: None, with_tables: bool) -> None:
     torch.testing.assert_close(logprob, wanted_logprob, rtol=0, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernel_searches_flat_rows_in_interpreter(interpreter: None) -> None:
+    from compiled_mtp.ops.sample.kernel import launch
+
+    # More candidates than one chunk holds, with few and with many equal values.
+    logits = torch.randn(3, 5000)
+    logits[1] = logits[1].round()
+    case = make_case(logits, 3, temperature=1.0, top_p=[0.95, 0.9, 0.6], top_k=[0, 0, 4000], seed=[1, 2, 3])
+    with poisoned_allocations():
+        token, _ = launch(*case.values())
+    assert torch.equal(token, reference(*case.values())[0])
+
+
 def test_registration_and_compile() -> None:
     cases = [tuple(part_of(full_case(37, 2), 0, requests).values()) for requests in (3, 12)]
     check_registration(torch.ops.compiled_mtp.sample.default, cases[0])
