@@ -176,8 +176,14 @@ def main() -> None:
         speed = n * k * dtype.itemsize / us / 1e6
         entries[f"{n}x{k} {dtype_name(dtype)}"] = [*astuple(config)[1:-1]]
         print(f"{n}x{k} {dtype_name(dtype)}: {us:.1f} us {speed:.2f} TB/s of {tried}: {config}", flush=True)
-    table[arch] = dict(sorted(entries.items()))
-    args.out.write_text(json.dumps(table, indent=0) + "\n")
+    table[arch] = entries
+    text = ",\n".join(
+        f" {json.dumps(name)}: {{\n"
+        + ",\n".join(f"  {json.dumps(key)}: {json.dumps(fields)}" for key, fields in sorted(rows.items()))
+        + "\n }"
+        for name, rows in sorted(table.items())
+    )
+    args.out.write_text(f"{{\n{text}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,12 @@ class LinearConfig:
         return chains * self.block_k * (self.block_m * x_bytes + self.block_n * weight_bytes)
 
 
+NAMED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
+
+
 def dtype_name(weight_dtype: torch.dtype) -> str:
     """The name of a weight's dtype in the table."""
-    return {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32"}[weight_dtype]
+    return next(name for name, dtype in NAMED_DTYPES.items() if dtype == weight_dtype)
 
 
 def block_rows(rows: int) -> int:
@@ -72,7 +75,8 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     """The configuration of up to 16 rows; its parts of K hold for any number of rows."""
     entry = read_table().get(arch, {}).get(f"{n}x{k} {dtype_name(weight_dtype)}")
     if entry is not None:
-        return LinearConfig(16, *entry)
+        block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes = entry
+        return LinearConfig(16, block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes)
     if weight_dtype == torch.float32:
         return LinearConfig(16, 32, 32, 4, 3, 1, 4, 0)
     # As many programs as fill the processors, and parts of K long enough to stream.

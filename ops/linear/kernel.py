@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.config import LinearConfig, block_rows, linear_config
+from compiled_mtp.ops.linear.config import NAMED_DTYPES, LinearConfig, block_rows, linear_config, read_table
 from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -130,8 +130,8 @@ def linear_kernel(
     # Weight rows beyond N are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
     if PDL:
-        # The weight does not depend on the kernel before, so its first columns may travel to L2 while that one
-        # finishes. The next kernel may come when that one has: measured, two that wait crowd the third out.
+        # The weight does not depend on the kernel before, so its first columns travel to L2 while that one
+        # finishes. The next kernel may come only then: measured, two kernels that wait crowd a third.
         if PREFETCH_PARTS > 0:
             address = weight_rows.to(tl.uint64, bitcast=True)[:, None]
             address += tl.arange(0, PREFETCH_PARTS)[None, :].to(tl.uint64) * prefetch_bytes
@@ -353,22 +353,27 @@ def is_even(config: LinearConfig, k: int) -> bool:
 
 
 def variants() -> list[KernelVariant]:
-    shapes = (
+    def add(n: int, k: int, weight_dtype: torch.dtype, block_m: int, prefill: bool) -> None:
+        x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
+        for shared_bytes, pdl in ((227 * 1024, True), (163 * 1024, False)):
+            config = linear_config("sm_90", shared_bytes, n, k, x_dtype, weight_dtype, block_m, prefill)
+            variant = describe(config, k, x_dtype, weight_dtype, pdl)
+            result[variant.name] = variant
+
+    result: dict[str, KernelVariant] = {}
+    for n, k, weight_dtype in (
         (34816, 5120, torch.bfloat16),
         (5120, 6144, torch.bfloat16),
         (1024, 3584, torch.bfloat16),
         (34816, 5120, torch.float8_e4m3fn),
         (2560, 9216, torch.float8_e4m3fn),
         (1024, 2048, torch.float32),
-    )
-    result = {}
-    for n, k, weight_dtype in shapes:
-        x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
+    ):
         for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
-            for shared_bytes, pdl in ((227 * 1024, True), (163 * 1024, False)):
-                config = linear_config("sm_90", shared_bytes, n, k, x_dtype, weight_dtype, block_m, prefill)
-                variant = describe(config, k, x_dtype, weight_dtype, pdl)
-                result[variant.name] = variant
+            add(n, k, weight_dtype, block_m, prefill)
+    for entry in read_table().get("sm_90", {}):
+        shape, name = entry.split()
+        add(*map(int, shape.split("x")), NAMED_DTYPES[name], 16, False)
     return list(result.values())
 
 

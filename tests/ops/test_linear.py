@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.linear.config import PART_UNIT, block_rows, linear_config, read_table
+from compiled_mtp.ops.linear.config import NAMED_DTYPES, PART_UNIT, block_rows, linear_config, read_table
 from compiled_mtp.ops.linear.reference import linear_reference
 from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
@@ -103,7 +103,7 @@ def test_one_split_for_every_number_of_rows() -> None:
     for entry in read_table().get("sm_90", {}):
         shape, dtype = entry.split()
         n, k = map(int, shape.split("x"))
-        weights.append((n, k, {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype]))
+        weights.append((n, k, NAMED_DTYPES[dtype]))
     for n, k, dtype in weights:
         configs = [
             linear_config("sm_90", 227 * 1024, n, k, torch.bfloat16, dtype, block_rows(rows), False)
