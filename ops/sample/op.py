@@ -126,12 +126,14 @@ def sample(
     rows, vocab = logits.shape
     check_shape("state_index", state_index, (None,), "pass one slot for each request")
     check_dtype("state_index", state_index, (torch.int32,), "cast it to int32")
+    check_last_contiguous("state_index", state_index)
     requests = state_index.shape[0]
     if requests == 0 or rows % requests:
         raise fail("logits", f"have a multiple of {requests} rows", rows, "pad whole requests")
     for name, row_table in (("tokens", tokens), ("positions", positions)):
         check_shape(name, row_table, (rows,), "pass one entry for each row of logits")
         check_dtype(name, row_table, (torch.int64,), "cast it to int64")
+        check_last_contiguous(name, row_table)
     slots = temperature.shape[0]
     for name, table, dtype in (
         ("temperature", temperature, torch.float32),
@@ -146,6 +148,7 @@ def sample(
     ):
         check_shape(name, table, (slots,), _TABLE)
         check_dtype(name, table, (dtype,), _TABLE)
+        check_last_contiguous(name, table)
     for name, table, dtype, width in (
         ("output_counts", output_counts, torch.int32, vocab),
         ("prompt_seen", prompt_seen, torch.bool, vocab),

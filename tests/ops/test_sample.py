@@ -289,6 +289,7 @@ def test_registration_and_compile() -> None:
         ("tokens", torch.zeros(5, dtype=torch.int64), "tokens must have shape"),
         ("positions", torch.zeros(6, dtype=torch.int32), "positions must have dtype"),
         ("top_p", torch.ones(5), "top_p must have shape"),
+        ("top_p", torch.ones(6)[::2], "top_p must have a last dimension of stride 1"),
         ("top_k", torch.ones(3, dtype=torch.int64), "top_k must have dtype"),
         ("output_counts", torch.zeros(2, 8, dtype=torch.int32), "output_counts must have shape"),
         ("bias", torch.zeros(3, 7), "bias must have shape"),
