@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from compiled_mtp.ops.registry import overloads
+
 GraphMode = Literal["reduce-overhead", "replay"]
 Program = Callable[..., torch.Tensor]
 
@@ -49,12 +51,28 @@ def compile_program(function: Program, name: str, mode: GraphMode, *, is_graph: 
     checks the guards of its own shape alone. `is_graph` says whether the program is replayed as a CUDA
     graph.
     """
+    declare_operators()
     return torch.compile(
         _with_own_code(function, name),
         fullgraph=True,
         dynamic=False,
         mode="reduce-overhead" if is_graph and mode == "reduce-overhead" else None,
     )
+
+
+def declare_operators() -> None:
+    """Tell Inductor that our operators are called as they are.
+
+    It finds that out itself, but first writes a message that spells out the operator's inputs, and theirs: in
+    torch 2.11 that is done whether or not anybody reads it, and doubles with every residual add.
+    """
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    for overload in overloads():
+        if overload not in lowering.lowerings:
+            tag = get_layout_constraint_tag(overload, with_default=True)
+            lowering.make_fallback(overload, lowering.tag_to_layout_constraint(tag), warn=False)
 
 
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:
