@@ -7,32 +7,57 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
 
 # A state tile [DK / LANES, BLOCK_V * LANES] holds state element (v, k) in row k // LANES and column
 # v * LANES + k % LANES: a thread then owns whole columns, and a sum over k leaves it only for the last LANES
-# elements (two shuffles). On an [v, k] tile the same sum takes ninety instructions a token.
-LANES = 16
-BLOCK_V = 8
+# elements. On a tile [v, k] the same sum takes ninety shuffles a token. Sixteen values of v a warp share what
+# is read over k: on an H200 that is faster than 4 or 8, or 32 in four warps, from four requests on.
+LANES = 32
+BLOCK_V = 16
 NUM_WARPS = 1
+MIN_HEAD_DIM = 16
+
+NORM_PAIRS = 16
+NORM_WARPS = 4
 
 
 @triton.jit
-def tile_indices(block, DK: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
-    """Key index [DK / LANES, BLOCK_V * LANES] and value index [BLOCK_V * LANES] of a tile's elements."""
+def state_offsets(block, DK: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
+    """Offsets [DK / LANES, BLOCK_V * LANES] of a tile's elements in one head's state [dv, dk]."""
     column = tl.arange(0, BLOCK_V * LANES)
     row = tl.arange(0, DK // LANES)
-    key = row[:, None] * LANES + (column % LANES)[None, :]
-    return key, block * BLOCK_V + column // LANES
+    value = block * BLOCK_V + column // LANES
+    return value[None, :] * DK + row[:, None] * LANES + (column % LANES)[None, :]
 
 
 @triton.jit
-def apply_record(tile, key, update, exp_g):
+def load_key(at, DK: tl.constexpr, LANES: tl.constexpr):
+    """A vector over k as [DK / LANES, LANES]."""
+    row = tl.arange(0, DK // LANES)
+    lane = tl.arange(0, LANES)
+    return tl.load(at + row[:, None] * LANES + lane[None, :])
+
+
+@triton.jit
+def widen_key(key, BLOCK_V: tl.constexpr):
+    """A vector over k, repeated for every v of a tile."""
+    ROWS: tl.constexpr = key.shape[0]
+    LANES: tl.constexpr = key.shape[1]
+    wide = tl.broadcast_to(key[:, None, :], (ROWS, BLOCK_V, LANES))
+    return tl.reshape(wide, (ROWS, BLOCK_V * LANES))
+
+
+@triton.jit
+def apply_record(tile, wide_key, update, exp_g, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
     """exp_g * S + u k^T: one product and one fma, in verify and in every fold."""
-    return tl.fma(tl.broadcast_to(update[None, :], tile.shape), key, tile * exp_g)
+    wide = tl.reshape(tl.broadcast_to(update[:, None], (BLOCK_V, LANES)), (1, BLOCK_V * LANES))
+    return tl.fma(tl.broadcast_to(wide, tile.shape), wide_key, tile * exp_g)
 
 
 @triton.jit
@@ -45,26 +70,36 @@ def fold_records(
     head,
     begin,
     count,
-    key,
     value,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     RING: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """The tile after the records of positions [begin, begin + count)."""
+    """The tile of the rows `value` after the records of positions [begin, begin + count), count > 0."""
     k_rows = (slot * NK + head // (NV // NK)) * RING
     v_rows = (slot * NV + head) * RING
+    row = begin % RING
+    key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
+    update = tl.load(ring_u + (v_rows + row) * DV + value)
+    exp_g = tl.load(ring_g + v_rows + row)
     for step in range(count):
-        row = (begin + step) % RING
-        k_row = tl.load(ring_k + (k_rows + row) * DK + key)
-        u_row = tl.load(ring_u + (v_rows + row) * DV + value)
-        tile = apply_record(tile, k_row, u_row, tl.load(ring_g + v_rows + row))
+        # The next record is on its way while this one is applied; the last one is loaded twice.
+        row = (begin + tl.minimum(step + 1, count - 1)) % RING
+        next_key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
+        next_update = tl.load(ring_u + (v_rows + row) * DV + value)
+        next_exp_g = tl.load(ring_g + v_rows + row)
+        tile = apply_record(tile, widen_key(key, BLOCK_V), update, exp_g, BLOCK_V, LANES)
+        key = next_key
+        update = next_update
+        exp_g = next_exp_g
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def gated_norm_kernel(
     out,
     z,
@@ -72,24 +107,34 @@ def gated_norm_kernel(
     length,
     y,
     z_stride,
+    pairs,
     eps,
     NV: tl.constexpr,
     DV: tl.constexpr,
+    PAIRS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    lane = tl.arange(0, DV)
-    at = (row * NV + head) * DV + lane
-    x = tl.load(out + at)
+    if PDL:
+        # In this order: whatever is launched after this kernel may then touch the states and records of the
+        # kernel before it without waiting, which is what gdn_verify does.
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.arange(0, DV)[None, :]
+    # Rows are (token, head) pairs: programs of one pair each would take longer to start than to run.
+    pair = (tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS))[:, None]
+    inside = pair < pairs
+    row = pair // NV
+    at = pair * DV + lane
+    x = tl.load(out + at, mask=inside, other=0.0)
     weight = tl.load(norm_weight + lane)
-    gate = tl.load(z + row * z_stride + head * DV + lane).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / DV + eps)
+    gate = tl.load(z + row * z_stride + (pair % NV) * DV + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]
     gate = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     result = x * scale * weight * gate
     if length is not None:
-        result = tl.where(tl.full((DV,), row, tl.int64) < tl.load(length), result, 0.0)
-    tl.store(y + at, result.to(y.dtype.element_ty))
+        result = tl.where(row < tl.load(length), result, 0.0)
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
 def launch_gated_norm(
@@ -103,9 +148,12 @@ def launch_gated_norm(
     """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows >= length [1]."""
     rows, heads, width = out.shape
     y = torch.empty((rows, heads * width), dtype=z.dtype, device=z.device)
-    gated_norm_kernel[(heads, rows)](
-        out, z, norm_weight, length, y, z.stride(0), eps,
-        NV=heads, DV=width, SIGMOID=gate_activation == "sigmoid", num_warps=1, **OPTIONS,
+    has_pdl = device_of(z.device.index).has_dependent_launch
+    pairs = rows * heads
+    gated_norm_kernel[(triton.cdiv(pairs, NORM_PAIRS),)](
+        out, z, norm_weight, length, y, z.stride(0), pairs, eps,
+        NV=heads, DV=width, PAIRS=NORM_PAIRS, SIGMOID=gate_activation == "sigmoid", PDL=has_pdl,
+        num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -113,25 +161,44 @@ def launch_gated_norm(
 def check_head_dims(head_k_dim: int, head_v_dim: int) -> None:
     """Raise ValueError for head dims that the tiles cannot hold."""
     for name, dim in (("head_k_dim", head_k_dim), ("head_v_dim", head_v_dim)):
-        if dim < LANES or dim & (dim - 1):
+        if dim < MIN_HEAD_DIM or dim & (dim - 1):
             raise ValueError(
-                f"{name} must be a power of two of at least {LANES} on a GPU, got {dim}; run on a CPU"
+                f"{name} must be a power of two of at least {MIN_HEAD_DIM} on a GPU, got {dim}; run on a CPU"
             )
+
+
+def tile_constants(
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, ring: int
+) -> dict[str, int]:
+    """The constexpr arguments of gdn_verify and gdn_commit; they depend on the layer's shape alone."""
+    check_head_dims(head_k_dim, head_v_dim)
+    return {
+        "NK": num_k_heads,
+        "NV": num_v_heads,
+        "DK": head_k_dim,
+        "DV": head_v_dim,
+        "RING": ring,
+        "BLOCK_V": BLOCK_V,
+        "LANES": min(LANES, head_k_dim),
+    }
 
 
 def gated_norm_variants() -> list[KernelVariant]:
     return [
         KernelVariant(
-            name=f"gated-norm-{dtype}",
+            name=f"gated-norm-{dtype}{'-pdl' if pdl else ''}",
             function=gated_norm_kernel,
             signature={
                 "out": "*fp32", "z": f"*{dtype}", "norm_weight": "*fp32", "y": f"*{dtype}",
-                "z_stride": "i32", "eps": "fp32",
+                "z_stride": "i32", "pairs": "i32", "eps": "fp32",
             },
-            constexprs={"length": None, "NV": 48, "DV": 128, "SIGMOID": False},
-            num_warps=1,
+            constexprs={
+                "length": None, "NV": 48, "DV": 128, "PAIRS": NORM_PAIRS, "SIGMOID": False, "PDL": pdl,
+            },
+            num_warps=NORM_WARPS,
             aligned=("out", "z", "norm_weight", "y", "z_stride"),
-            options=OPTIONS,
+            options={**OPTIONS, "launch_pdl": pdl},
+            min_capability=90 if pdl else 80,
         )
-        for dtype in ("bf16", "fp32")
+        for dtype, pdl in (("bf16", False), ("bf16", True), ("fp32", False))
     ]  # fmt: skip

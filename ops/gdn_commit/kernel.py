@@ -8,12 +8,11 @@ import triton.language as tl
 
 from compiled_mtp.ops.gdn_triton import (
     BLOCK_V,
-    LANES,
     NUM_WARPS,
     OPTIONS,
-    check_head_dims,
     fold_records,
-    tile_indices,
+    state_offsets,
+    tile_constants,
 )
 from compiled_mtp.ops.variants import KernelVariant
 
@@ -42,25 +41,12 @@ def gdn_commit_kernel(
     folded = tl.load(base + request)
     count = (tl.load(target + request) - folded).to(tl.int32)
     if count > 0:
-        key, value = tile_indices(block, DK, BLOCK_V, LANES)
-        state_at = state + (slot * NV + head) * DV * DK + value[None, :] * DK + key
+        value = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        state_at = state + (slot * NV + head) * DV * DK + state_offsets(block, DK, BLOCK_V, LANES)
         tile = fold_records(
-            tl.load(state_at),
-            ring_k,
-            ring_u,
-            ring_g,
-            slot,
-            head,
-            folded,
-            count,
-            key,
-            value,
-            NK,
-            NV,
-            DK,
-            DV,
-            RING,
-        )
+            tl.load(state_at), ring_k, ring_u, ring_g, slot, head, folded, count, value,
+            NK, NV, DK, DV, RING, BLOCK_V, LANES,
+        )  # fmt: skip
         tl.store(state_at, tile)
 
 
@@ -74,12 +60,11 @@ def launch(
     target: torch.Tensor,
 ) -> None:
     _, num_v_heads, head_v_dim, head_k_dim = state.shape
-    check_head_dims(head_k_dim, head_v_dim)
     if state_index.shape[0]:
         gdn_commit_kernel[(head_v_dim // BLOCK_V, num_v_heads, state_index.shape[0])](
             state, ring_k, ring_u, ring_g, state_index, base, target,
-            NK=ring_k.shape[1], NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, RING=ring_k.shape[2],
-            BLOCK_V=BLOCK_V, LANES=LANES, num_warps=NUM_WARPS, **OPTIONS,
+            **tile_constants(ring_k.shape[1], num_v_heads, head_k_dim, head_v_dim, ring_k.shape[2]),
+            num_warps=NUM_WARPS, **OPTIONS,
         )  # fmt: skip
 
 
@@ -91,10 +76,7 @@ def variants() -> list[KernelVariant]:
             name=f"{num_v_heads // 16}x",
             function=gdn_commit_kernel,
             signature={**dict.fromkeys(tensors, "*fp32"), **cursors},
-            constexprs={
-                "NK": 16, "NV": num_v_heads, "DK": 128, "DV": 128, "RING": 8,
-                "BLOCK_V": BLOCK_V, "LANES": LANES,
-            },
+            constexprs=tile_constants(16, num_v_heads, 128, 128, 8),
             num_warps=NUM_WARPS,
             aligned=(*tensors, *cursors),
             options=OPTIONS,

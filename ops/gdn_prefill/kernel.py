@@ -16,10 +16,9 @@ from compiled_mtp.ops.gdn_prefill.reference import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
 from compiled_mtp.ops.variants import KernelVariant
 
-# Value columns of a chunk program for bfloat16 and float32 activations (more would spill), and how much of
-# a key row the solve holds at a time.
-CHUNK_BLOCK_V = (32, 16)
+# With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.
 CHUNK_STAGES = 2
+# How much of a key row the solve holds at a time.
 SOLVE_BLOCK_K = 32
 NUM_WARPS = 4
 
@@ -191,6 +190,11 @@ def gdn_prefill_chunk_kernel(
     tl.store(state_at, current)
 
 
+def chunk_block_v(num_v_heads: int, head_v_dim: int, precise: bool) -> int:
+    """Value columns of a chunk program: 32 unless that leaves processors idle, or spills (float32)."""
+    return min(head_v_dim, 16 if precise or num_v_heads * head_v_dim // 32 < 96 else 32)
+
+
 def launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -224,7 +228,7 @@ def launch(
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
         PRECISE=precise, num_warps=NUM_WARPS, **OPTIONS,
     )  # fmt: skip
-    block_v = min(CHUNK_BLOCK_V[precise], head_v_dim)
+    block_v = chunk_block_v(num_v_heads, head_v_dim, precise)
     gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads)](
         split_q[0], split_q[-1], split_k[0], split_k[-1], v, log_decay, inverse[0], inverse[-1],
         out, state, state_index, start, length,
@@ -262,7 +266,8 @@ def variants() -> list[KernelVariant]:
                 function=gdn_prefill_chunk_kernel,
                 signature=signature,
                 constexprs={
-                    **heads, "DV": 128, "CHUNK": CHUNK, "BLOCK_V": CHUNK_BLOCK_V[precise], "PRECISE": precise,
+                    **heads, "DV": 128, "CHUNK": CHUNK, "PRECISE": precise,
+                    "BLOCK_V": chunk_block_v(num_v_heads, 128, precise),
                 },
                 num_warps=NUM_WARPS,
                 num_stages=CHUNK_STAGES,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.gdn_triton import (
     BLOCK_V,
-    LANES,
     NUM_WARPS,
     OPTIONS,
     apply_record,
-    check_head_dims,
     fold_records,
     gated_norm_variants,
     launch_gated_norm,
-    tile_indices,
+    load_key,
+    state_offsets,
+    tile_constants,
+    widen_key,
 )
 from compiled_mtp.ops.variants import KernelVariant
 
@@ -50,7 +53,10 @@ def gdn_verify_kernel(
     RING: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     block = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -59,40 +65,59 @@ def gdn_verify_kernel(
     folded = tl.load(base + request)
     position = tl.load(pos + request)
     count = (position - folded).to(tl.int32)
-    key, value = tile_indices(block, DK, BLOCK_V, LANES)
+    value = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_at = k + (request.to(tl.int64) * query_len * NK + key_head) * DK
+    q_at = q + (request.to(tl.int64) * query_len * NK + key_head) * DK
+    head_row = request.to(tl.int64) * query_len * NV + head
 
-    state_at = state + (slot * NV + head) * DV * DK + value[None, :] * DK + key
-    tile = fold_records(
-        tl.load(state_at), ring_k, ring_u, ring_g, slot, head, folded, count, key, value, NK, NV, DK, DV, RING
-    )
+    state_at = state + (slot * NV + head) * DV * DK + state_offsets(block, DK, BLOCK_V, LANES)
+    tile = tl.load(state_at)
     if count > 0:
+        tile = fold_records(
+            tile, ring_k, ring_u, ring_g, slot, head, folded, count, value,
+            NK, NV, DK, DV, RING, BLOCK_V, LANES,
+        )  # fmt: skip
         tl.store(state_at, tile)
 
-    lane = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    key_lane = tl.arange(0, DK)
-    first_row = request.to(tl.int64) * query_len
+    # Kernels that still run may be making the window's inputs, but not the states, records and cursors: the
+    # call before was complete when its norm let the next kernel start.
+    if PDL:
+        gdc_wait()
+    key = load_key(k_at, DK, LANES)
+    query = load_key(q_at, DK, LANES)
+    target = tl.load(v + head_row * DV + value)
+    decay = tl.load(exp_g + head_row)
+    rate = tl.load(beta + head_row)
     for token in range(query_len):
-        row = first_row + token
-        k_row = tl.load(k + (row * NK + key_head) * DK + key)
-        q_row = tl.load(q + (row * NK + key_head) * DK + key)
-        v_row = tl.load(v + (row * NV + head) * DV + lane)
-        decay = tl.load(exp_g + row * NV + head)
-        rate = tl.load(beta + row * NV + head)
+        # The next token is on its way while this one is computed; the last one is loaded twice.
+        following = tl.minimum(token + 1, query_len - 1)
+        next_key = load_key(k_at + following * (NK * DK), DK, LANES)
+        next_query = load_key(q_at + following * (NK * DK), DK, LANES)
+        next_target = tl.load(v + (head_row + following * NV) * DV + value)
+        next_decay = tl.load(exp_g + head_row + following * NV)
+        next_rate = tl.load(beta + head_row + following * NV)
 
-        read = sum_over_keys(tile * decay * k_row, BLOCK_V, LANES)
-        update = rate * (v_row - read)
-        wide = tl.reshape(tl.broadcast_to(update[:, None], (BLOCK_V, LANES)), (BLOCK_V * LANES,))
-        tile = apply_record(tile, k_row, wide, decay)
-        tl.store(out + (row * NV + head) * DV + lane, sum_over_keys(tile * q_row, BLOCK_V, LANES))
+        wide_key = widen_key(key, BLOCK_V)
+        read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
+        update = rate * (target - read)
+        tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
+        result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
+        tl.store(out + (head_row + token * NV) * DV + value, result)
 
         # The ring is at least two windows long: no program of this launch folds the rows written here.
         ring_row = (position + token) % RING
-        tl.store(ring_u + ((slot * NV + head) * RING + ring_row) * DV + lane, update)
+        tl.store(ring_u + ((slot * NV + head) * RING + ring_row) * DV + value, update)
         if block == 0:
             tl.store(ring_g + (slot * NV + head) * RING + ring_row, decay)
             if head % (NV // NK) == 0:
-                record = tl.load(k + (row * NK + key_head) * DK + key_lane)
-                tl.store(ring_k + ((slot * NK + key_head) * RING + ring_row) * DK + key_lane, record)
+                record_at = ring_k + ((slot * NK + key_head) * RING + ring_row) * DK
+                row = tl.arange(0, DK // LANES)
+                tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
+        key = next_key
+        query = next_query
+        target = next_target
+        decay = next_decay
+        rate = next_rate
 
 
 def launch(
@@ -115,13 +140,13 @@ def launch(
 ) -> torch.Tensor:
     rows, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1:]
-    check_head_dims(head_k_dim, head_v_dim)
     batch = state_index.shape[0]
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=v.device)
+    has_pdl = device_of(v.device.index).has_dependent_launch
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
         q, k, v, exp_g, beta, out, state, ring_k, ring_u, ring_g, state_index, base, pos, rows // batch,
-        NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, RING=ring_k.shape[2],
-        BLOCK_V=BLOCK_V, LANES=LANES, num_warps=NUM_WARPS, **OPTIONS,
+        **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, ring_k.shape[2]),
+        PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return launch_gated_norm(out, z, norm_weight, eps, gate_activation)
 
@@ -131,16 +156,20 @@ def variants() -> list[KernelVariant]:
     cursors = {"state_index": "*i32", "base": "*i64", "pos": "*i64"}
     return [
         KernelVariant(
-            name=f"{num_v_heads // 16}x-ring{ring}",
+            name=f"{num_v_heads // 16}x-ring{ring}{'-pdl' if pdl else ''}",
             function=gdn_verify_kernel,
             signature={**dict.fromkeys(tensors, "*fp32"), **cursors, "query_len": "i32"},
-            constexprs={
-                "NK": 16, "NV": num_v_heads, "DK": 128, "DV": 128, "RING": ring,
-                "BLOCK_V": BLOCK_V, "LANES": LANES,
-            },
+            constexprs={**tile_constants(16, num_v_heads, 128, 128, ring), "PDL": pdl},
             num_warps=NUM_WARPS,
             aligned=(*tensors, *cursors),
-            options=OPTIONS,
+            options={**OPTIONS, "launch_pdl": pdl},
+            min_capability=90 if pdl else 80,
         )
-        for num_v_heads, ring in ((48, 8), (48, 16), (32, 8), (16, 8))
-    ] + gated_norm_variants()  # fmt: skip
+        for num_v_heads, ring, pdl in (
+            (48, 8, False),
+            (48, 8, True),
+            (48, 16, True),
+            (32, 8, True),
+            (16, 8, True),
+        )
+    ] + gated_norm_variants()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
-PREFILL_ROWS = 16
+PREFILL_ROWS = 8
 
 
 @triton.jit
@@ -56,7 +58,11 @@ def spec_conv1d_kernel(
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -231,11 +237,12 @@ def launch_spec_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = proj.shape[0]
     outputs = _outputs(rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim, proj.device)
+    has_pdl = device_of(proj.device.index).has_dependent_launch
     spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
         proj, conv_weight, a_log, dt_bias, conv_ring, state_index, pos, *outputs,
         proj.stride(0), rows // state_index.shape[0],
         **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
-        num_warps=1, **OPTIONS,
+        PDL=has_pdl, num_warps=1, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return outputs
 
@@ -260,7 +267,7 @@ def launch_conv_prefill(
         proj, conv_weight, a_log, dt_bias, conv_ring, state_index, start, length, *outputs,
         proj.stride(0), rows,
         **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
-        ROWS=PREFILL_ROWS, num_warps=4, **OPTIONS,
+        ROWS=PREFILL_ROWS, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outputs
 
@@ -276,16 +283,18 @@ def variants() -> list[KernelVariant]:
             **raw, **gates, "conv_ring": f"*{dtype}", "state_index": "*i32", "pos": "*i64", **outputs,
             "proj_stride": "i32", "query_len": "i32",
         }  # fmt: skip
-        result.append(
+        result.extend(
             KernelVariant(
-                name=f"verify-{dtype}-{num_v_heads}",
+                name=f"verify-{dtype}-{num_v_heads}{'-pdl' if pdl else ''}",
                 function=spec_conv1d_kernel,
                 signature=signature,
-                constexprs=constants,
+                constexprs={**constants, "PDL": pdl},
                 num_warps=1,
                 aligned=tuple(name for name in signature if name != "query_len"),
-                options=OPTIONS,
+                options={**OPTIONS, "launch_pdl": pdl},
+                min_capability=90 if pdl else 80,
             )
+            for pdl in (False, True)
         )
         outputs = dict.fromkeys(("q", "k", "v", "g", "beta"), "*fp32")
         signature = {
@@ -298,7 +307,7 @@ def variants() -> list[KernelVariant]:
                 function=conv_prefill_kernel,
                 signature=signature,
                 constexprs={**constants, "ROWS": PREFILL_ROWS},
-                num_warps=4,
+                num_warps=1,
                 aligned=tuple(name for name in signature if name != "rows"),
                 options=OPTIONS,
             )

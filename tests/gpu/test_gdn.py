@@ -278,6 +278,21 @@ def test_prefill_bits_do_not_depend_on_padding_or_slot() -> None:
     assert_same_bits(*results)
 
 
+def test_prefill_repeats_its_bits(shape: Shape, dtype: torch.dtype) -> None:
+    """Shared memory that is read before it is written, or written too soon, shows as bits that change."""
+    layer = make_layer(shape, dtype, device="cuda")
+    prompt = make_prompt(layer, 1000, dtype, "cuda")
+    state = make_cache(shape, 2, 8, device="cuda").state
+    results = []
+    for _ in range(20):
+        current = state.clone()
+        cursors = slots_of(1), cuda(64), cuda(1000)
+        y = gdn_prefill(*prompt, layer.norm_weight, current, *cursors, 1e-6, "silu")
+        results.append((y, current))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
 @pytest.mark.parametrize("name", ["gdn_verify", "gdn_commit", "gdn_prefill", "spec_conv1d", "conv_prefill"])
 def test_registration(name: str) -> None:
     shape = Shape(2, 6, 128, 128)
