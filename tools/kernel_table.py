@@ -119,7 +119,12 @@ def main() -> None:
         if key.split("/")[0] not in args.operators and key.split("/")[0] in operators_with_kernels()
     }
     recorded[triton.__version__] = dict(sorted({**kept, **table}.items()))
-    TABLE.write_text(json.dumps(recorded, indent=1) + "\n")
+    lines = {
+        version: ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items())
+        for version, rows in sorted(recorded.items())
+    }
+    text = ",\n".join(f" {json.dumps(version)}: {{\n{rows}\n }}" for version, rows in lines.items())
+    TABLE.write_text(f"{{\n{text}\n}}\n")
 
 
 if __name__ == "__main__":

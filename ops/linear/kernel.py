@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.device import SHARED_BYTES, device_of
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, LinearConfig, block_rows, linear_config, read_table
 from compiled_mtp.ops.variants import KernelVariant
 
@@ -353,27 +353,31 @@ def is_even(config: LinearConfig, k: int) -> bool:
 
 
 def variants() -> list[KernelVariant]:
-    def add(n: int, k: int, weight_dtype: torch.dtype, block_m: int, prefill: bool) -> None:
-        x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
-        for shared_bytes, pdl in ((227 * 1024, True), (163 * 1024, False)):
-            config = linear_config("sm_90", shared_bytes, n, k, x_dtype, weight_dtype, block_m, prefill)
-            variant = describe(config, k, x_dtype, weight_dtype, pdl)
-            result[variant.name] = variant
-
     result: dict[str, KernelVariant] = {}
-    for n, k, weight_dtype in (
-        (34816, 5120, torch.bfloat16),
-        (5120, 6144, torch.bfloat16),
-        (1024, 3584, torch.bfloat16),
-        (34816, 5120, torch.float8_e4m3fn),
-        (2560, 9216, torch.float8_e4m3fn),
-        (1024, 2048, torch.float32),
-    ):
-        for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
-            add(n, k, weight_dtype, block_m, prefill)
-    for entry in read_table().get("sm_90", {}):
-        shape, name = entry.split()
-        add(*map(int, shape.split("x")), NAMED_DTYPES[name], 16, False)
+
+    def add(arch: str, n: int, k: int, weight_dtype: torch.dtype, block_m: int, prefill: bool) -> None:
+        x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
+        config = linear_config(
+            arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill
+        )
+        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80")
+        result[variant.name] = variant
+
+    for arch in ("sm_90", "sm_80"):
+        for n, k, weight_dtype in (
+            (34816, 5120, torch.bfloat16),
+            (5120, 6144, torch.bfloat16),
+            (1024, 3584, torch.bfloat16),
+            (34816, 5120, torch.float8_e4m3fn),
+            (2560, 9216, torch.float8_e4m3fn),
+            (1024, 2048, torch.float32),
+        ):
+            for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
+                add(arch, n, k, weight_dtype, block_m, prefill)
+    for arch, entries in read_table().items():
+        for entry in entries:
+            shape, name = entry.split()
+            add(arch, *map(int, shape.split("x")), NAMED_DTYPES[name], 16, False)
     return list(result.values())
 
 
