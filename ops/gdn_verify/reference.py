@@ -12,6 +12,8 @@ GROUP_BYTES = 1 << 20
 
 def _by_token(x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     """x [B*W, heads', ...] as [W, B*heads, ...], a key head repeated for the value heads that use it."""
+    if batch == 1 and x.shape[1] == heads:
+        return x
     x = x.view(batch, x.shape[0] // batch, x.shape[1], 1, *x.shape[2:])
     x = x.expand(-1, -1, -1, heads // x.shape[2], *x.shape[4:]).transpose(0, 1)
     return x.reshape(x.shape[0], batch * heads, *x.shape[4:])
