@@ -129,7 +129,7 @@ class EngineConfig(BaseSettings):
     draft_vocab: int | None = Field(
         default=None,
         ge=1,
-        description="draft only from that many lowest ids and the special tokens; default: all",
+        description="draft only from that many lowest ids and the eos ids; default: all",
     )
     seed: int | None = Field(
         default=None,

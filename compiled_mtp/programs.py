@@ -62,7 +62,7 @@ class Programs:
         return self._call(self._decode[bucket], (state_index,))
 
     def prefill(self, slot: int, token_ids: Sequence[int], start: int, is_last: bool) -> torch.Tensor:
-        """One chunk of the prompt in `slot`; returns y_0 [1] after the last one, else something unread [1]."""
+        """One chunk of the prompt in `slot`; returns y_0 [1] after the last one, else an unread [1]."""
         count = len(token_ids)
         length = pick_prefill_length(self.lengths, count)
         buffer = self._prefill_inputs[length]

@@ -74,6 +74,8 @@ class Runner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         use_reference(config.reference_ops)
+        if config.reference_ops:
+            logger.warning("on their reference: %s", ", ".join(config.reference_ops))
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.max_model_len = config.resolve_max_model_len(model_config)
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
@@ -114,6 +116,7 @@ class Runner:
                 num_valid_ids,
                 self.max_model_len,
                 config.synthetic_acceptance,
+                self._draft_ids(num_valid_ids),
             )
         mode = _graph_mode(config, self.device)
         self.programs = Programs(self.step, self.buckets, config.prefill_chunk, mode)
@@ -199,6 +202,14 @@ class Runner:
     def _row_counts(self, unit: int) -> list[int]:
         return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
 
+    def _draft_ids(self, num_valid_ids: int) -> torch.Tensor | None:
+        """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
+        count = self.config.draft_vocab
+        if count is None or count >= num_valid_ids or not self.config.mtp_step:
+            return None
+        special = [i for i in sorted(self.model_config.eos_token_ids) if count <= i < num_valid_ids]
+        return torch.tensor([*range(count), *special], dtype=torch.int64, device=self.device)
+
     def _cache_key(self, dtype: torch.dtype) -> dict[str, Any]:
         """Everything that compiled code depends on: what a graph_cache must have been made for."""
         shape = asdict(self.model_config)
@@ -209,6 +220,7 @@ class Runner:
         key |= {
             "dtype": str(dtype).removeprefix("torch."),
             "mtp_step": self.config.mtp_step,
+            "draft_vocab": self.config.draft_vocab,
             "batch_sizes": [bucket.groups for bucket in self.buckets],
             "max_batch": self.config.max_batch,
             "max_model_len": self.max_model_len,

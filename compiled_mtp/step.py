@@ -29,6 +29,8 @@ class Step(nn.Module):
     addresses."""
 
     cos_sin: torch.Tensor
+    draft_head: torch.Tensor | None
+    draft_ids: torch.Tensor | None
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Step(nn.Module):
         num_valid_ids: int,
         max_model_len: int,
         synthetic_acceptance: float | None = None,
+        draft_ids: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -58,6 +61,9 @@ class Step(nn.Module):
         self.num_valid_ids = num_valid_ids
         self.max_model_len = max_model_len
         self.synthetic_acceptance = synthetic_acceptance
+        # A cut head costs acceptance where the target draws another id, and never a token.
+        self.register_buffer("draft_ids", draft_ids)
+        self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
 
     def decode(self, state_index: torch.Tensor) -> torch.Tensor:
         """Verify S drafts of each request and draft S new ones.
@@ -166,8 +172,11 @@ class Step(nn.Module):
         drafts = []
         token = self.slots.last_token[index]
         for i in range(1, self.mtp_step + 1):
-            logits = linear(hidden, self.target.head_weight, None, True, False)
+            head = self.target.head_weight if self.draft_head is None else self.draft_head
+            logits = linear(hidden, head, None, True, False)
             token = self._sample(logits, token, pos + i, state_index)
+            if self.draft_ids is not None:
+                token = self.draft_ids[token]
             drafts.append(token)
             if i < self.mtp_step:
                 rows = self._rows(state_index, index, pos + i, 1, pos)
@@ -200,7 +209,7 @@ class Step(nn.Module):
             slots.bias,
             slots.min_position,
             slots.stop_ids,
-            self.num_valid_ids,
+            min(self.num_valid_ids, logits.shape[1]),
         )[0]
 
     def _rows(

@@ -5,4 +5,4 @@ torch would register every operator twice.
 """
 
 if __name__ != "compiled_mtp.ops":
-    raise ImportError(f"import compiled_mtp.ops, not {__name__}: the folder is part of the package compiled_mtp")
+    raise ImportError(f"import compiled_mtp.ops, not {__name__}: the folder is part of that package")

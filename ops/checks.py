@@ -29,4 +29,4 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the last dimension of `tensor` has stride 1 (earlier strides are free)."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise fail(name, "have a last dimension of stride 1", list(tensor.stride()), "pass a contiguous tensor")
+        raise fail(name, "have a last dimension of stride 1", list(tensor.stride()), "make it contiguous")

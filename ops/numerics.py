@@ -1,8 +1,9 @@
 """Element-wise functions whose bits do not depend on where an element lies in its tensor.
 
-ATen's float32 `sigmoid`, `silu` and `softplus` give other bits in the vector body than in the scalar tail, and
-so depend on an element's flat index and on the number of threads. `exp` and `log1p` do not (measured), so these
-are built from them. A test holds every function here to that on tensors of more than 65,536 elements.
+ATen's float32 `sigmoid`, `silu` and `softplus` give other bits in the vector body than in the scalar tail,
+and so depend on an element's flat index and on the number of threads. `exp` and `log1p` do not (measured),
+so these are built from them. A test holds every function here to that on tensors of more than 65,536
+elements.
 """
 
 from __future__ import annotations

@@ -181,9 +181,7 @@ def test_an_unknown_request_cannot_be_aborted(engine: Engine) -> None:
 
 def test_a_checkpoint_without_an_mtp_head_decodes_plainly_and_says_so(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, mtp=False)
-    with pytest.raises(
-        ValueError, match=r"mtp_step must be 0 for a checkpoint without mtp"
-    ):
+    with pytest.raises(ValueError, match=r"mtp_step must be 0 for a checkpoint without mtp"):
         Engine(EngineConfig(model=tmp_path, device="cpu", mtp_step=3))
     engine = make_engine(tmp_path, mtp_step=0)
     assert len(engine.generate([[1, 2, 3]], GREEDY)[0].new_token_ids) == 12
@@ -216,3 +214,19 @@ def test_nan_in_one_request_stays_there(checkpoint: Path, stream: list[int]) -> 
         collect(tokens, engine.step())
     assert tokens["sound"] == stream
     assert set(tokens["broken"][before:]) == {0}
+
+
+def test_a_cut_draft_vocabulary_changes_no_token(checkpoint: Path, stream: list[int]) -> None:
+    engine = make_engine(checkpoint, mtp_step=3, draft_vocab=100)
+    step = engine.runner.step
+    assert step.draft_head is not None
+    assert step.draft_head.shape[0] >= 100
+    drafted: set[int] = set()
+    engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="a")
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        collect(tokens, engine.step())
+        drafted |= set(step.slots.drafts[1:].flatten().tolist())
+    assert tokens["a"] == stream
+    assert all(i < 100 or i in engine.model_config.eos_token_ids or i == 13 for i in drafted)
+    assert len(drafted) > 5

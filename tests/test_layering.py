@@ -164,9 +164,14 @@ def test_the_walk_sees_what_it_should(module: str, source: str) -> None:
 
 
 def reads_environment(source: str) -> bool:
-    """Whether a source names os.environ or os.getenv in any form."""
+    """Whether a source names os.environ or os.getenv in any form, but to set a variable."""
     names = {"environ", "getenv", "environb"}
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    stores = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    is_set = {id(node.value) for node in stores}
+    for node in ast.walk(tree):
+        if id(node) in is_set:
+            continue
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
             return True
         if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}:
@@ -178,6 +183,8 @@ def test_only_config_reads_the_environment() -> None:
     sources = {m: p.read_text(encoding="utf-8") for m, p in MODULES.items() if not m.startswith("tools.")}
     assert [m for m, source in sources.items() if reads_environment(source)] == ["compiled_mtp.config"]
     assert reads_environment("from os import getenv")
+    assert reads_environment("import os; x = os.environ['A']")
+    assert not reads_environment("import os; os.environ['A'] = 'b'")
     assert not reads_environment("template.environ")
 
 

@@ -1,4 +1,4 @@
-"""transformers is the oracle for the model: every family, prefill in chunks, cached decode, and the MTP head."""
+"""transformers is the oracle for the model: every family, prefill in chunks, cached decode, MTP head."""
 
 from __future__ import annotations
 
@@ -125,4 +125,3 @@ def test_greedy_tokens_over_64(case: Case) -> None:
     is_clear = best[:, 0] - best[:, 1] >= 1e-3
     assert is_clear.sum() >= 60
     assert torch.equal(logits.argmax(-1)[is_clear], torch.tensor(out[:64])[is_clear])
-
