@@ -54,23 +54,21 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
 
     The others are wrong. `streams` holds the tokens each request must give.
     """
-    step = engine.runner.step
-    decode = step.decode
+    step, programs = engine.runner.step, engine.runner.programs
+    decode = programs.decode
 
-    def forced(state_index: torch.Tensor) -> torch.Tensor:
-        for slot in state_index.tolist():
-            request = engine.scheduler._running.get(slot)
-            if request is None:
-                continue
+    def forced(slots: tuple[int, ...]) -> torch.Tensor:
+        for slot in slots:
+            request = engine.scheduler._running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)
             for k in range(step.mtp_step):
                 following = stream[done + k] if done + k < len(stream) else 0
                 step.slots.drafts[slot, k] = following if k < right else (following + 1) % step.num_valid_ids
-        return decode(state_index)
+        return decode(slots)
 
-    step.decode = forced  # type: ignore[method-assign]
+    programs.decode = forced  # type: ignore[method-assign]
 
 
 def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None) -> dict[str, list[int]]:

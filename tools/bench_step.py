@@ -280,6 +280,9 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or both")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill the compile caches, time the start alone"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -323,6 +326,14 @@ def main() -> None:
 
             runner = Runner(config, model, model.vocab_size, None, fill)
             startup_s = time.perf_counter() - loaded[0]
+            if arguments.compile_only:
+                print(
+                    f"S={mtp_step} {mode} {len(runner.buckets)} buckets: start {startup_s:.1f} s", flush=True
+                )
+                runner.close()
+                del runner
+                torch.cuda.empty_cache()
+                continue
             check_rows(runner, batches)
             for batch in batches:
                 row = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}

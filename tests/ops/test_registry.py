@@ -29,7 +29,7 @@ MUTATED = {
 def operators() -> list[str]:
     for folder in FOLDERS:
         importlib.import_module(f"compiled_mtp.ops.{folder}")
-    return sorted(registry._NAMES)
+    return sorted(registry._OVERLOADS)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
