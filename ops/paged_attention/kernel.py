@@ -506,7 +506,7 @@ def launch(
     if is_verify:
         config = verify_configuration(q.dtype, kv_scale is not None, hd)
     else:
-        config = prefill_configuration(q.dtype, hq * num_requests * triton.cdiv(window, 128) >= WIDE_PROGRAMS)
+        config = prefill_configuration(q.dtype, hq * triton.cdiv(window, 128) >= WIDE_PROGRAMS)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
     scale_log2 = softmax_scale * math.log2(math.e)
     tiles = {
