@@ -90,6 +90,10 @@ class Programs:
         mark_static([self._prefill_slot, self._start, self._length])
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         done = 0
+        if self.device.type == "cuda":
+            # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
+            self.step.decode(self._decode_inputs[self.buckets[-1]])
+            self.step.first_token(self._prefill_slot)
         with compiler_settings():
             # The largest first, so that the pool of the CUDA graphs need not grow again.
             for bucket in reversed(self.buckets):

@@ -125,6 +125,7 @@ class Runner:
             self.programs.warm_up(report)
         self.waited_s = 0.0
         self._launches: deque[_Launch] = deque()
+        self._host_buffers: dict[torch.Size, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
 
     @torch.no_grad()
     def run(self, plan: StepPlan | None) -> StepResult | None:
@@ -150,12 +151,17 @@ class Runner:
             torch.cuda.synchronize(self.device)
 
     def _fetch(self, plan: StepPlan, output: torch.Tensor) -> _Launch:
-        if self.device.type != "cuda":
-            return _Launch(plan, output, None)
-        host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        """Start the copy of `output` to a host buffer that no unread launch uses."""
+        free = self._host_buffers.setdefault(output.shape, [])
+        if free:
+            host, ready = free.pop()
+        else:
+            is_cuda = self.device.type == "cuda"
+            host = torch.empty(output.shape, dtype=torch.int64, pin_memory=is_cuda)
+            ready = torch.cuda.Event() if is_cuda else None
         host.copy_(output, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
+        if ready is not None:
+            ready.record()
         return _Launch(plan, host, ready)
 
     def _finish(self, launch: _Launch) -> StepResult:
@@ -164,6 +170,7 @@ class Runner:
             launch.ready.synchronize()
             self.waited_s += time.perf_counter() - begin
         plan, values = launch.plan, launch.output.tolist()
+        self._host_buffers[launch.output.shape].append((launch.output, launch.ready))
         if plan.kind == "prefill":
             return StepResult(plan, [[values[0]] if plan.is_last else []])
         tokens = [row[1 : 1 + row[0]] for row in values[: len(plan.slots)]]

@@ -171,7 +171,9 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         max_in_flight=runner.max_in_flight,
     )
     generator = torch.Generator().manual_seed(batch)
-    most = (WARM_UP_STEPS + TIMED_STEPS + 8) * (config.mtp_step + 1)
+    # The first request decodes a round for every chunk of the others' prefill.
+    rounds = batch * -(-context // config.prefill_chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
+    most = min(rounds * (config.mtp_step + 1), runner.max_model_len - context)
     for index in range(batch):
         ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
@@ -215,6 +217,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
     total = last - begin
     host_us = 1e6 * (total - runner.waited_s) / TIMED_STEPS
     slots = tuple(sorted(loop.scheduler._running))
+    assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
     runner.programs.decode(slots)
     torch.cuda.synchronize()
     gpu_ms = gpu_time_ms(runner, slots)
@@ -312,7 +315,7 @@ def main() -> None:
                 mtp_step=mtp_step,
                 max_batch=max(batches),
                 batch_sizes=tuple(batches),
-                max_model_len=arguments.context + 1024,
+                max_model_len=arguments.context + 2048 + 64 * max(batches),
                 prefill_chunk=64,
                 graph_mode=mode,
                 synthetic_acceptance=rate,
