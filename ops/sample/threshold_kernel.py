@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Device functions that find the smallest value a filter keeps, without a sort.
 
 A threshold is the key of a value: its bits, ordered as integers and counted from the lowest, 0 .. 2^32 - 1.

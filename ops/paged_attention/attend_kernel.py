@@ -1,0 +1,142 @@
+"""The inner loop of attention, shared by the verify and the prefill route: a tile, and a range of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_tile(
+    acc,
+    largest,
+    total,
+    queries,
+    cache,
+    scales,
+    table,
+    start,
+    row_position,
+    end,
+    first_key,
+    max_blocks,
+    block_size,
+    block_stride,
+    half_stride,
+    token_stride,
+    scale_block_stride,
+    scale_half_stride,
+    scale_log2,
+    HD: tl.constexpr,
+    BN: tl.constexpr,
+    IN_ONE_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_TAIL: tl.constexpr,
+):
+    """One step of the online softmax over keys start .. start + BN - 1.
+
+    IS_TAIL: rows see different parts of the tile, and what no row wrote may lie in it.
+    """
+    key = start + tl.arange(0, BN)
+    dim = tl.arange(0, HD)
+    if IN_ONE_BLOCK:
+        block = tl.load(table + start // block_size)
+        offset = start % block_size + tl.arange(0, BN)
+    else:
+        block = tl.load(table + tl.minimum(key // block_size, max_blocks - 1))
+        offset = key % block_size
+    is_key = (key >= first_key) & (tl.zeros_like(key) + block >= 0)
+    if IS_TAIL:
+        is_key = is_key & (key < end)
+    # A scalar base and 32-bit offsets take half the registers of 64-bit addresses.
+    keys = cache + block.to(tl.int64) * block_stride
+    scales += block.to(tl.int64) * scale_block_stride
+    if IN_ONE_BLOCK:
+        at = keys + (offset[:, None] * token_stride + dim[None, :])
+    else:
+        at = keys[:, None] + (offset[:, None] * token_stride + dim[None, :])
+    k = tl.load(at, mask=is_key[:, None], other=0.0)
+    scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale_log2
+    if HAS_SCALE:
+        scores = scores * tl.load(scales + offset, mask=is_key, other=0.0)[None, :]
+        v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=1.0)
+        if IS_TAIL:
+            v_scale = tl.where(v_scale < float("inf"), v_scale, 1.0)
+        # A value's scale joins the exponent of its weight, so that the weights of scaled values lie in 0 .. 1
+        # whatever the scales are; the total divides it out again. A zero vector's scale may be any.
+        v_scale = tl.maximum(v_scale, 1e-20)
+        scores = scores + tl.log2(v_scale)[None, :]
+    is_seen = is_key[None, :]
+    if IS_TAIL:
+        is_seen = is_seen & (key[None, :] <= row_position[:, None])
+    scores = tl.where(is_seen, scores, -float("inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - base[:, None])
+    factor = tl.exp2(largest - base)
+    if HAS_SCALE:
+        total = total * factor + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+    else:
+        total = total * factor + tl.sum(weights, 1)
+    acc = acc * factor[:, None]
+    v = tl.load(at + half_stride, mask=is_key[:, None], other=0.0)
+    v = v.to(queries.dtype)
+    if IS_TAIL:
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+    acc = tl.dot(weights.to(queries.dtype), v, acc, input_precision="ieee")
+    return acc, new_largest, total
+
+
+@triton.jit
+def attend_range(
+    queries,
+    cache,
+    scales,
+    table,
+    begin,
+    end,
+    is_row,
+    row_position,
+    first_key,
+    max_blocks,
+    block_size,
+    block_stride,
+    half_stride,
+    token_stride,
+    scale_block_stride,
+    scale_half_stride,
+    scale_log2,
+    BM: tl.constexpr,
+    HD: tl.constexpr,
+    BN: tl.constexpr,
+    IN_ONE_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+):
+    """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1."""
+    if HAS_SCALE and queries.dtype == tl.bfloat16:
+        # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
+        queries = queries.to(tl.float16)
+    acc = tl.zeros((BM, HD), tl.float32)
+    largest = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    # Tiles that every row sees whole need no mask by row.
+    seen_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_position, 2147483646), 0) + 1)
+    # Loops count from 0, and `begin` is a visible multiple of BN: else the compiler does not see that offsets
+    # are aligned, and neither widens the loads nor pipelines them.
+    begin = begin // BN * BN
+    num_whole = tl.maximum(seen_by_all - begin, 0) // BN
+    for i in tl.range(0, num_whole, disable_licm=True):
+        acc, largest, total = attend_tile(
+            acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
+            max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False,
+        )  # fmt: skip
+    begin += num_whole * BN
+    for i in tl.range(0, tl.cdiv(tl.maximum(end - begin, 0), BN), num_stages=TAIL_STAGES, disable_licm=True):
+        acc, largest, total = attend_tile(
+            acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
+            max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True,
+        )  # fmt: skip
+    return acc, largest, total
