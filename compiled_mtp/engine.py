@@ -34,8 +34,9 @@ class EngineStats:
 
 
 class Engine:
-    """Decodes requests of one checkpoint, together, a step at a time. To be used from one thread.
+    """Decodes requests of one checkpoint, together, a step at a time. For use from one thread.
 
+    `progress(what, done, total)` is called while weights are read, shapes compiled, long prompts prefilled.
     Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -61,6 +62,7 @@ class Engine:
             mtp_step=self.config.mtp_step,
             max_in_flight=self.runner.max_in_flight,
         )
+        self._progress = progress
         self._num_requests = 0
         self._finished = 0
         self._prompt_tokens = 0
@@ -116,6 +118,8 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         result = self.runner.run(plan)
+        if self._progress is not None and plan is not None and plan.prompt_len > self.config.prefill_chunk:
+            self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
         outputs = self.scheduler.update(result)
         for output in outputs:
             if output.finish_reason is not None:

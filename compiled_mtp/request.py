@@ -368,8 +368,9 @@ class StepPlan:
 
     Installed before the launch, in this order: `released` slots (their block-table rows become -1),
     `admitted`, `block_updates` as (slot, index in its block-table row, block id). prefill: token_ids stand at
-    positions start, start + 1, ...; the last chunk also emits the first token and leaves mtp_step drafts.
-    decode: every slot is verified on mtp_step + 1 rows and mtp_step new drafts are left.
+    positions start, start + 1, ... of a prompt of prompt_len tokens; the last chunk also emits the first
+    token and leaves mtp_step drafts. decode: every slot is verified on mtp_step + 1 rows and mtp_step new
+    drafts are left.
     """
 
     step_id: int
@@ -380,6 +381,7 @@ class StepPlan:
     token_ids: tuple[int, ...] = ()
     start: int = 0
     is_last: bool = False
+    prompt_len: int = 0
     block_updates: tuple[tuple[int, int, int], ...] = ()
     admitted: tuple[SlotInit, ...] = ()
     released: tuple[int, ...] = ()

@@ -175,6 +175,7 @@ class Scheduler:
             token_ids=tuple(request.prompt_token_ids[start:end]),
             start=start,
             is_last=is_last,
+            prompt_len=request.prompt_len,
             block_updates=tuple(updates),
             admitted=admitted,
             released=self._take_released(),

@@ -230,3 +230,14 @@ def test_a_cut_draft_vocabulary_changes_no_token(checkpoint: Path, stream: list[
     assert tokens["a"] == stream
     assert all(i < 100 or i in engine.model_config.eos_token_ids or i == 13 for i in drafted)
     assert len(drafted) > 5
+
+
+def test_progress_tells_of_weights_and_of_prompts_longer_than_a_chunk(checkpoint: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    config = EngineConfig(model=checkpoint, device="cpu", mtp_step=0, prefill_chunk=64, max_model_len=512)
+    engine = Engine(config, progress=lambda *what: seen.append(what))
+    assert seen[-1][0] == "weights"
+    assert seen[-1][1] == seen[-1][2]
+    seen.clear()
+    engine.generate([prompt_of(150, 1, VOCAB), prompt_of(20, 1, VOCAB)], GREEDY)
+    assert seen == [("prefill", 64, 150), ("prefill", 128, 150), ("prefill", 150, 150)]

@@ -181,6 +181,27 @@ def test_draft_kv_holds_the_pairs_of_a_fresh_draft_prefill(family: str, mtp_step
             torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("mtp_step", [1, 3, 7])
+def test_the_draft_reads_nothing_that_was_not_written(mtp_step: int) -> None:
+    """NaN in every unwritten place of the caches would make drafts id 0, or other ids than zeros there do."""
+    drafts = []
+    for is_poisoned in (True, False):
+        step = tiny.build_step(CONFIGS["dense"], mtp_step, is_poisoned=is_poisoned)
+        out = start(step, [1, 2, 3])
+        rng = random.Random(2)
+        seen = [step.slots.drafts[1:4].clone()]
+        for _ in range(6):
+            for slot in out:
+                stream = plain_stream("dense", "float32", slot)
+                force(step, slot, stream, len(out[slot]), rng.randint(0, mtp_step))
+            for slot, tokens in zip(out, tiny.decode(step, list(out)), strict=True):
+                out[slot] += tokens
+            seen.append(step.slots.drafts[1:4].clone())
+        drafts.append(torch.stack(seen))
+    assert torch.equal(drafts[0], drafts[1])
+    assert len(drafts[0].unique()) > 10
+
+
 def test_nothing_is_written_outside_reserved_pages_and_own_slots() -> None:
     step = tiny.build_step(CONFIGS["dense"], 3)
     for slot in (1, 2):
