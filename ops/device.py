@@ -24,9 +24,9 @@ class Device:
 
     A kernel launched with `launch_pdl` may start while the kernel before it still runs. Each of its programs
     must execute `gdc_wait()` on every path, before it touches anything that another kernel writes or reads,
-    because the end of a kernel stands for the end of all before it. One exception: gdn_verify reads and stores
-    states, records and cursors before it waits, which is safe as long as no kernel that writes those lets the
-    next one start before its own wait.
+    because the end of a kernel stands for the end of all before it. One exception: gdn_verify reads and
+    stores states, records and cursors before it waits, which is safe as long as no kernel that writes those
+    lets the next one start before its own wait.
     """
 
     arch: str
