@@ -69,7 +69,7 @@ class SlotState(nn.Module):
         buffer("bias", (0, vocab_size), torch.float32)
         buffer("stop_ids", (slots, 1), torch.int64, -1)
 
-    def apply(self, plan: StepPlan) -> None:  # type: ignore[override]
+    def install(self, plan: StepPlan) -> None:
         """Install what changed on the host: released rows, admitted requests, block-table growth.
 
         Called before a launch, outside every graph. A plan that changes nothing copies nothing.

@@ -83,7 +83,7 @@ class Runner:
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
         self.num_blocks = self._plan_memory(dtype).num_blocks
-        self.cache_key = self._cache_key(dtype)
+        self.cache_key = self._cache_key(dtype, num_valid_ids)
         if config.graph_cache is not None:
             check_key(config.graph_cache, self.cache_key)
             load(config.graph_cache)
@@ -135,7 +135,7 @@ class Runner:
         Without a plan the oldest launch is waited for. Mutates the device's state as the plan says.
         """
         if plan is not None:
-            self.step.slots.apply(plan)
+            self.step.slots.install(plan)
             if plan.kind == "decode":
                 output = self.programs.decode(plan.slots)
             else:
@@ -217,7 +217,7 @@ class Runner:
         special = [i for i in sorted(self.model_config.eos_token_ids) if count <= i < num_valid_ids]
         return torch.tensor([*range(count), *special], dtype=torch.int64, device=self.device)
 
-    def _cache_key(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _cache_key(self, dtype: torch.dtype, num_valid_ids: int) -> dict[str, Any]:
         """Everything that compiled code depends on: what a graph_cache must have been made for."""
         shape = asdict(self.model_config)
         for name in ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized"):
@@ -228,6 +228,8 @@ class Runner:
             "dtype": str(dtype).removeprefix("torch."),
             "mtp_step": self.config.mtp_step,
             "draft_vocab": self.config.draft_vocab,
+            "num_valid_ids": num_valid_ids,
+            "synthetic_acceptance": self.config.synthetic_acceptance,
             "batch_sizes": [bucket.groups for bucket in self.buckets],
             "max_batch": self.config.max_batch,
             "max_model_len": self.max_model_len,

@@ -27,9 +27,9 @@ def make_engine(directory: Path, **options: Any) -> Engine:
     engine = Engine(EngineConfig(model=directory, **(defaults | options)))
     step = engine.runner.step
     tiny.poison(step)
-    apply = step.slots.apply
+    install = step.slots.install
 
-    def poison_then_apply(plan: StepPlan) -> None:
+    def poison_then_install(plan: StepPlan) -> None:
         nan = float("nan")
         for init in plan.admitted:
             for layer in step.state_cache.layers:
@@ -40,9 +40,9 @@ def make_engine(directory: Path, **options: Any) -> Engine:
         draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
         for layer in [*step.kv_cache.layers, *draft]:
             layer.kv[blocks] = nan
-        apply(plan)
+        install(plan)
 
-    step.slots.apply = poison_then_apply  # type: ignore[method-assign]
+    step.slots.install = poison_then_install  # type: ignore[method-assign]
     return engine
 
 

@@ -159,7 +159,7 @@ def install(
 ) -> None:
     """Admit a request to `slot` with the given (slot, index, block) entries of its block table."""
     init = SlotInit(slot, 0, seed, temperature, 0, 1.0, 0.0)
-    step.slots.apply(
+    step.slots.install(
         StepPlan(
             0, "decode", (), (), step.mtp_step, released=(slot,), admitted=(init,), block_updates=updates
         )

@@ -48,9 +48,8 @@ class KVCache(nn.Module):
         with_draft: bool,
     ) -> None:
         super().__init__()
-        num_layers = sum(config.is_full_attention)
         self.layers = nn.ModuleList(
-            KVLayer(config, num_blocks, block_size, dtype, device) for _ in range(num_layers)
+            KVLayer(config, num_blocks, block_size, dtype, device) for _ in range(config.num_attention_layers)
         )
         self.draft = KVLayer(config, num_blocks, block_size, dtype, device) if with_draft else None
         self.num_blocks = num_blocks

@@ -68,7 +68,6 @@ class StateCache(nn.Module):
     ) -> None:
         super().__init__()
         self.ring_length = ring_length(mtp_step, config.conv_kernel)
-        num_layers = len(config.is_full_attention) - sum(config.is_full_attention)
         self.layers = nn.ModuleList(
-            GDNLayer(config, slots, self.ring_length, dtype, device) for _ in range(num_layers)
+            GDNLayer(config, slots, self.ring_length, dtype, device) for _ in range(config.num_gdn_layers)
         )

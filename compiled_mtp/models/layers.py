@@ -92,8 +92,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self.first_key = first_key
-        heads = 2 * config.num_q_heads + 2 * config.num_kv_heads
-        self.qkv = Linear(config.hidden_size, heads * config.head_dim, dtype, device)
+        self.qkv = Linear(config.hidden_size, config.qkv_dim, dtype, device)
         self.q_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
         self.k_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
         self.o_proj = Linear(config.num_q_heads * config.head_dim, config.hidden_size, dtype, device)
@@ -139,19 +138,17 @@ class GatedDeltaNet(nn.Module):
             config.linear_key_head_dim,
             config.linear_value_head_dim,
         )
-        num_value_heads, value_dim = self.heads[1], self.heads[1] * self.heads[3]
+        num_value_heads = config.linear_num_value_heads
         self.conv_dim = config.linear_conv_dim
-        self.value_dim = value_dim
+        self.value_dim = config.linear_value_dim
         self.eps = config.rms_norm_eps
         self.gate_activation = config.gate_activation
-        self.in_proj = Linear(
-            config.hidden_size, self.conv_dim + value_dim + 2 * num_value_heads, dtype, device
-        )
+        self.in_proj = Linear(config.hidden_size, config.linear_proj_dim, dtype, device)
         self.conv_weight = empty_parameter(self.conv_dim, config.conv_kernel, dtype=dtype, device=device)
         self.a_log = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
         self.norm_weight = empty_parameter(self.heads[3], dtype=torch.float32, device=device)
-        self.out_proj = Linear(value_dim, config.hidden_size, dtype, device)
+        self.out_proj = Linear(self.value_dim, config.hidden_size, dtype, device)
 
     def forward(self, x: torch.Tensor, rows: Rows, cache: GDNLayer) -> torch.Tensor:
         proj = self.in_proj(x, rows.is_prefill)
