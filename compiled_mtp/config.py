@@ -92,6 +92,11 @@ class EngineConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto for the checkpoint's dtype on a GPU and float32 on a CPU"
     )
+    kv_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+        default="auto",
+        description="dtype of cached keys and values: auto for the activations', float8_e4m3fn for half of "
+        "bfloat16's memory at some precision",
+    )
     mtp_step: int = Field(
         default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
     )

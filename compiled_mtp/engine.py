@@ -176,6 +176,11 @@ class Engine:
                     last[output.request_id] = output
         return [dataclasses.replace(last[i], new_token_ids=tokens[i], new_text=texts[i]) for i in ids]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
+        return self.runner.is_compiled
+
     def stats(self) -> EngineStats:
         """Counts since the engine was created, and what it holds now."""
         pool = self.scheduler.pool

@@ -13,7 +13,7 @@ class CacheShape:
 
     num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
     ring_length is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one
-    element.
+    element, kv_scale_bytes those of the scale of one head's key or value, 0 for a cache without scales.
     """
 
     num_attention_layers: int
@@ -28,10 +28,12 @@ class CacheShape:
     conv_dim: int
     conv_bytes: int
     ring_length: int
+    kv_scale_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens in all layers: keys and values."""
-        return 2 * self.num_attention_layers * block_size * self.num_kv_heads * self.head_dim * self.kv_bytes
+        """Bytes of one block of `block_size` tokens in all layers: keys and values, and their scales."""
+        vector_bytes = self.head_dim * self.kv_bytes + self.kv_scale_bytes
+        return 2 * self.num_attention_layers * block_size * self.num_kv_heads * vector_bytes
 
     def state_row_bytes(self) -> int:
         """Bytes of one request's state in all GDN layers: float32 state and records, raw conv inputs."""

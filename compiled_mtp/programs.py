@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +18,25 @@ from compiled_mtp.graphs.compile import (
     capture,
     compile_program,
     compiler_settings,
+    load_program,
     mark_static,
+    save_program,
 )
 from compiled_mtp.step import Step
 
 # The first call compiles, the second records a CUDA graph, the third replays it.
 _WARM_UP_CALLS = 3
+_LAYOUT_NAME = "layout.json"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One program: a method of Step, and the static inputs it is compiled for."""
+
+    name: str
+    method: Callable[..., torch.Tensor]
+    inputs: tuple[torch.Tensor, ...]
+    key: Bucket | int | None = None
 
 
 class Programs:
@@ -79,57 +96,99 @@ class Programs:
         return self._call(self._first_token, (self._prefill_slot,))
 
     @torch.no_grad()
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Callable[[int, int], None] | None = None, saved: Path | None = None) -> None:
         """Compile every shape, on padding rows alone; with graphs, capture them.
 
-        Mutates nothing that a request reads. Calls progress(done, count) after each shape.
+        With `saved`, a directory that `save` has filled, nothing is compiled: programs are loaded. Mutates
+        nothing that a request reads. Calls progress(done, count) after each shape. Raises ValueError if the
+        saved programs were made for tensors of another layout.
         """
         assert self.mode is not None
-        mark_static([*self.step.parameters(), *self.step.buffers()])
-        mark_static([*self._decode_inputs.values(), *self._prefill_inputs.values()])
-        mark_static([self._prefill_slot, self._start, self._length])
+        self._mark_static()
+        if saved is not None:
+            self._check_layout(saved)
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        done = 0
         if self.device.type == "cuda":
             # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
             self.step.decode(self._decode_inputs[self.buckets[-1]])
             self.step.first_token(self._prefill_slot)
+        self._length.fill_(1)
         with compiler_settings():
-            # The largest first, so that the pool of the CUDA graphs need not grow again.
-            for bucket in reversed(self.buckets):
-                inputs: tuple[torch.Tensor, ...] = (self._decode_inputs[bucket],)
-                name = f"decode_{bucket.rows}_rows_{bucket.mtp_step}_drafts"
-                self._decode[bucket] = self._prepare(self.step.decode, name, inputs, pool)
-                done = self._report(progress, done)
-            inputs = (self._prefill_slot,)
-            self._first_token = self._prepare(self.step.first_token, "first_token", inputs, pool)
-            done = self._report(progress, done)
-            for length in reversed(self.lengths):
-                # Compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
-                program = compile_program(self.step.prefill, f"prefill_{length}", self.mode, is_graph=False)
-                self._length.fill_(1)
-                program(self._prefill_inputs[length], self._prefill_slot, self._start, self._length)
-                self._prefill[length] = program
-                done = self._report(progress, done)
+            for done, shape in enumerate(self._shapes()):
+                program = self._prepare(shape, pool, saved)
+                if isinstance(shape.key, Bucket):
+                    self._decode[shape.key] = program
+                elif shape.key is None:
+                    self._first_token = program
+                else:
+                    self._prefill[shape.key] = program
+                if progress is not None:
+                    progress(done + 1, self.count)
         self.step.slots.clear_padding_row()
 
-    def _prepare(self, function: Program, name: str, inputs: tuple[torch.Tensor, ...], pool: Any) -> Program:
+    @torch.no_grad()
+    def save(self, directory: Path) -> None:
+        """Write every program to `directory`, for `warm_up` in another process.
+
+        CUDA-graph trees live in the process that recorded them: with "reduce-overhead" nothing is written,
+        and what the compiler cached has to do.
+        """
+        if self.mode == "reduce-overhead" and self.device.type == "cuda":
+            return
+        self._mark_static()
+        directory.mkdir()
+        with compiler_settings():
+            for shape in self._shapes():
+                save_program(shape.method, self.step, shape.inputs, directory / shape.name)
+        (directory / _LAYOUT_NAME).write_text(json.dumps(self._layout()))
+
+    def _shapes(self) -> Iterator[_Shape]:
+        """The largest first, so that the pool of the CUDA graphs need not grow again."""
+        for bucket in reversed(self.buckets):
+            name = f"decode_{bucket.rows}_rows_{bucket.mtp_step}_drafts"
+            yield _Shape(name, Step.decode, (self._decode_inputs[bucket],), bucket)
+        yield _Shape("first_token", Step.first_token, (self._prefill_slot,))
+        for length in reversed(self.lengths):
+            inputs = (self._prefill_inputs[length], self._prefill_slot, self._start, self._length)
+            yield _Shape(f"prefill_{length}", Step.prefill, inputs, length)
+
+    def _prepare(self, shape: _Shape, pool: Any, saved: Path | None) -> Program:
         assert self.mode is not None
-        program = compile_program(function, name, self.mode, is_graph=self.device.type == "cuda")
-        is_captured = self.device.type == "cuda" and self.mode == "replay"
-        for _ in range(1 if is_captured or self.device.type == "cpu" else _WARM_UP_CALLS):
-            self._call(program, inputs)
-        return capture(program, inputs, pool) if is_captured else program
+        # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
+        is_graph = self.device.type == "cuda" and shape.method is not Step.prefill
+        if saved is not None:
+            program = load_program(saved / shape.name, self.step)
+        else:
+            bound = partial(shape.method, self.step)
+            program = compile_program(bound, shape.name, self.mode, is_graph=is_graph)
+        is_captured = is_graph and self.mode == "replay"
+        for _ in range(_WARM_UP_CALLS if is_graph and not is_captured else 1):
+            self._call(program, shape.inputs)
+        return capture(program, shape.inputs, pool) if is_captured else program
+
+    def _mark_static(self) -> None:
+        mark_static([*self.step.parameters(), *self.step.buffers()])
+        mark_static([*self._decode_inputs.values(), *self._prefill_inputs.values()])
+        mark_static([self._prefill_slot, self._start, self._length])
+
+    def _layout(self) -> dict[str, Any]:
+        """What saved programs assume of the tensors they are given."""
+        tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
+        return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors}
+
+    def _check_layout(self, saved: Path) -> None:
+        stored, wanted = json.loads((saved / _LAYOUT_NAME).read_text()), self._layout()
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"graph_cache must be made for {name}={wanted.get(name)}, got {stored.get(name)}; export "
+                    "it again with tools/export_graphs.py"
+                )
 
     def _call(self, program: Program, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if self.mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         return program(*inputs)
-
-    def _report(self, progress: Callable[[int, int], None] | None, done: int) -> int:
-        if progress is not None:
-            progress(done + 1, self.count)
-        return done + 1
 
     def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)

@@ -56,6 +56,7 @@ class Outcome:
     jobs: list[Job]
     seconds: float
     is_interrupted: bool
+    is_compiled: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,7 +252,7 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
         engine.close()
     if printer is not None:
         printer.finish(jobs)
-    return Outcome(config.mtp_step, jobs, seconds, is_interrupted)
+    return Outcome(config.mtp_step, jobs, seconds, is_interrupted, engine.is_compiled)
 
 
 class _Printer:
@@ -356,6 +357,7 @@ def find_difference(one: Outcome, other: Outcome) -> str | None:
 def summarize(outcomes: Sequence[Outcome]) -> str:
     """Return the summary: a column for each run, and how the second compares with the first."""
     rows: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("compiled", lambda run: "yes" if run.is_compiled else "no"),
         ("requests", lambda run: str(len(run.jobs))),
         ("output tokens", lambda run: str(_count_tokens(run))),
         ("seconds", lambda run: f"{run.seconds:.2f}"),

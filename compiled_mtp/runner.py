@@ -9,15 +9,23 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_mtp.batch import SlotState
-from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
 from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig, ModelConfig
-from compiled_mtp.graphs.artifacts import check_key, load, machine_key, read_key
+from compiled_mtp.graphs.artifacts import (
+    PROGRAMS_NAME,
+    check_key,
+    load,
+    machine_key,
+    read_key,
+    source_digest,
+)
 from compiled_mtp.graphs.buckets import ladder
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, MemoryPlan, plan_memory
@@ -25,7 +33,7 @@ from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
-from compiled_mtp.models.weights import load_weights
+from compiled_mtp.models.weights import kept_fp8, load_weights
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.request import StepPlan, StepResult
@@ -35,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
+# What the saved programs of a graph_cache were traced from, beside this file.
+_TRACED = ("batch.py", "cache", "graphs", "models", "ops", "programs.py", "step.py")
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
@@ -79,21 +89,26 @@ class Runner:
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.max_model_len = config.resolve_max_model_len(model_config)
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
+        kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, self.device)
+        self.fp8 = kept_fp8(model_config, config.model if fill is None else None, self.device)
         target, draft = self._load(dtype, progress, fill)
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
-        self.num_blocks = self._plan_memory(dtype).num_blocks
+        self.num_blocks = self._plan_memory(dtype, kv_dtype).num_blocks
         self.cache_key = self._cache_key(dtype, num_valid_ids)
+        saved = None
         if config.graph_cache is not None:
             check_key(config.graph_cache, self.cache_key)
-            load(config.graph_cache)
+            directory = load(config.graph_cache) / PROGRAMS_NAME
+            # Absent from a cache for CUDA-graph trees, which compile from the other caches.
+            saved = directory if directory.is_dir() else None
         slots = config.max_batch + 1
         with torch.no_grad():
             kv_cache = KVCache(
                 model_config,
                 self.num_blocks,
                 config.block_size,
-                dtype,
+                kv_dtype,
                 self.device,
                 with_draft=draft is not None,
             )
@@ -119,10 +134,11 @@ class Runner:
                 self._draft_ids(num_valid_ids),
             )
         mode = _graph_mode(config, self.device)
+        self.is_compiled = mode is not None
         self.programs = Programs(self.step, self.buckets, config.prefill_chunk, mode)
         if mode is not None:
             report = None if progress is None else partial(progress, "compiled shapes")
-            self.programs.warm_up(report)
+            self.programs.warm_up(report, saved)
         self.waited_s = 0.0
         self._launches: deque[_Launch] = deque()
         self._host_buffers: dict[torch.Size, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
@@ -180,8 +196,8 @@ class Runner:
         self, dtype: torch.dtype, progress: Progress | None, fill: Fill | None
     ) -> tuple[TargetModel, DraftModel | None]:
         config = self.model_config
-        target = TargetModel(config, dtype, self.device)
-        draft = DraftModel(config, dtype, self.device) if self.config.mtp_step else None
+        target = TargetModel(config, dtype, self.device, self.fp8)
+        draft = DraftModel(config, dtype, self.device, self.fp8) if self.config.mtp_step else None
         parameters = {name: parameter.data for name, parameter in target.named_parameters()}
         if draft is not None:
             parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -226,9 +242,12 @@ class Runner:
         key |= machine_key(self.device)
         key |= {
             "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": self.config.kv_dtype,
+            "fp8_weights": len(self.fp8),
             "mtp_step": self.config.mtp_step,
             "draft_vocab": self.config.draft_vocab,
             "num_valid_ids": num_valid_ids,
+            "source": source_digest(Path(__file__).parent / name for name in _TRACED),
             "synthetic_acceptance": self.config.synthetic_acceptance,
             "batch_sizes": [bucket.groups for bucket in self.buckets],
             "max_batch": self.config.max_batch,
@@ -242,13 +261,13 @@ class Runner:
             key["graph_mode"] = _graph_mode(self.config, self.device)
         return key
 
-    def _plan_memory(self, dtype: torch.dtype) -> MemoryPlan:
+    def _plan_memory(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> MemoryPlan:
         config, model = self.config, self.model_config
         shape = CacheShape(
             num_attention_layers=model.num_attention_layers + (config.mtp_step > 0),
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            kv_bytes=dtype.itemsize,
+            kv_bytes=kv_dtype.itemsize,
             num_gdn_layers=model.num_gdn_layers,
             num_key_heads=model.linear_num_key_heads,
             num_value_heads=model.linear_num_value_heads,
@@ -257,6 +276,7 @@ class Runner:
             conv_dim=model.linear_conv_dim,
             conv_bytes=dtype.itemsize,
             ring_length=ring_length(config.mtp_step, model.conv_kernel),
+            kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
         )
         return plan_memory(
             int(_free_bytes(self.device) * _CACHE_SHARE),
@@ -285,7 +305,12 @@ def _graph_mode(config: EngineConfig, device: torch.device) -> GraphMode | None:
     if config.compile == "off":
         return None
     if config.compile == "auto" and device.type == "cpu" and config.graph_cache is None:
-        logger.info("running uncompiled: compile=auto compiles on a CPU only what a graph_cache holds")
+        # Whoever chose a graph mode or shapes to compile wanted compiled code.
+        is_wanted = config.graph_mode != "auto" or config.batch_sizes is not None
+        logger.log(
+            logging.WARNING if is_wanted else logging.INFO,
+            "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
+        )
         return None
     return "replay" if config.graph_mode == "auto" else config.graph_mode
 

@@ -2,8 +2,9 @@
 
 Inductor and Triton keep what they make in directories. For an export both directories are private and
 empty, so that afterwards they hold what the engine's shapes need and nothing else: code, shared objects,
-cubins, the launch choices of the compiler's own kernels. The file is a zip of them with the key they were
-made for. It holds code: load only files that you made or trust.
+cubins, the launch choices of the compiler's own kernels. Beside them lie the programs as Dynamo traced
+them. The file is a zip of all that with the key it was made for, in which the digest of our own source
+stands for what is not traced again. It holds code: load only files that you made or trust.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 KEY_NAME = "key.json"
+PROGRAMS_NAME = "programs"
 COMPILER = "g++"
 # What Inductor asks the compiler even if nothing is left to compile; the answers are part of its cache keys.
 COMPILER_QUESTIONS = ("-v", "--version")
@@ -42,9 +45,19 @@ def machine_key(device: torch.device) -> dict[str, Any]:
     return {
         "device": device.type,
         "capability": capability,
+        "python": ".".join(map(str, sys.version_info[:2])),
         "torch": torch.__version__,
         "triton": _triton_version(),
     }
+
+
+def source_digest(paths: Iterable[Path]) -> str:
+    """A digest of the Python files at and below `paths`: what saved programs were traced from."""
+    digest = sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else (path,):
+            digest.update(file.relative_to(path.parent).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def save(file: Path, directory: Path, key: Mapping[str, Any]) -> int:

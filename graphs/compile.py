@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
@@ -61,18 +63,32 @@ def compile_program(function: Program, name: str, mode: GraphMode, *, is_graph: 
 
 
 def declare_operators() -> None:
-    """Tell Inductor that our operators are called as they are.
+    """Tell Inductor that our operators are called as they are, on arguments that it keeps.
 
-    It finds that out itself, but first writes a message that spells out the operator's inputs, and theirs: in
-    torch 2.11 that is done whether or not anybody reads it, and doubles with every residual add.
+    It finds the first out itself, but before that writes a message that spells out the operator's inputs, and
+    theirs: in torch 2.11 that is done whether or not anybody reads it, and doubles with every residual add.
     """
     from torch._inductor import lowering
-    from torch._library.utils import get_layout_constraint_tag
 
     for overload in overloads():
         if overload not in lowering.lowerings:
-            tag = get_layout_constraint_tag(overload, with_default=True)
-            lowering.make_fallback(overload, lowering.tag_to_layout_constraint(tag), warn=False)
+            lowering.make_fallback(overload, _keep_arguments, warn=False)
+
+
+def _keep_arguments(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The layout constraint of our operators: eager strides, and what is computed for one call stays.
+
+    Inductor's own constraint copies an argument that is not yet a buffer, and so computes it once a call:
+    positions and cursors would be gathered again in every layer.
+    """
+    from torch._inductor import ir, lowering
+
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, ir.TensorBox):
+            arg.realize()
+    if "eager_input_vals" not in node.meta:
+        return args, kwargs
+    return lowering.constrain_to_fake_tensors(args, kwargs, *node.meta["eager_input_vals"])
 
 
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:
@@ -97,6 +113,31 @@ def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Pr
         return output
 
     return replay
+
+
+def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor, ...], file: Path) -> None:
+    """Compile `function(owner, *inputs)` for the shapes of `inputs` and write the result to `file`.
+
+    Nothing of `owner` is written: its tensors are read from the owner that `load_program` is given.
+    """
+    declare_operators()
+    # The caller promises that shapes, dtypes and constants are the same: guards would have to be built anew
+    # in every process, and are not wanted in any call.
+    options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+        compiled.aot_compile(((owner, *inputs), {})).save_compiled_function(str(file))
+
+
+def load_program(file: Path, owner: Any) -> Program:
+    """Return what `save_program` wrote, for an owner of the same class whose tensors have the same layout.
+
+    Dynamo does not run: at 64 layers it takes ten seconds for each program, whatever is cached.
+    """
+    with file.open("rb") as stream:
+        compiled: Any = torch.compiler.load_compiled_function(stream)
+    compiled.disable_guard_check()
+    return partial(compiled, owner)
 
 
 def _with_own_code(function: Program, name: str) -> Program:

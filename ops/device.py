@@ -23,10 +23,17 @@ class Device:
     """Architecture ("sm_90"), shared memory a program may use in bytes, and dependent launches.
 
     A kernel launched with `launch_pdl` may start while the kernel before it still runs. Each of its programs
-    must execute `gdc_wait()` on every path, before it touches anything that another kernel writes or reads,
-    because the end of a kernel stands for the end of all before it. One exception: gdn_verify reads and
-    stores states, records and cursors before it waits, which is safe as long as no kernel that writes those
-    lets the next one start before its own wait.
+    must execute `gdc_wait()` on every path, because the end of a kernel stands for the end of all before it.
+    Before that it may read parameters, which no kernel writes. It touches what another kernel writes or reads
+    only after it, with one exception.
+
+    A fence is a kernel launched without `launch_pdl`, or one whose programs wait before they execute
+    `gdc_launch_dependents()`: linear and the gated norm. What is launched after a fence starts once
+    everything before the fence is complete. So spec_conv1d reads conv_ring and the cursors before it waits,
+    and gdn_verify reads and stores states and records as well: in_proj, a linear, is launched right before
+    spec_conv1d and writes none of them, and all that does write them, the same layer's calls of the step
+    before, a prefill, a commit or the step's end, lies before in_proj, whatever the layer. It does not hold
+    for z, which in_proj writes: only spec_conv1d lies between it and gdn_verify, and that is no fence.
     """
 
     arch: str

@@ -23,7 +23,7 @@ BLOCK_V = 16
 NUM_WARPS = 1
 MIN_HEAD_DIM = 16
 
-NORM_PAIRS = 16
+NORM_PAIRS = 8
 NORM_WARPS = 4
 
 
@@ -61,41 +61,54 @@ def apply_record(tile, wide_key, update, exp_g, BLOCK_V: tl.constexpr, LANES: tl
 
 
 @triton.jit
+def load_record(
+    ring_k, ring_u, ring_g, k_rows, v_rows, position, value,
+    DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Key, the update of the rows `value`, and exp_g of one position."""
+    row = position % RING
+    key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
+    return key, tl.load(ring_u + (v_rows + row) * DV + value), tl.load(ring_g + v_rows + row)
+
+
+@triton.jit
 def fold_records(
     tile,
     ring_k,
     ring_u,
     ring_g,
-    slot,
-    head,
+    k_rows,
+    v_rows,
     begin,
     count,
     value,
-    NK: tl.constexpr,
-    NV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     RING: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The tile of the rows `value` after the records of positions [begin, begin + count), count > 0."""
-    k_rows = (slot * NK + head // (NV // NK)) * RING
-    v_rows = (slot * NV + head) * RING
-    row = begin % RING
-    key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
-    update = tl.load(ring_u + (v_rows + row) * DV + value)
-    exp_g = tl.load(ring_g + v_rows + row)
+    """The tile of the rows `value` after the records of positions [begin, begin + count), count > 0.
+
+    k_rows and v_rows are the first rows of the head's rings in ring_k and ring_u.
+    """
+    last = begin + count - 1
+    key, update, exp_g = load_record(
+        ring_k, ring_u, ring_g, k_rows, v_rows, begin, value, DK, DV, RING, LANES
+    )
+    key_1, update_1, exp_g_1 = load_record(
+        ring_k, ring_u, ring_g, k_rows, v_rows, tl.minimum(begin + 1, last), value,
+        DK, DV, RING, LANES,
+    )  # fmt: skip
     for step in range(count):
-        # The next record is on its way while this one is applied; the last one is loaded twice.
-        row = (begin + tl.minimum(step + 1, count - 1)) % RING
-        next_key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
-        next_update = tl.load(ring_u + (v_rows + row) * DV + value)
-        next_exp_g = tl.load(ring_g + v_rows + row)
+        # Two records are on their way while one is applied; the last one is loaded again.
+        key_2, update_2, exp_g_2 = load_record(
+            ring_k, ring_u, ring_g, k_rows, v_rows, tl.minimum(begin + step + 2, last), value,
+            DK, DV, RING, LANES,
+        )  # fmt: skip
         tile = apply_record(tile, widen_key(key, BLOCK_V), update, exp_g, BLOCK_V, LANES)
-        key = next_key
-        update = next_update
-        exp_g = next_exp_g
+        key, update, exp_g = key_1, update_1, exp_g_1
+        key_1, update_1, exp_g_1 = key_2, update_2, exp_g_2
     return tile
 
 
@@ -115,19 +128,19 @@ def gated_norm_kernel(
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    lane = tl.arange(0, DV)[None, :]
+    weight = tl.load(norm_weight + lane)  # no kernel writes it
     if PDL:
-        # In this order: whatever is launched after this kernel may then touch the states and records of the
-        # kernel before it without waiting, which is what gdn_verify does.
+        # In this order, which makes the kernel one that others may count on (ops.device): calls of gdn_verify
+        # may follow one another with nothing else between.
         gdc_wait()
         gdc_launch_dependents()
-    lane = tl.arange(0, DV)[None, :]
     # Rows are (token, head) pairs: programs of one pair each would take longer to start than to run.
     pair = (tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS))[:, None]
     inside = pair < pairs
     row = pair // NV
     at = pair * DV + lane
     x = tl.load(out + at, mask=inside, other=0.0)
-    weight = tl.load(norm_weight + lane)
     gate = tl.load(z + row * z_stride + (pair % NV) * DV + lane, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]
     gate = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))

@@ -23,15 +23,21 @@ def register(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    check: Callable[..., None],
     mutates: Sequence[str] = (),
     launch: Callable[..., Any] | None = None,
-) -> Any:
-    """Define `compiled_mtp::<name>` with the schema of `reference` and return the callable overload.
+) -> Callable[..., Any]:
+    """Define `compiled_mtp::<name>` with the schema of `reference` and return what calls it, checked.
 
     `reference` runs on the CPU; `launch` runs on CUDA (`reference` when it is None). Both take the same
     arguments, mutate only the arguments named in `mutates` and return fresh tensors, which `fake` allocates
-    with the same shapes, dtypes and strides.
+    with the same shapes, dtypes and strides. `check` raises ValueError for arguments that do not fit.
     """
+
+    def checked_fake(*args: Any) -> Any:
+        check(*args)
+        return fake(*args)
+
     schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, reference, "CPU")
@@ -44,9 +50,17 @@ def register(
             return reference(*args) if name in _ON_REFERENCE else kernel(*args)
 
         _LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    _OVERLOADS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return _OVERLOADS[name]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=_LIBRARY)
+    overload = _OVERLOADS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def call(*args: Any) -> Any:
+        # Traced calls are checked by the fake: Dynamo would interpret every check, which takes longer than
+        # all the rest of a start from a cache.
+        if not torch.compiler.is_compiling():
+            check(*args)
+        return overload(*args)
+
+    return call
 
 
 def overloads() -> tuple[Any, ...]:

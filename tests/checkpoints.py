@@ -44,6 +44,26 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 
+# Sizes at which every part of a merged weight begins at a block, as in the releases: FP8 stays FP8 on a GPU.
+_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+FP8_FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    (
+        "next",
+        {"family": "qwen3_next", "num_key_heads": 2, "num_value_heads": 4, "fp8_scale": torch.float32}
+        | _BLOCKS,
+    ),
+    (
+        "dense",
+        {"family": "qwen3_5", "num_key_heads": 1, "num_value_heads": 3, "fp8_scale": torch.bfloat16}
+        | _BLOCKS,
+    ),
+    (
+        "moe",
+        {"family": "qwen3_5_moe", "num_key_heads": 1, "num_value_heads": 2, "fp8_scale": torch.bfloat16}
+        | _BLOCKS,
+    ),
+]
+
 
 def write_checkpoint(
     directory: Path,

@@ -262,7 +262,7 @@ def test_eos_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
 def test_engine_defaults() -> None:
     c = EngineConfig()
     assert c.model.name == "default_model"
-    assert (c.device, c.dtype, c.compile, c.graph_mode) == ("auto",) * 4
+    assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
     assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
     assert (c.prefix_cache, c.reference_ops) == (False, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
@@ -290,6 +290,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; give the most requests decoded"),
     ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; give auto for the GPU if"),
     ({"dtype": "float16"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; give auto for the"),
+    (
+        {"kv_dtype": "bfloat16"},
+        "kv_dtype must be 'auto' or 'float8_e4m3fn', got 'bfloat16'; give dtype of cached keys and values:",
+    ),
     (
         {"max_model_len": 1},
         "max_model_len must be greater than or equal to 2, got 1; give the most tokens of",

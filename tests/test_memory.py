@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,13 @@ def test_bytes_of_a_released_shape() -> None:
     state, records = 48 * 48 * 128 * 128 * 4, 48 * 8 * (16 * 128 + 48 * 129) * 4
     assert state == 144 * 2**20
     assert SHAPE_27B.state_row_bytes() == state + records + 48 * 8 * 10240 * 2
+
+
+def test_bytes_of_an_fp8_cache() -> None:
+    shape = replace(SHAPE_27B, kv_bytes=1, kv_scale_bytes=4)
+    # Half a bfloat16 cache's, and 4 bytes for each of the 17 * 4 heads' keys and values a token.
+    assert shape.block_bytes(64) == 64 * (68 * 1024 // 2 + 17 * 4 * 2 * 4)
+    assert shape.state_row_bytes() == SHAPE_27B.state_row_bytes()
 
 
 @given(

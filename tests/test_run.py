@@ -33,6 +33,7 @@ class Letters:
 class FakeEngine:
     """Everything but the model: each request answers with its prompt in capitals, a window a step."""
 
+    is_compiled = False
     interrupt_after: int | None = None
     wrong_with_mtp_step_0 = False
     fail: str | None = None
@@ -138,7 +139,7 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
     assert pieces == ["DEF", " F(", "):.", "."]
     summary = capsys.readouterr().err
     assert "weights: done\n" in summary
-    for line in ("requests 1", "output tokens 10", "new tokens a round (mean) 3.00", "seed 3"):
+    for line in ("compiled no", "requests 1", "output tokens 10", "new tokens a round (mean) 3.00", "seed 3"):
         assert line in " ".join(summary.split())
     assert made[0].closed
 

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from bench_op import read_bandwidth
 from op_cases import SHAPES
 
 from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.request import Request, SamplingParams
@@ -38,10 +40,11 @@ from compiled_mtp.scheduler import Scheduler
 LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
 TIED = {"0.8b", "4b"}
 WARM_UP_STEPS, TIMED_STEPS = 20, 80
+FP8_SIZE = 40.0
 
 
-def model_config(name: str) -> ModelConfig:
-    """The released shape, without its checkpoint."""
+def model_config(name: str, quantized: bool = False) -> ModelConfig:
+    """The released shape, without its checkpoint; `quantized` as the FP8 release has it."""
     shape, layers = SHAPES[name], LAYERS[name]
     return ModelConfig(
         family="qwen3_5_moe" if shape.experts else "qwen3_5",
@@ -72,7 +75,7 @@ def model_config(name: str) -> ModelConfig:
         dtype="bfloat16",
         max_position_embeddings=262144,
         eos_token_ids=(),
-        quantized=False,
+        quantized=quantized,
     )
 
 
@@ -85,10 +88,16 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.uniform_(-4.0, -1.0)
         elif parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
+        elif name.endswith("_scale"):
+            # Of columns in blocks of 128, each FP8 value being of size FP8_SIZE.
+            parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)
         else:
             # Every expert alike costs no more memory than one: the random numbers of the first are copied.
             first = parameter if parameter.dim() == 2 else parameter[0]
-            first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
+            if first.dtype == torch.float8_e4m3fn:
+                first.copy_(FP8_SIZE * torch.randn(first.shape, device=first.device))
+            else:
+                first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
             if parameter.dim() == 3:
                 for index in range(1, parameter.shape[0]):
                     parameter[index].copy_(first.roll(index, 0))
@@ -120,7 +129,7 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
         total = 0.0
         for name, parameter in module.named_parameters():
-            if name.endswith(("ffn.gate_up", "ffn.down")):
+            if ".ffn." in f".{name}" and parameter.dim() == 3:
                 one = parameter.nbytes / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:
@@ -190,17 +199,20 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
     target = runner.step.target
     width = runner.config.mtp_step + 1
     weights = {
-        module.weight.shape: module.weight for module in target.modules() if isinstance(module, Linear)
+        module.weight.shape: (module.weight, module.weight_scale)
+        for module in target.modules()
+        if isinstance(module, Linear)
     }
-    for weight in [*weights.values(), target.head_weight]:
-        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.device).to(weight.dtype)
-        whole = linear(x, weight, None, True, False)
+    for weight, scale in [*weights.values(), (target.head_weight, None)]:
+        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.device)
+        x = x.to(target.head_weight.dtype)
+        whole = linear(x, weight, scale, True, False)
         for batch in batches:
-            part = linear(x[: batch * width], weight, None, True, False)
+            part = linear(x[: batch * width], weight, scale, True, False)
             assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
 
 
-def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+def measure(runner: Runner, batch: int, context: int, bandwidth: float, is_traced: bool) -> dict[str, Any]:
     """One row of the table."""
     loop = start_loop(runner, batch, context)
     for _ in range(WARM_UP_STEPS):
@@ -221,6 +233,9 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
     runner.programs.decode(slots)
     torch.cuda.synchronize()
     gpu_ms = gpu_time_ms(runner, slots)
+    kernels = trace_kernels(runner, slots)
+    if is_traced:
+        print_kernels(kernels)
     items = floor_bytes(
         runner, batch, context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
     )
@@ -239,7 +254,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
         "ratio": round(step_ms / floor_ms, 3),
         "host_us": round(host_us, 1),
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
-        "kernels": count_kernels(runner, slots),
+        "kernels": len(kernels),
         "tokens_per_s": round(tokens / total, 1),
         "tpot_ms": round(1e3 * total * batch / tokens, 3),
         "new_tokens_per_round": round(tokens / TIMED_STEPS / batch, 3),
@@ -263,14 +278,34 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 
 @torch.no_grad()
-def count_kernels(runner: Runner, slots: tuple[int, ...]) -> int:
-    """Kernels of one step."""
+def trace_kernels(runner: Runner, slots: tuple[int, ...]) -> list[tuple[str, float]]:
+    """The kernels of one step in the order in which they end: name, microseconds since the one before ended.
+
+    Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         runner.programs.decode(slots)
         torch.cuda.synchronize()
-    return sum(1 for event in trace.events() if str(event.device_type).endswith("CUDA"))
+    events = [event for event in trace.events() if str(event.device_type).endswith("CUDA")]
+    spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in events)
+    last = spans[0][1]
+    result = []
+    for end, _, name in spans:
+        result.append((name, end - last))
+        last = end
+    return result
+
+
+def print_kernels(kernels: list[tuple[str, float]]) -> None:
+    """Where a step's time goes, by kernel."""
+    by_name: dict[str, list[float]] = {}
+    for name, span in kernels:
+        by_name.setdefault(name, []).append(span)
+    print("  kernels      us a step   us each  name")
+    for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        print(f"  {len(spans):7} {sum(spans):12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
 
 
 def main() -> None:
@@ -283,15 +318,18 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or both")
+    parser.add_argument("--fp8", action="store_true", help="block-128 FP8 weights, as an FP8 release has")
     parser.add_argument(
-        "--compile-only", action="store_true", help="fill the compile caches, time the start alone"
+        "--export", type=Path, metavar="FILE", help="time the start alone and write a graph cache"
     )
+    parser.add_argument("--graph-cache", type=Path, metavar="FILE", help="start from what --export wrote")
+    parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
-    model = model_config(arguments.shape)
+    model = model_config(arguments.shape, arguments.fp8)
     if arguments.layers is not None:
         model = replace(
             model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
@@ -304,7 +342,14 @@ def main() -> None:
         flush=True,
     )
     modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
-    for mtp_step in (int(step) for step in arguments.mtp_step.split(",")):
+    depths = [int(step) for step in arguments.mtp_step.split(",")]
+    if (arguments.export or arguments.graph_cache) and len(modes) * len(depths) > 1:
+        parser.exit(2, "bench_step: a graph cache is made for one --mtp-step and one --graph-mode\n")
+    if arguments.export:
+        # Private and empty: what an earlier run has compiled must not shorten this start.
+        directory = Path(tempfile.mkdtemp())
+        use_directory(directory)
+    for mtp_step in depths:
         for mode in modes:
             torch._dynamo.reset()
             begin = time.perf_counter()
@@ -318,6 +363,7 @@ def main() -> None:
                 max_model_len=arguments.context + 2048 + 64 * max(batches),
                 prefill_chunk=64,
                 graph_mode=mode,
+                graph_cache=arguments.graph_cache,
                 synthetic_acceptance=rate,
             )
             loaded: list[float] = []
@@ -329,18 +375,22 @@ def main() -> None:
 
             runner = Runner(config, model, model.vocab_size, None, fill)
             startup_s = time.perf_counter() - loaded[0]
-            if arguments.compile_only:
+            if arguments.export:
+                begin = time.perf_counter()
+                runner.programs.save(directory / PROGRAMS_NAME)
+                size = save(arguments.export, directory, runner.cache_key)
+                export_s = time.perf_counter() - begin
                 print(
-                    f"S={mtp_step} {mode} {len(runner.buckets)} buckets: start {startup_s:.1f} s", flush=True
+                    f"S={mtp_step} {mode} {len(runner.buckets)} buckets: cold start {startup_s:.1f} s, "
+                    f"{size / 1e6:.1f} MB written in {export_s:.1f} s",
+                    flush=True,
                 )
                 runner.close()
-                del runner
-                torch.cuda.empty_cache()
-                continue
+                return
             check_rows(runner, batches)
             for batch in batches:
                 row = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
-                row |= measure(runner, batch, arguments.context, bandwidth)
+                row |= measure(runner, batch, arguments.context, bandwidth, arguments.kernels)
                 row |= {"startup_s": round(startup_s, 1), "buckets": len(runner.buckets)}
                 row |= {
                     "bandwidth_tb_s": round(bandwidth / 1e12, 3),

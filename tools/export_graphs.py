@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.graphs.artifacts import save, use_directory
+from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 
 
 def main() -> None:
@@ -49,6 +49,7 @@ def main() -> None:
         use_directory(Path(directory))
         try:
             engine = Engine(EngineConfig(**given, compile="on"), progress=report)
+            engine.runner.programs.save(Path(directory) / PROGRAMS_NAME)
             out.parent.mkdir(parents=True, exist_ok=True)
             size = save(out, Path(directory), engine.runner.cache_key)
         except (ValueError, OSError) as error:

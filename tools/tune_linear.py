@@ -3,15 +3,18 @@
     python tools/tune_linear.py                          # every projection of every shape in tools/op_cases
     python tools/tune_linear.py --shapes 27b --rows 8    # one model
 
-Each configuration is timed as bench_op.py times, on weights rotated beyond L2; first all tiles and splits
-with one prefetch length, then the best few with other lengths. The split decides the bits of a row, so a new
-table changes the numbers of a model, but never with the number of rows.
+A product's time depends on what runs around it: what the memory does while the small kernels between two
+products run, and what the processors still hold. So the tiles and splits of each weight are first ranked
+alone, behind the small kernel that makes its input and on weights rotated beyond L2; then the best of them
+compete inside a stack of the model's own layers, where the whole stack's time decides. The split decides the
+bits of a row, so a new table changes the numbers of a model, but never with the number of rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import sys
@@ -23,17 +26,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from bench_op import ROTATED_BYTES, time_us
+from bench_step import fill_random, model_config
 from op_cases import SHAPES
 from op_cases.linear import projections
 
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.models.layers import Rows, rotary_table
+from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name
-from compiled_mtp.ops.linear.kernel import is_even, launch_config
+from compiled_mtp.ops.linear.config import (
+    NAMED_DTYPES,
+    TABLE,
+    LinearConfig,
+    dtype_name,
+    linear_config,
+    read_table,
+)
+from compiled_mtp.ops.linear.kernel import launch_config
+from compiled_mtp.ops.rms_norm import rms_norm
+from compiled_mtp.ops.silu_mul import silu_mul
 
-PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 4096)
-FIRST_PREFETCH = 0
+PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)
+FIRST_PREFETCH = 512
+# Of one weight: how many of each kind compete in the stack, and what share of the stack's time a change must
+# gain.
+FINALISTS = 6
+LEAST_GAIN = 0.001
+LITTLE_SHARED_BYTES = 114 * 1024  # half of a processor's
+# Enough to be more than L2 and the address translation hold.
+STACK_LAYERS = {"0.8b": 24, "4b": 12, "9b": 8, "27b": 8, "35b-a3b": 12}
+NOT_IN_A_STACK = ("lm_head", "mtp_fc")
 MAX_SETS = 128
-DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 # (block_n, block_k of one chain, chains, warps, stages)
@@ -53,6 +77,10 @@ BF16_TILES = [
     (128, 64, 1, 4, 4),
     (128, 64, 2, 4, 3),
     (128, 128, 1, 4, 3),
+    *[(16, 128, 1, w, s) for w in (1, 2) for s in (3, 4)],
+    *[(32, 64, 1, w, 4) for w in (1, 2)],
+    *[(32, 128, 1, w, s) for w in (1, 2, 4) for s in (3, 4)],
+    *[(64, 64, 1, w, 4) for w in (2, 4)],
 ]
 FP8_TILES = [
     *[(16, 128, 4, w, 3) for w in (1, 2)],
@@ -83,10 +111,28 @@ def candidates(n: int, k: int, dtype: torch.dtype) -> list[LinearConfig]:
             config = replace(tile, split=split)
             programs = -(-n // tile.block_n) * split
             length = config.part_length(k) * config.chains
-            if config.programs_along_k(k) != split or not is_even(config, k):
+            if config.programs_along_k(k) != split or not config.is_even(k):
                 continue
             if (split == 1 or (length >= 512 and programs <= 700)) and programs >= min(60, n // 16):
                 result.append(config)
+    return list(dict.fromkeys([*result, *one_step_candidates(n, k, dtype)]))
+
+
+def one_step_candidates(n: int, k: int, dtype: torch.dtype) -> list[LinearConfig]:
+    """Configurations whose programs hold all their weights in registers, few enough to run all at once."""
+    result = []
+    block_ks = (128,) if dtype == torch.float8_e4m3fn else (128, 256, 512)
+    for split, block_n, block_k, warps in itertools.product(
+        (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (16, 32, 64), block_ks, (1, 2, 4, 8)
+    ):
+        chains = k // (split * block_k)
+        config = LinearConfig(16, block_n, block_k, warps, 2, split, chains, 0)
+        programs = -(-n // block_n) * split
+        if not 2 <= chains <= 8 or k != split * chains * block_k or config.programs_along_k(k) != split:
+            continue
+        registers = block_n * chains * block_k * dtype.itemsize // (warps * 32 * 4)
+        if 16 <= registers <= 128 and 100 <= programs <= 1056 and block_n >= 8 * warps // 2:
+            result.append(config)
     return result
 
 
@@ -108,35 +154,137 @@ def make_inputs(rows: int, n: int, k: int, dtype: torch.dtype) -> list[Inputs]:
 
 
 def measure(config: LinearConfig, inputs: list[Inputs]) -> float:
-    """Microseconds a call."""
+    """Microseconds a call with the kernel before it: a norm where the weight widens, silu_mul elsewhere."""
+    rows, k = inputs[0][0].shape
+    is_wide = inputs[0][1].shape[0] > k
+    factor = torch.zeros(k, dtype=torch.bfloat16, device="cuda")
+    gate_up = torch.randn(rows, 2 * k, dtype=torch.bfloat16, device="cuda")
+
+    def call(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+        made = rms_norm(x, factor, 1e-6) if is_wide else silu_mul(gate_up)
+        launch_config(config, made, weight, scale, False)
+
     rounds = max(1, 16 // len(inputs))
-    return time_us([functools.partial(launch_config, config, *args, False) for args in inputs] * rounds)
+    return time_us([functools.partial(call, *args) for args in inputs] * rounds)
 
 
-def compile_share(share: int, shares: int) -> None:
+def compile_share(share: int, shares: int, dtypes: tuple[torch.dtype, ...], shapes: list[str]) -> None:
     """Compile one share of the kernels into Triton's cache, in a process of its own."""
+    for shape in shapes[share::shares]:
+        Stack(shape, 4).time_us()
+        torch.cuda.empty_cache()
+    one_step = [
+        (config, dtype)
+        for shape in shapes
+        for dtype in dtypes
+        for n, k in projections(SHAPES[shape], dtype == torch.float8_e4m3fn).values()
+        for config in one_step_candidates(n, k, dtype)
+    ]
+    kernels = {
+        (c.block_n, c.block_k, c.num_warps, c.chains, c.split > 1, dtype): (c, dtype) for c, dtype in one_step
+    }
+    for config, dtype in list(kernels.values())[share::shares]:
+        inputs = make_inputs(8, 256, config.block_k * config.chains * config.split, dtype)[0]
+        launch_config(config, *inputs, False)
     done = 0
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for tile in tiles(dtype):
             for split in (1, 2):
                 done += 1
                 if done % shares == share:
                     inputs = make_inputs(8, 256, 2048, dtype)[0]
                     launch_config(replace(tile, split=split), *inputs, False)
+                    # Without the prefetch it is another kernel.
+                    launch_config(replace(tile, split=split, prefetch_bytes=0), *inputs, False)
 
 
-def tune(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[LinearConfig, float, int]:
-    """The fastest configuration, its microseconds, and how many were tried."""
+def rank(rows: int, n: int, k: int, dtype: torch.dtype) -> list[tuple[float, LinearConfig]]:
+    """Every candidate with its microseconds alone, the fastest first."""
     inputs = make_inputs(rows, n, k, dtype)
-    first = sorted(((measure(c, inputs), c) for c in candidates(n, k, dtype)), key=lambda pair: pair[0])
-    second = [
-        (measure(config, inputs), config)
-        for _, best in first[:4]
-        for prefetch in PREFETCH_BYTES
-        for config in [replace(best, prefetch_bytes=prefetch)]
-    ]
-    us, config = min(second, key=lambda pair: pair[0])
-    return config, us, len(first) + len(second)
+    return sorted(((measure(c, inputs), c) for c in candidates(n, k, dtype)), key=lambda pair: pair[0])
+
+
+def finalists(ranked: list[tuple[float, LinearConfig]], n: int, k: int) -> list[LinearConfig]:
+    """The fastest, the fastest of those beside which the next product's programs fit, and of one step."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def takes_little(config: LinearConfig) -> bool:
+        programs = -(-n // config.block_n) * config.split
+        return (
+            -(-programs // processors) * config.num_stages * config.stage_bytes(2, 2) <= LITTLE_SHARED_BYTES
+        )
+
+    order = [config for _, config in ranked]
+    little = [config for config in order if takes_little(config) and not config.is_one_step(k)]
+    one_step = [config for config in order if config.is_one_step(k)]
+    return list(dict.fromkeys([*order[:FINALISTS], *little[:FINALISTS], *one_step[:FINALISTS]]))
+
+
+class Stack:
+    """Layers of a released shape, GDN and attention by turns, on the rows of one request in mid-text."""
+
+    def __init__(self, shape: str, rows: int) -> None:
+        device, dtype, context, block_size = torch.device("cuda"), torch.bfloat16, 512, 64
+        layers = STACK_LAYERS[shape]
+        config = replace(
+            model_config(shape),
+            num_layers=layers,
+            is_full_attention=tuple(index % 2 == 1 for index in range(layers)),
+        )
+        self.target = TargetModel(config, dtype, device)
+        with torch.no_grad():
+            fill_random(dict(self.target.named_parameters()))
+        blocks = (context + rows) // block_size + 2
+        self.kv = KVCache(config, blocks, block_size, dtype, device, with_draft=False)
+        self.state = StateCache(config, 2, rows - 1, dtype, device)
+        self.cos_sin = rotary_table(config, 1024, device)
+        self.tokens = torch.arange(rows, device=device)
+        positions = context + torch.arange(rows, device=device)
+        self.rows = Rows(
+            positions=positions,
+            # Block 0 belongs to nobody.
+            slot_mapping=positions + block_size,
+            block_table=torch.arange(1, blocks, dtype=torch.int32, device=device)[None],
+            state_index=torch.ones(1, dtype=torch.int32, device=device),
+            start=positions[:1].clone(),
+            base=positions[:1] - 2,
+            length=positions[:1].clone(),
+            is_prefill=False,
+        )
+
+    @torch.no_grad()
+    def time_us(self) -> float:
+        """Microseconds of a forward without the head."""
+        arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
+        return time_us([functools.partial(self.target, *arguments)])
+
+
+def choose(stack: Stack, entries: dict[str, list[int]], name: str, rivals: list[LinearConfig]) -> str:
+    """Give one weight the rival with which the stack is fastest; what was found, in words.
+
+    Mutates `entries`, which `linear` reads.
+    """
+
+    def time_with(config: LinearConfig) -> float:
+        entries[name] = [*astuple(config)[1:-1]]
+        linear_config.cache_clear()
+        return stack.time_us()
+
+    present = []
+    if name in entries:
+        block_n, block_k, num_warps, num_stages, split, chains, prefetch = entries[name]
+        present.append(LinearConfig(16, block_n, block_k, num_warps, num_stages, split, chains, prefetch))
+    timed = [(time_with(config), config) for config in (*present, *rivals)]
+    now, was = timed[0]
+    _, best = min(timed, key=lambda pair: pair[0])
+    for prefetch in PREFETCH_BYTES:
+        config = replace(best, prefetch_bytes=prefetch)
+        timed.append((time_with(config), config))
+    us, best = min(timed, key=lambda pair: pair[0])
+    if us > (1 - LEAST_GAIN) * now:
+        us, best = now, was
+    time_with(best)
+    return f"stack {now:.1f} -> {us:.1f} us of {len(timed)}: {entries[name]}"
 
 
 def main() -> None:
@@ -145,7 +293,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated models")
-    parser.add_argument("--rows", type=int, default=8, help="rows while timing (1 to 16 share a kernel)")
+    parser.add_argument("--rows", type=int, default=4, help="rows while timing (1 to 16 share a kernel)")
+    parser.add_argument("--dtypes", default="bf16,fp8", help="comma-separated dtypes of weights")
     parser.add_argument("--out", type=Path, default=TABLE)
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long and write what is known"
@@ -155,27 +304,51 @@ def main() -> None:
         parser.error("a CUDA device must be present: the table holds measured times' winners")
     started = time.monotonic()
     arch = device_of(torch.cuda.current_device()).arch
-    workers = 12
+    dtypes = tuple(NAMED_DTYPES[name] for name in args.dtypes.split(","))
+    shapes = args.shapes.split(",")
+    workers = 14
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.starmap(compile_share, [(share, workers) for share in range(workers)])
+        pool.starmap(compile_share, [(share, workers, dtypes, shapes) for share in range(workers)])
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
-    table = json.loads(TABLE.read_text())
+    # The one that `linear` reads: what is chosen here takes effect at once.
+    table = read_table()
     entries = table.setdefault(arch, {})
-    wanted = {
-        (n, k, dtype)
-        for shape in args.shapes.split(",")
-        for name, (n, k) in projections(SHAPES[shape]).items()
-        for dtype in DTYPES
-        if dtype == torch.bfloat16 or name not in ("lm_head", "mtp_fc")
-    }
-    for n, k, dtype in sorted(wanted, key=lambda w: (w[0] * w[1], w[0], dtype_name(w[2]))):
-        if time.monotonic() - started > args.seconds:
-            print(f"out of time, {n}x{k} {dtype_name(dtype)} and larger ones keep their rule")
-            break
-        config, us, tried = tune(args.rows, n, k, dtype)
-        speed = n * k * dtype.itemsize / us / 1e6
-        entries[f"{n}x{k} {dtype_name(dtype)}"] = [*astuple(config)[1:-1]]
-        print(f"{n}x{k} {dtype_name(dtype)}: {us:.1f} us {speed:.2f} TB/s of {tried}: {config}", flush=True)
+    ranked: dict[str, list[LinearConfig]] = {}
+
+    def has_time() -> bool:
+        return time.monotonic() - started < args.seconds
+
+    for shape in shapes:
+        for dtype in dtypes:
+            weights = projections(SHAPES[shape], dtype == torch.float8_e4m3fn)
+            # By name: two weights of one size share an entry.
+            sizes = {f"{n}x{k} {dtype_name(dtype)}": (n, k) for n, k in weights.values()}
+            in_stack = {size for weight, size in weights.items() if weight not in NOT_IN_A_STACK}
+            alone = set(sizes.values()) - (in_stack if dtype == torch.bfloat16 else set())
+            for name, (n, k) in sizes.items():
+                if name not in ranked and has_time():
+                    order = rank(args.rows, n, k, dtype)
+                    ranked[name] = finalists(order, n, k)
+                    us, best = order[0]
+                    speed = n * k * dtype.itemsize / us / 1e6
+                    print(
+                        f"{name:18} {us:6.1f} us alone, {speed:.2f} TB/s of {len(order)}: {best}", flush=True
+                    )
+                    if (n, k) in alone:
+                        entries[name] = [*astuple(best)[1:-1]]
+            if dtype != torch.bfloat16:
+                continue
+            stack = Stack(shape, args.rows)
+            # The largest first; once more when all have changed.
+            stacked = sorted(
+                (name for name, size in sizes.items() if size not in alone),
+                key=lambda name: -sizes[name][0] * sizes[name][1],
+            )
+            for name in stacked * 2:
+                if name in ranked and has_time():
+                    print(f"{shape} {name:18} {choose(stack, entries, name, ranked[name])}", flush=True)
+            del stack
+            torch.cuda.empty_cache()
     table[arch] = entries
     text = ",\n".join(
         f" {json.dumps(name)}: {{\n"

@@ -8,6 +8,26 @@ from torch import nn
 
 from compiled_mtp.config import ModelConfig
 
+KV_SCALE_BYTES = 4
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of pages for `kv_dtype` in EngineConfig and activations of `dtype`.
+
+    Raises ValueError for FP8 on a GPU whose kernels cannot convert it.
+    """
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ValueError(
+            f"kv_dtype must be auto below compute capability 8.9, got {name} on {major}.{minor}; "
+            "use kv_dtype=auto or a newer GPU"
+        )
+    kv_dtype = getattr(torch, name)
+    assert isinstance(kv_dtype, torch.dtype)
+    return kv_dtype
+
 
 class KVLayer(nn.Module):
     """One layer's pages: `kv` [num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim].

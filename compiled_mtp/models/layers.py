@@ -15,10 +15,11 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.cache.state_cache import GDNLayer
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.fp8 import below, scale_shape
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear import linear, linear_silu_mul
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
@@ -54,14 +55,31 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias; weight [out_features, in_features]."""
+    """y = x W^T without bias; weight [out_features, in_features].
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    With `is_fp8` the weight is float8_e4m3fn, and `weight_scale` [ceil(out/128), ceil(in/128)] float32 holds
+    a factor for each of its blocks; otherwise `weight_scale` is None. x and y have the activations' dtype.
+    """
+
+    weight_scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_fp8: bool = False,
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        shape = (out_features, in_features)
+        weight_dtype = torch.float8_e4m3fn if is_fp8 else dtype
+        self.weight = empty_parameter(*shape, dtype=weight_dtype, device=device)
+        scale = empty_parameter(*scale_shape(shape), dtype=torch.float32, device=device) if is_fp8 else None
+        self.register_parameter("weight_scale", scale)
 
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        return linear(x, self.weight, None, False, is_prefill)
+        return linear(x, self.weight, self.weight_scale, False, is_prefill)
 
 
 class RMSNorm(nn.Module):
@@ -85,17 +103,25 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Gated full attention with partial rotary embedding over paged keys and values."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, first_key: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        first_key: int,
+        fp8: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self.num_q_heads = config.num_q_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self.first_key = first_key
-        self.qkv = Linear(config.hidden_size, config.qkv_dim, dtype, device)
+        hidden, value = config.hidden_size, config.num_q_heads * config.head_dim
+        self.qkv = Linear(hidden, config.qkv_dim, dtype, device, "qkv.weight" in fp8)
         self.q_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
         self.k_norm = empty_parameter(config.head_dim, dtype=dtype, device=device)
-        self.o_proj = Linear(config.num_q_heads * config.head_dim, config.hidden_size, dtype, device)
+        self.o_proj = Linear(value, hidden, dtype, device, "o_proj.weight" in fp8)
 
     def forward(self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(x, rows.is_prefill)
@@ -128,9 +154,20 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule; one merged projection q|k|v|z|b|a."""
+    """Linear attention by the gated delta rule; one merged projection q|k|v|z|b|a.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    An FP8 release stores b and a in bfloat16: there in_proj is q|k|v|z and ba_proj, which is None otherwise,
+    b|a. The operators read their columns from one row either way, so the two results are joined: one more
+    small launch and one copy of a few rows, for half of in_proj's bytes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self.heads = (
             config.linear_num_key_heads,
@@ -143,15 +180,21 @@ class GatedDeltaNet(nn.Module):
         self.value_dim = config.linear_value_dim
         self.eps = config.rms_norm_eps
         self.gate_activation = config.gate_activation
-        self.in_proj = Linear(config.hidden_size, config.linear_proj_dim, dtype, device)
+        hidden, gate_rows = config.hidden_size, 2 * num_value_heads
+        is_fp8 = "in_proj.weight" in fp8
+        in_rows = config.linear_proj_dim - gate_rows if is_fp8 else config.linear_proj_dim
+        self.in_proj = Linear(hidden, in_rows, dtype, device, is_fp8)
+        self.ba_proj = Linear(hidden, gate_rows, dtype, device) if is_fp8 else None
         self.conv_weight = empty_parameter(self.conv_dim, config.conv_kernel, dtype=dtype, device=device)
         self.a_log = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = empty_parameter(num_value_heads, dtype=torch.float32, device=device)
         self.norm_weight = empty_parameter(self.heads[3], dtype=torch.float32, device=device)
-        self.out_proj = Linear(self.value_dim, config.hidden_size, dtype, device)
+        self.out_proj = Linear(self.value_dim, hidden, dtype, device, "out_proj.weight" in fp8)
 
     def forward(self, x: torch.Tensor, rows: Rows, cache: GDNLayer) -> torch.Tensor:
         proj = self.in_proj(x, rows.is_prefill)
+        if self.ba_proj is not None:
+            proj = torch.cat((proj, self.ba_proj(x, rows.is_prefill)), dim=-1)
         z = proj[:, self.conv_dim : self.conv_dim + self.value_dim]
         gates = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
         if rows.is_prefill:
@@ -197,17 +240,29 @@ class GatedDeltaNet(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate x) * up x) with gate and up merged."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, device)
-        self.down = Linear(config.intermediate_size, config.hidden_size, dtype, device)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = Linear(hidden, 2 * inner, dtype, device, "gate_up.weight" in fp8)
+        self.down = Linear(inner, hidden, dtype, device, "down.weight" in fp8)
 
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x, is_prefill)), is_prefill)
+        if is_prefill:
+            return self.down(silu_mul(self.gate_up(x, True)), True)
+        return self.down(linear_silu_mul(x, self.gate_up.weight, self.gate_up.weight_scale), False)
 
 
 class DecoderLayer(nn.Module):
-    """norm, mixer (attention or GDN), norm, FFN (dense or MoE) around one residual stream."""
+    """norm, mixer (attention or GDN), norm, FFN (dense or MoE) around one residual stream.
+
+    `fp8` names the parameters to keep in FP8, as seen from this layer ("mixer.qkv.weight").
+    """
 
     def __init__(
         self,
@@ -217,6 +272,7 @@ class DecoderLayer(nn.Module):
         *,
         is_full_attention: bool,
         first_key: int = 0,
+        fp8: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.is_full_attention = is_full_attention
@@ -224,10 +280,11 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mixer: nn.Module
         if is_full_attention:
-            self.mixer = Attention(config, dtype, device, first_key)
+            self.mixer = Attention(config, dtype, device, first_key, below(fp8, "mixer."))
         else:
-            self.mixer = GatedDeltaNet(config, dtype, device)
-        self.ffn: nn.Module = MoE(config, dtype, device) if config.is_moe else MLP(config, dtype, device)
+            self.mixer = GatedDeltaNet(config, dtype, device, below(fp8, "mixer."))
+        ffn = MoE if config.is_moe else MLP
+        self.ffn: nn.Module = ffn(config, dtype, device, below(fp8, "ffn."))
 
     def forward(
         self,

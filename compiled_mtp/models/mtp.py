@@ -7,6 +7,7 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows
 
 # Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
@@ -18,16 +19,30 @@ class DraftModel(nn.Module):
 
     `forward(embedding [M, H], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the shared head
     reads and what the next pass of a chain takes as `hidden`. `hidden` of a first pass is the target's
-    after its final norm. Writes the pairs' keys and values into `kv`.
+    after its final norm. Writes the pairs' keys and values into `kv`. `fp8` names the parameters to keep in
+    FP8; those of this model begin 'mtp.'.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Linear(2 * size, size, dtype, device)
         self.norm_embedding = RMSNorm(size, eps, dtype, device)
         self.norm_hidden = RMSNorm(size, eps, dtype, device)
-        self.layer = DecoderLayer(config, dtype, device, is_full_attention=True, first_key=FIRST_DRAFT_KEY)
+        self.layer = DecoderLayer(
+            config,
+            dtype,
+            device,
+            is_full_attention=True,
+            first_key=FIRST_DRAFT_KEY,
+            fp8=below(fp8, "mtp.layer."),
+        )
         self.norm = RMSNorm(size, eps, dtype, device)
 
     def forward(

@@ -9,6 +9,7 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows, empty_parameter
 from compiled_mtp.ops.linear import linear
 
@@ -29,14 +30,21 @@ class TargetModel(nn.Module):
 
     `forward(token_ids [M] int64, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the
     final norm [M, hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into
-    the caches.
+    the caches. `fp8` names the parameters to keep in FP8; embedding and head are never among them.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self.embed = Embedding(config, dtype, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device, is_full_attention=full) for full in config.is_full_attention
+            DecoderLayer(config, dtype, device, is_full_attention=full, fp8=below(fp8, f"layers.{i}."))
+            for i, full in enumerate(config.is_full_attention)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         if not config.tie_word_embeddings:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from compiled_mtp.models.fp8 import scale_shape
 from compiled_mtp.ops.linear import linear
 
 CANDIDATES = (1, 2, 4, 8)
@@ -20,6 +21,7 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows,
     under the present number of threads. BLAS libraries choose their loops by shape, and no documentation of
     theirs says for which row counts the order of a row's sum stays the same: hence a measurement at load.
+    FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows.
     """
     shapes = {(tuple(weight.shape), weight.dtype): weight for weight in weights}
     generator = torch.Generator().manual_seed(0)
@@ -27,14 +29,17 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     unit_index = 0
     for weight in shapes.values():
         size = max(_CANONICAL_ROWS, largest)
-        x = torch.randn(size, weight.shape[1], generator=generator).to(weight.dtype)
-        expected = linear(x[:_CANONICAL_ROWS], weight, None, True, False)
+        is_fp8 = weight.dtype == torch.float8_e4m3fn
+        scale = torch.ones(scale_shape(tuple(weight.shape))) if is_fp8 else None
+        x = torch.randn(size, weight.shape[1], generator=generator)
+        x = x if is_fp8 else x.to(weight.dtype)
+        expected = linear(x[:_CANONICAL_ROWS], weight, scale, True, False)
         counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})
         for count in counts:
             if count % CANDIDATES[unit_index]:
                 continue
             common = min(count, _CANONICAL_ROWS)
-            y = linear(x[:count], weight, None, True, False)
+            y = linear(x[:count], weight, scale, True, False)
             while not torch.equal(y[:common], expected[:common]) and count % CANDIDATES[unit_index] == 0:
                 unit_index += 1
                 if unit_index == len(CANDIDATES):

@@ -1,7 +1,6 @@
-"""From a checkpoint's tensors to the merged parameters of our models.
+"""From a checkpoint's files to the merged parameters of our models.
 
-`checkpoint_layout` is the whole mapping, as data: for every tensor that a checkpoint of this configuration
-stores, its shape and the row ranges of parameters that its rows fill. `load_weights` compares it with the
+`layout.py` says which tensor fills which rows of which parameter. `load_weights` compares that with the
 headers of the files, and only then copies, one tensor at a time.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +18,14 @@ import torch
 from safetensors import safe_open
 
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.fp8 import dequantize, multiplies_fp8, scale_shape
+from compiled_mtp.models.layout import SCALE_SUFFIX, Stored, checkpoint_layout, fp8_parameters
 
-FP8_BLOCK = 128
 # Longest first: one is a prefix of the other.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
 _SKIPPED_PREFIXES = ("model.visual.",)
-_SCALE_SUFFIX = "_scale_inv"
 _FLOATS = ("BF16", "F16", "F32")
 _FP8 = "F8_E4M3"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """`rows` rows of a stored tensor, from `source`, that fill a parameter or an expert of it at `start`."""
-
-    parameter: str
-    start: int
-    rows: int
-    source: int = 0
-    expert: int | None = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint: the shape it must have and where its rows go."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -59,145 +39,27 @@ class _Header:
     num_bytes: int
 
 
-def checkpoint_layout(config: ModelConfig, names: Collection[str]) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of `config` stores, by its name without the trunk's prefix.
-
-    `names` are the names it does store (without prefix): they decide whether the experts of the trunk, and
-    those of the MTP layer, lie stacked in one tensor or in a tensor each. Names of the MTP head begin 'mtp.'.
-    FP8 scales are not listed: they follow from their weights. Source: the names in the released checkpoints.
-    """
-    h, vocab = config.hidden_size, config.vocab_size
-    layout = {
-        "embed_tokens.weight": _whole("embed.weight", vocab, h),
-        "norm.weight": _whole("norm.weight", h),
-    }
-    if not config.tie_word_embeddings:
-        layout["lm_head.weight"] = _whole("lm_head.weight", vocab, h)
-    trunk_stacked = any(n.startswith("layers.") and n.endswith(".experts.gate_up_proj") for n in names)
-    for i, is_attention in enumerate(config.is_full_attention):
-        prefix = f"layers.{i}."
-        layout |= _layer(config, prefix, prefix, is_attention, trunk_stacked)
-    if config.mtp_num_layers:
-        mtp_stacked = any(n.startswith("mtp.") and n.endswith(".experts.gate_up_proj") for n in names)
-        layout["mtp.fc.weight"] = _whole("mtp.fc.weight", h, 2 * h)
-        layout["mtp.pre_fc_norm_embedding.weight"] = _whole("mtp.norm_embedding.weight", h)
-        layout["mtp.pre_fc_norm_hidden.weight"] = _whole("mtp.norm_hidden.weight", h)
-        layout["mtp.norm.weight"] = _whole("mtp.norm.weight", h)
-        layout |= _layer(config, "mtp.layers.0.", "mtp.layer.", True, mtp_stacked)
-    return layout
-
-
-def _whole(parameter: str, *shape: int) -> Stored:
-    return Stored(shape, (Piece(parameter, 0, shape[0]),))
-
-
-def _part(parameter: str, start: int, *shape: int, expert: int | None = None) -> Stored:
-    return Stored(shape, (Piece(parameter, start, shape[0], expert=expert),))
-
-
-def _layer(c: ModelConfig, src: str, dst: str, is_attention: bool, stacked: bool) -> dict[str, Stored]:
-    layout = {
-        f"{src}input_layernorm.weight": _whole(f"{dst}input_norm.weight", c.hidden_size),
-        f"{src}post_attention_layernorm.weight": _whole(f"{dst}post_norm.weight", c.hidden_size),
-    }
-    layout |= (_attention if is_attention else _gdn)(c, src, dst)
-    return layout | (_moe(c, src, dst, stacked) if c.is_moe else _dense(c, src, dst))
-
-
-def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
-    src, dst, h, hd = f"{src}self_attn.", f"{dst}mixer.", c.hidden_size, c.head_dim
-    q, kv = 2 * c.num_q_heads * hd, c.num_kv_heads * hd
-    return {
-        f"{src}q_proj.weight": _part(f"{dst}qkv.weight", 0, q, h),
-        f"{src}k_proj.weight": _part(f"{dst}qkv.weight", q, kv, h),
-        f"{src}v_proj.weight": _part(f"{dst}qkv.weight", q + kv, kv, h),
-        f"{src}q_norm.weight": _whole(f"{dst}q_norm", hd),
-        f"{src}k_norm.weight": _whole(f"{dst}k_norm", hd),
-        f"{src}o_proj.weight": _whole(f"{dst}o_proj.weight", h, c.num_q_heads * hd),
-    }
-
-
-def _gdn(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
-    src, dst, h = f"{src}linear_attn.", f"{dst}mixer.", c.hidden_size
-    nv, v_dim, conv = c.linear_num_value_heads, c.linear_value_dim, c.linear_conv_dim
-    in_proj = f"{dst}in_proj.weight"
-    layout = {
-        f"{src}conv1d.weight": _whole(f"{dst}conv_weight", conv, 1, c.conv_kernel),
-        f"{src}A_log": _whole(f"{dst}a_log", nv),
-        f"{src}dt_bias": _whole(f"{dst}dt_bias", nv),
-        f"{src}norm.weight": _whole(f"{dst}norm_weight", c.linear_value_head_dim),
-        f"{src}out_proj.weight": _whole(f"{dst}out_proj.weight", h, v_dim),
-    }
-    if c.family == "qwen3_next":
-        layout[f"{src}in_proj_qkvz.weight"] = Stored((conv + v_dim, h), tuple(_split_qkvz(c, in_proj)))
-        layout[f"{src}in_proj_ba.weight"] = Stored((2 * nv, h), tuple(_split_ba(c, in_proj)))
-    else:
-        layout[f"{src}in_proj_qkv.weight"] = _part(in_proj, 0, conv, h)
-        layout[f"{src}in_proj_z.weight"] = _part(in_proj, conv, v_dim, h)
-        layout[f"{src}in_proj_b.weight"] = _part(in_proj, conv + v_dim, nv, h)
-        layout[f"{src}in_proj_a.weight"] = _part(in_proj, conv + v_dim + nv, nv, h)
-    return layout
-
-
-def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[Piece]:
-    """Qwen3-Next stores q|k|v|z of one key head after another; here all q come first, then all k, v and z."""
-    per_key = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
-    parts = (
-        (0, c.linear_key_head_dim),
-        (c.linear_key_dim, c.linear_key_head_dim),
-        (2 * c.linear_key_dim, per_key),
-        (c.linear_conv_dim, per_key),
-    )
-    source = 0
-    for head in range(c.linear_num_key_heads):
-        for start, rows in parts:
-            yield Piece(parameter, start + head * rows, rows, source)
-            source += rows
-
-
-def _split_ba(c: ModelConfig, parameter: str) -> Iterator[Piece]:
-    """The same for the gates: b|a of one key head after another."""
-    per_key = c.linear_num_value_heads // c.linear_num_key_heads
-    start = c.linear_conv_dim + c.linear_value_dim
-    for head in range(c.linear_num_key_heads):
-        for part in range(2):
-            row = start + part * c.linear_num_value_heads + head * per_key
-            yield Piece(parameter, row, per_key, (2 * head + part) * per_key)
-
-
-def _dense(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
-    h, i = c.hidden_size, c.intermediate_size
-    return {
-        f"{src}mlp.gate_proj.weight": _part(f"{dst}ffn.gate_up.weight", 0, i, h),
-        f"{src}mlp.up_proj.weight": _part(f"{dst}ffn.gate_up.weight", i, i, h),
-        f"{src}mlp.down_proj.weight": _whole(f"{dst}ffn.down.weight", h, i),
-    }
-
-
-def _moe(c: ModelConfig, src: str, dst: str, stacked: bool) -> dict[str, Stored]:
-    """Routed experts 0..E-1, the shared expert as number E, and its gate as row E of the router."""
-    h, mi, e = c.hidden_size, c.moe_intermediate_size, c.num_experts
-    gate_up, down = f"{dst}ffn.gate_up", f"{dst}ffn.down"
-    layout = {
-        f"{src}mlp.gate.weight": _part(f"{dst}ffn.router.weight", 0, e, h),
-        f"{src}mlp.shared_expert_gate.weight": _part(f"{dst}ffn.router.weight", e, 1, h),
-    }
-    single = {f"{src}mlp.shared_expert.": e}
-    if stacked:
-        layout[f"{src}mlp.experts.gate_up_proj"] = _part(gate_up, 0, e, 2 * mi, h)
-        layout[f"{src}mlp.experts.down_proj"] = _part(down, 0, e, h, mi)
-    else:
-        single |= {f"{src}mlp.experts.{expert}.": expert for expert in range(e)}
-    for name, expert in single.items():
-        layout[f"{name}gate_proj.weight"] = _part(gate_up, 0, mi, h, expert=expert)
-        layout[f"{name}up_proj.weight"] = _part(gate_up, mi, mi, h, expert=expert)
-        layout[f"{name}down_proj.weight"] = _part(down, 0, h, mi, expert=expert)
-    return layout
-
-
 def has_mtp(path: str | Path) -> bool:
     """Whether the checkpoint directory `path` stores an MTP head; without one only mtp_step 0 is possible."""
     return any(header.name.startswith("mtp.") for header in _read_headers(Path(path)))
+
+
+def kept_fp8(config: ModelConfig, path: str | Path | None, device: torch.device) -> frozenset[str]:
+    """The parameters to allocate in FP8 for the checkpoint in `path` on `device`; see `fp8_parameters`.
+
+    Empty where the device's operators would not read them as they are. Without a `path` (parameters that
+    something else than a checkpoint fills) those of a release with this config.
+    """
+    if not config.quantized or not multiplies_fp8(device):
+        return frozenset()
+    if path is None:
+        return fp8_parameters(config, (), lambda name: True)
+    headers = _by_name(_read_headers(Path(path)))
+
+    def is_fp8(name: str) -> bool:
+        return name in headers and headers[name].dtype == _FP8 and name + SCALE_SUFFIX in headers
+
+    return fp8_parameters(config, headers, is_fp8)
 
 
 @torch.no_grad()
@@ -212,15 +74,17 @@ def load_weights(
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
     `parameters` are allocated, on any device and in the dtype to keep; their names are those of
-    `checkpoint_layout`. FP8 weights (a weight with a `_scale_inv` beside it) are multiplied out. Host memory
-    beside the parameters: the largest stored tensor, and for FP8 its product too. `progress` gets the bytes
+    `checkpoint_layout`. FP8 weights (a weight with a `_scale_inv` beside it) are copied with their scales to
+    parameters in FP8 and multiplied out for others. Host memory beside the parameters: the largest stored
+    tensor, and its product where it is multiplied out. `progress` gets the bytes
     done and the bytes in all. Raises ValueError, before anything is copied, that names every tensor that is
     missing, unused, or of another shape or dtype, and every parameter that would not be filled.
     """
     headers = _by_name(_read_headers(Path(path)))
     if with_mtp and not any(name.startswith("mtp.") for name in headers):
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
-    layout = checkpoint_layout(config, headers)
+    kept = {name for name, parameter in parameters.items() if parameter.dtype == torch.float8_e4m3fn}
+    layout = checkpoint_layout(config, headers, kept)
     problems = _compare(layout, headers, with_mtp)
     if not with_mtp:
         layout = {name: stored for name, stored in layout.items() if not name.startswith("mtp.")}
@@ -241,28 +105,14 @@ def load_weights(
         # Headers keep the order of the files, so that a disk reads forwards.
         for name in (n for n in headers if n in layout):
             weight = files[headers[name].file].get_tensor(headers[name].name)
-            scale = headers.get(name + _SCALE_SUFFIX)
-            if scale is not None:
-                dtype = parameters[layout[name].pieces[0].parameter].dtype
+            scale = headers.get(name + SCALE_SUFFIX)
+            dtype = parameters[layout[name].pieces[0].parameter].dtype
+            if scale is not None and dtype != torch.float8_e4m3fn:
                 weight = dequantize(weight, files[scale.file].get_tensor(scale.name), dtype)
             _copy(weight, layout[name], parameters)
             done += headers[name].num_bytes
             if progress is not None:
                 progress(done, total)
-
-
-def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An FP8 weight times its block scales: `weight` [N,K] float8_e4m3fn, `scale` [ceil(N/128),ceil(K/128)].
-
-    The product is taken in float32 and rounded once to `dtype`; edge blocks may be partial. Despite its
-    stored name, `scale_inv`, the scale is a factor.
-    """
-    out = torch.empty(weight.shape, dtype=dtype)
-    columns = scale.float().repeat_interleave(FP8_BLOCK, dim=1)[:, : weight.shape[1]]
-    for block, factor in enumerate(columns):
-        rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-        out[rows] = weight[rows].float() * factor
-    return out
 
 
 def _copy(weight: torch.Tensor, stored: Stored, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -279,27 +129,30 @@ def _compare(layout: Mapping[str, Stored], headers: Mapping[str, _Header], with_
     missing = [name for name in required if name not in headers]
     unused, wrong = [], []
     for name, header in headers.items():
-        weight = name.removesuffix(_SCALE_SUFFIX)
+        weight = name.removesuffix(SCALE_SUFFIX)
         is_scale = weight != name
         if weight not in layout or weight not in headers:
             unused.append(header.name)
             continue
         shape = layout[weight].shape
         if is_scale:
-            shape = tuple(math.ceil(n / FP8_BLOCK) for n in shape)
-        if name + _SCALE_SUFFIX in headers:
-            dtypes: tuple[str, ...] = (_FP8,)
+            shape = scale_shape(shape)
+        if is_scale:
+            dtypes: tuple[str, ...] = ("BF16", "F32")
+        elif name + SCALE_SUFFIX in headers:
+            # Stacked experts with scales are no released format.
+            dtypes = (_FP8,) if len(shape) == 2 else _FLOATS
         else:
-            dtypes = ("BF16", "F32") if is_scale else _FLOATS
+            dtypes = _FLOATS
             if header.dtype == _FP8:
-                missing.append(name + _SCALE_SUFFIX)
+                missing.append(name + SCALE_SUFFIX)
                 continue
         if header.shape != shape:
             wrong.append(f"{header.name} of shape {list(header.shape)} for {list(shape)}")
         elif header.dtype not in dtypes:
             wrong.append(f"{header.name} of dtype {header.dtype} for {' or '.join(dtypes)}")
     found = (("missing", missing), ("unused", unused), ("misfitting", wrong))
-    return [f"{kind} tensors: {', '.join(names)}" for kind, names in found if names]
+    return [f"{kind} tensors: {', '.join(dict.fromkeys(names))}" for kind, names in found if names]
 
 
 def _compare_parameters(layout: Mapping[str, Stored], parameters: Mapping[str, torch.Tensor]) -> list[str]:

@@ -43,9 +43,11 @@ def gdn_commit_kernel(
     if count > 0:
         value = block * BLOCK_V + tl.arange(0, BLOCK_V)
         state_at = state + (slot * NV + head) * DV * DK + state_offsets(block, DK, BLOCK_V, LANES)
+        k_rows = (slot * NK + head // (NV // NK)) * RING
+        v_rows = (slot * NV + head) * RING
         tile = fold_records(
-            tl.load(state_at), ring_k, ring_u, ring_g, slot, head, folded, count, value,
-            NK, NV, DK, DV, RING, BLOCK_V, LANES,
+            tl.load(state_at), ring_k, ring_u, ring_g, k_rows, v_rows, folded, count, value,
+            DK, DV, RING, BLOCK_V, LANES,
         )  # fmt: skip
         tl.store(state_at, tile)
 

@@ -29,10 +29,7 @@ def _launch(*args: Any) -> Any:
     return launch(*args)
 
 
-_OP = register("gdn_prefill", reference.gdn_prefill, _fake, mutates=("state",), launch=_launch)
-
-
-def gdn_prefill(
+def _check_gdn_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -46,16 +43,7 @@ def gdn_prefill(
     length: torch.Tensor,
     eps: float,
     gate_activation: str,
-) -> torch.Tensor:
-    """The gated delta rule over one segment of a prompt, in chunks of 64 from the segment's start.
-
-    q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] f32 as conv_prefill returns them; z [T, nv*dv] float32 or
-    bfloat16 (row stride free); norm_weight [dv] f32. state [slots, nv, dv, dk] f32, mutated: read at
-    state_index[0] unless start is 0 (then the initial state is zero and the slot is not read), written with
-    the state after `length` rows. state_index [1] int32; start, length [1] int64; rows >= length are
-    padding. Returns y [T, nv*dv] in z's dtype, 0 in padding rows. Raises ValueError for shapes and dtypes
-    that do not fit. Source: Gated Delta Networks, arXiv 2412.06464, section 3.3.
-    """
+) -> None:
     rows, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1], k.shape[2]
     remedy = "pass the outputs of conv_prefill"
@@ -83,4 +71,35 @@ def gdn_prefill(
             raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")
     if gate_activation not in ("silu", "sigmoid"):
         raise fail("gate_activation", "be 'silu' or 'sigmoid'", repr(gate_activation), "map swish to silu")
+
+
+_OP = register(
+    "gdn_prefill", reference.gdn_prefill, _fake, mutates=("state",), launch=_launch, check=_check_gdn_prefill
+)
+
+
+def gdn_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    start: torch.Tensor,
+    length: torch.Tensor,
+    eps: float,
+    gate_activation: str,
+) -> torch.Tensor:
+    """The gated delta rule over one segment of a prompt, in chunks of 64 from the segment's start.
+
+    q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] f32 as conv_prefill returns them; z [T, nv*dv] float32 or
+    bfloat16 (row stride free); norm_weight [dv] f32. state [slots, nv, dv, dk] f32, mutated: read at
+    state_index[0] unless start is 0 (then the initial state is zero and the slot is not read), written with
+    the state after `length` rows. state_index [1] int32; start, length [1] int64; rows >= length are
+    padding. Returns y [T, nv*dv] in z's dtype, 0 in padding rows. Raises ValueError for shapes and dtypes
+    that do not fit. Source: Gated Delta Networks, arXiv 2412.06464, section 3.3.
+    """
     return _OP(q, k, v, g, beta, z, norm_weight, state, state_index, start, length, eps, gate_activation)

@@ -65,52 +65,57 @@ def gdn_verify_kernel(
     folded = tl.load(base + request)
     position = tl.load(pos + request)
     count = (position - folded).to(tl.int32)
+    first_row = (position % RING).to(tl.int32)
     value = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_at = k + (request.to(tl.int64) * query_len * NK + key_head) * DK
-    q_at = q + (request.to(tl.int64) * query_len * NK + key_head) * DK
-    head_row = request.to(tl.int64) * query_len * NV + head
+    # Offsets into the window's rows, few enough for 32 bits; slots are not.
+    key_at = (request * query_len * NK + key_head) * DK
+    head_at = request * query_len * NV + head
+    k_rows = (slot * NK + key_head) * RING
+    v_rows = (slot * NV + head) * RING
 
     state_at = state + (slot * NV + head) * DV * DK + state_offsets(block, DK, BLOCK_V, LANES)
     tile = tl.load(state_at)
     if count > 0:
         tile = fold_records(
-            tile, ring_k, ring_u, ring_g, slot, head, folded, count, value,
-            NK, NV, DK, DV, RING, BLOCK_V, LANES,
+            tile, ring_k, ring_u, ring_g, k_rows, v_rows, folded, count, value,
+            DK, DV, RING, BLOCK_V, LANES,
         )  # fmt: skip
         tl.store(state_at, tile)
 
-    # Kernels that still run may be making the window's inputs, but not the states, records and cursors: the
-    # call before was complete when its norm let the next kernel start.
+    # Kernels that still run may be making the window's inputs, but not the states, records and cursors:
+    # ops.device says why.
     if PDL:
         gdc_wait()
-    key = load_key(k_at, DK, LANES)
-    query = load_key(q_at, DK, LANES)
-    target = tl.load(v + head_row * DV + value)
-    decay = tl.load(exp_g + head_row)
-    rate = tl.load(beta + head_row)
+    key = load_key(k + key_at, DK, LANES)
+    query = load_key(q + key_at, DK, LANES)
+    target = tl.load(v + head_at * DV + value)
+    decay = tl.load(exp_g + head_at)
+    rate = tl.load(beta + head_at)
     for token in range(query_len):
         # The next token is on its way while this one is computed; the last one is loaded twice.
-        following = tl.minimum(token + 1, query_len - 1)
-        next_key = load_key(k_at + following * (NK * DK), DK, LANES)
-        next_query = load_key(q_at + following * (NK * DK), DK, LANES)
-        next_target = tl.load(v + (head_row + following * NV) * DV + value)
-        next_decay = tl.load(exp_g + head_row + following * NV)
-        next_rate = tl.load(beta + head_row + following * NV)
+        is_more = (token + 1 < query_len).to(tl.int32)
+        next_key_at = key_at + is_more * (NK * DK)
+        next_head_at = head_at + is_more * NV
+        next_key = load_key(k + next_key_at, DK, LANES)
+        next_query = load_key(q + next_key_at, DK, LANES)
+        next_target = tl.load(v + next_head_at * DV + value)
+        next_decay = tl.load(exp_g + next_head_at)
+        next_rate = tl.load(beta + next_head_at)
 
         wide_key = widen_key(key, BLOCK_V)
         read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
         update = rate * (target - read)
         tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
         result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
-        tl.store(out + (head_row + token * NV) * DV + value, result)
+        tl.store(out + head_at * DV + value, result)
 
         # The ring is at least two windows long: no program of this launch folds the rows written here.
-        ring_row = (position + token) % RING
-        tl.store(ring_u + ((slot * NV + head) * RING + ring_row) * DV + value, update)
+        ring_row = ((first_row + token) % RING).to(tl.int64)
+        tl.store(ring_u + (v_rows + ring_row) * DV + value, update)
         if block == 0:
-            tl.store(ring_g + (slot * NV + head) * RING + ring_row, decay)
+            tl.store(ring_g + v_rows + ring_row, decay)
             if head % (NV // NK) == 0:
-                record_at = ring_k + ((slot * NK + key_head) * RING + ring_row) * DK
+                record_at = ring_k + (k_rows + ring_row) * DK
                 row = tl.arange(0, DK // LANES)
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
         key = next_key
@@ -118,6 +123,8 @@ def gdn_verify_kernel(
         target = next_target
         decay = next_decay
         rate = next_rate
+        key_at = next_key_at
+        head_at = next_head_at
 
 
 def launch(

@@ -29,12 +29,7 @@ def _launch(*args: Any) -> Any:
     return launch(*args)
 
 
-_OP = register(
-    "gdn_verify", reference.gdn_verify, _fake, mutates=("state", "ring_k", "ring_u", "ring_g"), launch=_launch
-)
-
-
-def gdn_verify(
+def _check_gdn_verify(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -51,19 +46,7 @@ def gdn_verify(
     pos: torch.Tensor,
     eps: float,
     gate_activation: str,
-) -> torch.Tensor:
-    """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
-
-    q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv], all f32; z
-    [B*W, nv*dv] float32 or bfloat16 (row stride free); norm_weight [dv] f32, used as it is. Mutated: state
-    [slots, nv, dv, dk] f32, ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] f32
-    (holds exp(g)); the records of the window are written at (pos + t) mod R and are not folded by this call.
-    state_index [B] int32, base, pos [B] int64, gate_activation "silu" or "sigmoid".
-    Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
-    act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
-    token. Returns y [B*W, nv*dv] in z's dtype. Raises ValueError for shapes and dtypes that do not fit.
-    Source: Gated Delta Networks, arXiv 2412.06464.
-    """
+) -> None:
     rows, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1], k.shape[2]
     batch = state_index.shape[0]
@@ -106,6 +89,48 @@ def gdn_verify(
             raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")
     if gate_activation not in ("silu", "sigmoid"):
         raise fail("gate_activation", "be 'silu' or 'sigmoid'", repr(gate_activation), "map swish to silu")
+
+
+_OP = register(
+    "gdn_verify",
+    reference.gdn_verify,
+    _fake,
+    mutates=("state", "ring_k", "ring_u", "ring_g"),
+    launch=_launch,
+    check=_check_gdn_verify,
+)
+
+
+def gdn_verify(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    exp_g: torch.Tensor,
+    beta: torch.Tensor,
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_g: torch.Tensor,
+    state_index: torch.Tensor,
+    base: torch.Tensor,
+    pos: torch.Tensor,
+    eps: float,
+    gate_activation: str,
+) -> torch.Tensor:
+    """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
+
+    q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv], all f32; z
+    [B*W, nv*dv] float32 or bfloat16 (row stride free); norm_weight [dv] f32, used as it is. Mutated: state
+    [slots, nv, dv, dk] f32, ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] f32
+    (holds exp(g)); the records of the window are written at (pos + t) mod R and are not folded by this call.
+    state_index [B] int32, base, pos [B] int64, gate_activation "silu" or "sigmoid".
+    Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
+    act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
+    token. Returns y [B*W, nv*dv] in z's dtype. Raises ValueError for shapes and dtypes that do not fit.
+    Source: Gated Delta Networks, arXiv 2412.06464.
+    """
     return _OP(
         q, k, v, exp_g, beta, z, norm_weight, state, ring_k, ring_u, ring_g,
         state_index, base, pos, eps, gate_activation,

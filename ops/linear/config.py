@@ -25,6 +25,9 @@ class LinearConfig:
     split, chains: K is cut into split * chains parts. `split` programs take `chains` of them each, side by
     side (one chain of tensor-core products is bound by latency), or one after the other when `sequential`.
     prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
+
+    Where block_k is a whole part, all of a program's weights are loaded at once, before the previous kernel
+    has finished; block_k may then exceed PART_UNIT, and there may be any number of chains.
     """
 
     block_m: int
@@ -44,6 +47,16 @@ class LinearConfig:
     def programs_along_k(self, k: int) -> int:
         """Programs that share a tile; fewer than `split` where K is short."""
         return -(-k // (self.part_length(k) * self.chains))
+
+    def is_even(self, k: int) -> bool:
+        """Whether every step of every chain is whole."""
+        length = self.part_length(k)
+        is_whole = k == length * self.chains * self.programs_along_k(k)
+        return is_whole and length % self.block_k == 0
+
+    def is_one_step(self, k: int) -> bool:
+        """Whether a program takes all its columns in one step, without a loop."""
+        return self.block_k == self.part_length(k) and self.is_even(k) and not self.sequential
 
     def stage_bytes(self, x_bytes: int, weight_bytes: int) -> int:
         """Shared memory of one pipeline stage."""
@@ -111,9 +124,9 @@ def linear_config(
         config = replace(config, block_n=32, block_k=128 if fp8 else 32, num_warps=4, sequential=True)
     elif block_m <= 32:
         config = replace(config, block_m=block_m)
-        if fp8 and block_m == 32:
+        if block_m == 32 and (fp8 or config.is_one_step(k)):
             # Side by side the chains would not fit in the registers.
-            config = replace(config, sequential=True, num_stages=4)
+            config = replace(config, block_k=min(config.block_k, PART_UNIT), sequential=True, num_stages=4)
     elif fp8 and not prefill:
         # Two warps keep Triton from the warp-group products: with converted weights those take the columns in
         # another order, and rows would differ from those of narrow tiles.

@@ -57,6 +57,29 @@ def e4m3_to_bf16(weight):
 
 
 @triton.jit
+def opaque(tile, PACK: tl.constexpr):
+    """`tile`, PACK elements of 4 bytes, which the compiler takes for something it knows nothing of."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACK
+    )
+
+
+@triton.jit
+def multiply_add(x_tile, weight_tile, scale_at, total, FP8: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """total + x_tile @ weight_tile.T, where FP8 weights are multiplied with the scale at `scale_at`."""
+    if FP8:
+        if ON_DEVICE and x_tile.dtype == tl.bfloat16:
+            values = e4m3_to_bf16(weight_tile)
+        else:
+            values = weight_tile.to(x_tile.dtype)
+        product = tl.dot(x_tile, values.T, input_precision="ieee")
+        # One scale of the tile, or one a column.
+        return tl.fma(product, tl.zeros_like(product) + tl.load(scale_at), total)
+    else:
+        return tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
+
+
+@triton.jit
 def add_step(
     total,
     x_at,
@@ -78,15 +101,25 @@ def add_step(
         k_inside = (in_k < k_left)[None, :]
         x_tile = tl.load(x_at + offset, mask=row_inside & k_inside, other=0.0)
         weight_tile = tl.load(weight_at + offset, mask=k_inside, other=0.0)
-    if FP8:
-        if ON_DEVICE and x_tile.dtype == tl.bfloat16:
-            values = e4m3_to_bf16(weight_tile)
-        else:
-            values = weight_tile.to(x_tile.dtype)
-        product = tl.dot(x_tile, values.T, input_precision="ieee")
-        return tl.fma(product, tl.zeros_like(product) + tl.load(scale_at), total)
+    return multiply_add(x_tile, weight_tile, scale_at, total, FP8, ON_DEVICE)
+
+
+@triton.jit
+def store_tile(
+    total, out, row, row_inside, first_column, n, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr
+):
+    """Round and store a tile of sums; GATED: silu(gate) * up of neighbouring columns, rounded as silu_mul
+    does it on the rounded sums."""
+    if GATED:
+        gate, up = tl.split(tl.reshape(total.to(out.dtype.element_ty).to(tl.float32), (BM, BN // 2, 2)))
+        total = gate / (1.0 + tl.exp(-gate)) * up
+        width = n // 2
+        column = first_column // 2 + tl.arange(0, BN // 2)
     else:
-        return tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
+        width = n
+        column = first_column + tl.arange(0, BN)
+    at = out + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=row_inside & (column < width)[None, :])
 
 
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
@@ -116,6 +149,8 @@ def linear_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH_PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
     # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
@@ -124,14 +159,31 @@ def linear_kernel(
     row = (tile % row_tiles) * BM + tl.arange(0, BM)
     first_column = (tile // row_tiles) * BN
     column = first_column + tl.arange(0, BN)
+    if GATED:
+        # By turns a weight row of the gate and its partner, so that a thread of the product holds both.
+        column = tl.minimum(first_column // 2 + tl.arange(0, BN) // 2, n // 2 - 1) + n // 2 * (
+            tl.arange(0, BN) % 2
+        )
     part = tl.program_id(1)
     first_k = part * (part_length * CHAINS)
     in_k = tl.arange(0, BK)
     # Weight rows beyond N are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
+    # The weight does not depend on the kernel before, so it travels while that one finishes: all of it into
+    # registers where a program's share is small, else the first columns to L2.
+    if ONE_STEP:
+        weights = ()
+        for chain in tl.static_range(CHAINS):
+            weights += (tl.load(weight_rows[:, None] + (chain * BK + in_k)[None, :]),)
+        if ON_DEVICE:
+            # No load sinks below a barrier and nothing made of what is opaque rises above: all loads are on
+            # their way at once.
+            tl.debug_barrier()
+            arrived = ()
+            for chain in tl.static_range(CHAINS):
+                arrived += (opaque(weights[chain], 4 if FP8 else 2),)
+            weights = arrived
     if PDL:
-        # The weight does not depend on the kernel before, so its first columns travel to L2 while that one
-        # finishes. The next kernel may come only then: measured, two kernels that wait crowd a third.
         if PREFETCH_PARTS > 0:
             address = weight_rows.to(tl.uint64, bitcast=True)[:, None]
             address += tl.arange(0, PREFETCH_PARTS)[None, :].to(tl.uint64) * prefetch_bytes
@@ -144,18 +196,31 @@ def linear_kernel(
                 pack=1,
             )
         gdc_wait()
+        # The next kernel may come only now: measured, two kernels that wait crowd a third.
         gdc_launch_dependents()
 
     row_inside = (row < rows)[:, None]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + (first_k + in_k)[None, :]
     weight_at = weight_rows[:, None] + in_k[None, :]
     # A tile lies within one row of scales, a step within one block of 128 columns.
-    if FP8:
+    if FP8 and GATED:
+        scale_at = weight_scale + (column // 128 * scale_stride)[None, :] + first_k // 128
+    elif FP8:
         scale_at = weight_scale + (first_column // 128) * scale_stride + first_k // 128
     else:
         scale_at = x  # never read
     total = tl.zeros((BM, BN), tl.float32)
-    if SEQUENTIAL:
+    if ONE_STEP:
+        inputs = ()
+        for chain in tl.static_range(CHAINS):
+            inputs += (tl.load(x_at + chain * BK, mask=row_inside, other=0.0),)
+        for chain in tl.static_range(CHAINS):
+            sums = tl.zeros((BM, BN), tl.float32)
+            if ON_DEVICE:
+                # A visible zero would let the compiler put the total in its place: one long sum, other bits.
+                sums = opaque(sums, 1)
+            total += multiply_add(inputs[chain], weights[chain], scale_at + chain, sums, FP8, ON_DEVICE)
+    elif SEQUENTIAL:
         for chain in range(CHAINS):
             begin = chain * part_length
             sum_0 = tl.zeros((BM, BN), tl.float32)
@@ -213,10 +278,8 @@ def linear_kernel(
             total += sum_2
             total += sum_3
 
-    out_at = out + row.to(tl.int64)[:, None] * n + column[None, :]
-    inside = row_inside & (column < n)[None, :]
     if not SPLIT:
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+        store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
     else:
         in_tile = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         part_stride = tl.num_programs(0).to(tl.int64) * (BM * BN)
@@ -232,7 +295,7 @@ def linear_kernel(
                 total += tl.load(
                     first_part + other * part_stride, mask=row_inside, other=0.0, cache_modifier=".cg"
                 )
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+            store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
             # Zero for the next launch, which may be a replay of the same graph.
             tl.store(counters + tile, 0)
 
@@ -276,16 +339,25 @@ def launch(
     out_float32: bool,
     prefill: bool,
 ) -> torch.Tensor:
-    rows, k = x.shape
+    rows = x.shape[0]
     is_long = prefill and rows > SKINNY_ROWS
     if is_long and weight_scale is None:
         if out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
+    return launch_config(choose(x, weight, is_long), x, weight, weight_scale, out_float32)
+
+
+def launch_gated(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, gated=True)
+
+
+def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
+    """The configuration of a product on x's device."""
+    rows, k = x.shape
     device = device_of(x.device.index)
     shape = (weight.shape[0], k, x.dtype, weight.dtype)
-    config = linear_config(device.arch, device.shared_bytes, *shape, block_rows(rows), is_long)
-    return launch_config(config, x, weight, weight_scale, out_float32)
+    return linear_config(device.arch, device.shared_bytes, *shape, block_rows(rows), is_long)
 
 
 def launch_config(
@@ -294,10 +366,12 @@ def launch_config(
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     out_float32: bool,
+    gated: bool = False,
 ) -> torch.Tensor:
     """`launch` with a configuration given, as the tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
-    out = torch.empty((rows, n), dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
+    width = n // 2 if gated else n
+    out = torch.empty((rows, width), dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
@@ -332,11 +406,13 @@ def launch_config(
         BK=config.block_k,
         CHAINS=config.chains,
         SEQUENTIAL=config.sequential,
-        EVEN_K=is_even(config, k),
+        EVEN_K=config.is_even(k),
         FP8=weight_scale is not None,
         SPLIT=split > 1,
         PDL=has_pdl,
-        PREFETCH_PARTS=prefetch_parts(config) if piece else 0,
+        PREFETCH_PARTS=prefetch_parts(config) if piece and not config.is_one_step(k) else 0,
+        GATED=gated,
+        ONE_STEP=config.is_one_step(k),
         ON_DEVICE=x.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -346,21 +422,23 @@ def launch_config(
     return out
 
 
-def is_even(config: LinearConfig, k: int) -> bool:
-    """Whether every step of every chain is whole."""
-    length = config.part_length(k)
-    return k == length * config.chains * config.programs_along_k(k) and length % config.block_k == 0
-
-
 def variants() -> list[KernelVariant]:
     result: dict[str, KernelVariant] = {}
 
-    def add(arch: str, n: int, k: int, weight_dtype: torch.dtype, block_m: int, prefill: bool) -> None:
+    def add(
+        arch: str,
+        n: int,
+        k: int,
+        weight_dtype: torch.dtype,
+        block_m: int,
+        prefill: bool,
+        gated: bool = False,
+    ) -> None:
         x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
         config = linear_config(
             arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill
         )
-        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80")
+        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80", gated=gated)
         result[variant.name] = variant
 
     for arch in ("sm_90", "sm_80"):
@@ -374,6 +452,8 @@ def variants() -> list[KernelVariant]:
         ):
             for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
                 add(arch, n, k, weight_dtype, block_m, prefill)
+                if n == 34816:
+                    add(arch, n, k, weight_dtype, block_m, prefill, gated=True)
     for arch, entries in read_table().items():
         for entry in entries:
             shape, name = entry.split()
@@ -382,13 +462,18 @@ def variants() -> list[KernelVariant]:
 
 
 def describe(
-    config: LinearConfig, k: int, x_dtype: torch.dtype, weight_dtype: torch.dtype, pdl: bool
+    config: LinearConfig,
+    k: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    pdl: bool,
+    gated: bool = False,
 ) -> KernelVariant:
     """The variant that `launch_config` compiles for a weight of K columns."""
     names = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32"}
     fp8 = weight_dtype == torch.float8_e4m3fn
     split = config.programs_along_k(k) > 1
-    parts = prefetch_parts(config) if pdl and config.prefetch_bytes else 0
+    parts = prefetch_parts(config) if pdl and config.prefetch_bytes and not config.is_one_step(k) else 0
     pointers = {"x": f"*{names[x_dtype]}", "weight": f"*{names[weight_dtype]}", "out": f"*{names[x_dtype]}"}
     pointers |= {"weight_scale": "*fp32"} if fp8 else {}
     pointers |= {"partials": "*fp32", "counters": "*i32"} if split else {}
@@ -396,8 +481,9 @@ def describe(
     absent = dict.fromkeys({"weight_scale", "partials", "counters"} - set(pointers))
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}-s{config.num_stages}"
     chains = f"-chains{config.chains}" + "-sequential" * config.sequential
+    chains += "-one-step" * config.is_one_step(k)
     return KernelVariant(
-        name=f"{names[weight_dtype]}-{tile}{chains}" + "-split" * split + "-pdl" * pdl,
+        name=f"{names[weight_dtype]}-{tile}{chains}" + "-split" * split + "-pdl" * pdl + "-gated" * gated,
         function=linear_kernel,
         signature={**pointers, **dict.fromkeys((*strides, "rows", "scale_stride", "prefetch_bytes"), "i32")},
         constexprs={
@@ -406,11 +492,13 @@ def describe(
             "BK": config.block_k,
             "CHAINS": config.chains,
             "SEQUENTIAL": config.sequential,
-            "EVEN_K": is_even(config, k),
+            "EVEN_K": config.is_even(k),
             "FP8": fp8,
             "SPLIT": split,
             "PDL": pdl,
             "PREFETCH_PARTS": parts,
+            "GATED": gated,
+            "ONE_STEP": config.is_one_step(k),
             "ON_DEVICE": True,
             **absent,
         },

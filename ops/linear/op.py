@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
-from compiled_mtp.ops.linear.reference import SCALE_BLOCK, linear_reference
+from compiled_mtp.ops.linear.reference import SCALE_BLOCK, linear_reference, linear_silu_mul_reference
 from compiled_mtp.ops.registry import register
 
 
@@ -32,7 +32,34 @@ def _launch(
     return launch(x, weight, weight_scale, out_float32, prefill)
 
 
-_linear = register("linear", linear_reference, _fake, launch=_launch)
+def _check_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None = None,
+    out_float32: bool = False,
+    prefill: bool = False,
+) -> None:
+    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
+    check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight's")
+    check_last_contiguous("x", x)
+    check_last_contiguous("weight", weight)
+    if x.shape[1] == 0:
+        raise fail("x", "have columns", list(x.shape), "pass rows as long as the weight's")
+    if weight.dtype == torch.float8_e4m3fn:
+        if weight_scale is None:
+            raise fail(
+                "weight_scale", "be given for an FP8 weight", None, "pass the checkpoint's block scales"
+            )
+        blocks = tuple(-(-n // SCALE_BLOCK) for n in weight.shape)
+        check_shape("weight_scale", weight_scale, blocks, "pass one scale per 128 x 128 block")
+        check_dtype("weight_scale", weight_scale, (torch.float32,), "cast the scales")
+    else:
+        check_dtype("weight", weight, (x.dtype,), "use one dtype for activations and weights")
+        if weight_scale is not None:
+            raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
+
+
+_linear = register("linear", linear_reference, _fake, launch=_launch, check=_check_linear)
 
 
 def linear(
@@ -53,22 +80,42 @@ def linear(
 
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
-    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
-    check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight's")
-    check_last_contiguous("x", x)
-    check_last_contiguous("weight", weight)
-    if x.shape[1] == 0:
-        raise fail("x", "have columns", list(x.shape), "pass rows as long as the weight's")
-    if weight.dtype == torch.float8_e4m3fn:
-        if weight_scale is None:
-            raise fail(
-                "weight_scale", "be given for an FP8 weight", None, "pass the checkpoint's block scales"
-            )
-        blocks = tuple(-(-n // SCALE_BLOCK) for n in weight.shape)
-        check_shape("weight_scale", weight_scale, blocks, "pass one scale per 128 x 128 block")
-        check_dtype("weight_scale", weight_scale, (torch.float32,), "cast the scales")
-    else:
-        check_dtype("weight", weight, (x.dtype,), "use one dtype for activations and weights")
-        if weight_scale is not None:
-            raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
     return _linear(x, weight, weight_scale, out_float32, prefill)
+
+
+def _fake_silu_mul(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+def _launch_silu_mul(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
+) -> torch.Tensor:
+    from compiled_mtp.ops.linear.kernel import launch_gated
+
+    return launch_gated(x, weight, weight_scale)
+
+
+def _check_silu_mul(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None = None) -> None:
+    _check_linear(x, weight, weight_scale)
+    if weight.shape[0] % 2:
+        raise fail("weight", "have an even number of rows", weight.shape[0], "pass gate | up")
+
+
+_linear_silu_mul = register(
+    "linear_silu_mul",
+    linear_silu_mul_reference,
+    _fake_silu_mul,
+    launch=_launch_silu_mul,
+    check=_check_silu_mul,
+)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
+
+    Arguments as those of `linear`; weight [2 I, K] holds the gate's rows and then up's. Returns [M, I] of x's
+    dtype. The bits of a row depend on that row and on the weight alone.
+    """
+    return _linear_silu_mul(x, weight, weight_scale)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compiled_mtp.ops.numerics import silu
+
 SCALE_BLOCK = 128  # rows and columns of an FP8 weight that share one scale
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
@@ -49,3 +51,10 @@ def linear_reference(
                 part_f32 = dequantize(weight[part], scales)
             y[:, part] = F.linear(padded, part_f32)
     return y[:rows].to(torch.float32 if out_float32 else x.dtype)
+
+
+def linear_silu_mul_reference(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
+) -> torch.Tensor:
+    gate, up = linear_reference(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
+    return (silu(gate) * up).to(x.dtype)

@@ -35,7 +35,35 @@ def _launch(
     return launch(x, weights, ids, gate_up, down, gate_up_scale, down_scale)
 
 
-_moe_experts = register("moe_experts", reference.moe_experts, _fake, launch=_launch)
+def _check_moe_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+) -> None:
+    check_shape("x", x, (None, None), "pass one row for each token")
+    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast it to the model's dtype")
+    check_last_contiguous("x", x)
+    rows, width = x.shape
+    check_shape("ids", ids, (rows, None), "pass the ids of moe_router for the same rows")
+    check_dtype("ids", ids, (torch.int32,), "pass the ids of moe_router")
+    check_shape("weights", weights, tuple(ids.shape), "pass the weights of moe_router for the same rows")
+    check_dtype("weights", weights, (torch.float32,), "pass the weights of moe_router")
+    for name, table in (("ids", ids), ("weights", weights)):
+        if not table.is_contiguous():
+            raise fail(name, "be contiguous", list(table.stride()), "pass it as moe_router returned it")
+    check_shape("down", down, (None, width, None), "stack the experts and put the shared expert last")
+    experts, inner = down.shape[0], down.shape[2]
+    if (gate_up_scale is None) != (down_scale is None):
+        raise fail("down_scale", "be given with gate_up_scale", down_scale, "pass both or neither")
+    _check_weight("gate_up", gate_up, gate_up_scale, (experts, 2 * inner, width), x)
+    _check_weight("down", down, down_scale, (experts, width, inner), x)
+
+
+_moe_experts = register("moe_experts", reference.moe_experts, _fake, launch=_launch, check=_check_moe_experts)
 
 
 def _check_weight(
@@ -73,21 +101,4 @@ def moe_experts(
     [E+1, ceil(H/128), ceil(MI/128)]. Returns [M, H] in x's dtype, summed in float32 with one rounding; the
     hidden activation is rounded to x's dtype. Mutates nothing; raises ValueError on shapes and dtypes.
     """
-    check_shape("x", x, (None, None), "pass one row for each token")
-    check_dtype("x", x, (torch.float32, torch.bfloat16), "cast it to the model's dtype")
-    check_last_contiguous("x", x)
-    rows, width = x.shape
-    check_shape("ids", ids, (rows, None), "pass the ids of moe_router for the same rows")
-    check_dtype("ids", ids, (torch.int32,), "pass the ids of moe_router")
-    check_shape("weights", weights, tuple(ids.shape), "pass the weights of moe_router for the same rows")
-    check_dtype("weights", weights, (torch.float32,), "pass the weights of moe_router")
-    for name, table in (("ids", ids), ("weights", weights)):
-        if not table.is_contiguous():
-            raise fail(name, "be contiguous", list(table.stride()), "pass it as moe_router returned it")
-    check_shape("down", down, (None, width, None), "stack the experts and put the shared expert last")
-    experts, inner = down.shape[0], down.shape[2]
-    if (gate_up_scale is None) != (down_scale is None):
-        raise fail("down_scale", "be given with gate_up_scale", down_scale, "pass both or neither")
-    _check_weight("gate_up", gate_up, gate_up_scale, (experts, 2 * inner, width), x)
-    _check_weight("down", down, down_scale, (experts, width, inner), x)
     return _moe_experts(x, weights, ids, gate_up, down, gate_up_scale, down_scale)

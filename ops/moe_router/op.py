@@ -20,7 +20,16 @@ def _launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.
     return launch(logits, top_k, renormalize)
 
 
-_moe_router = register("moe_router", reference.moe_router, _fake, launch=_launch)
+def _check_moe_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> None:
+    check_shape("logits", logits, (None, None), "pass router logits with the shared gate as the last column")
+    check_dtype("logits", logits, (torch.float32,), "compute the router in float32")
+    check_last_contiguous("logits", logits)
+    experts = logits.shape[1] - 1
+    if not 0 < top_k <= experts:
+        raise fail("top_k", f"be in 1..{experts}", top_k, "pass num_experts_per_tok")
+
+
+_moe_router = register("moe_router", reference.moe_router, _fake, launch=_launch, check=_check_moe_router)
 
 
 def moe_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,10 +42,4 @@ def moe_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[tor
     dtypes.
     Source: the sparse MoE block of Qwen3-Next and Qwen3.5-MoE (transformers `modeling_qwen3_5_moe.py`).
     """
-    check_shape("logits", logits, (None, None), "pass router logits with the shared gate as the last column")
-    check_dtype("logits", logits, (torch.float32,), "compute the router in float32")
-    check_last_contiguous("logits", logits)
-    experts = logits.shape[1] - 1
-    if not 0 < top_k <= experts:
-        raise fail("top_k", f"be in 1..{experts}", top_k, "pass num_experts_per_tok")
     return _moe_router(logits, top_k, renormalize)

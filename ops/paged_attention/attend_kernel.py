@@ -32,10 +32,12 @@ def attend_tile(
     IN_ONE_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     IS_TAIL: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
 ):
     """One step of the online softmax over keys start .. start + BN - 1.
 
-    IS_TAIL: rows see different parts of the tile, and what no row wrote may lie in it.
+    IS_TAIL: rows see different parts of the tile, and what no row wrote may lie in it. LOAD_FIRST: all is
+    loaded before the first product, which waits for the keys; it takes registers in a loop without pipeline.
     """
     key = start + tl.arange(0, BN)
     dim = tl.arange(0, HD)
@@ -56,10 +58,17 @@ def attend_tile(
     else:
         at = keys[:, None] + (offset[:, None] * token_stride + dim[None, :])
     k = tl.load(at, mask=is_key[:, None], other=0.0)
+    if LOAD_FIRST:
+        if HAS_SCALE:
+            k_scale = tl.load(scales + offset, mask=is_key, other=0.0)
+            v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=1.0)
+        v = tl.load(at + half_stride, mask=is_key[:, None], other=0.0)
     scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale_log2
     if HAS_SCALE:
-        scores = scores * tl.load(scales + offset, mask=is_key, other=0.0)[None, :]
-        v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=1.0)
+        if not LOAD_FIRST:
+            k_scale = tl.load(scales + offset, mask=is_key, other=0.0)
+            v_scale = tl.load(scales + scale_half_stride + offset, mask=is_key, other=1.0)
+        scores = scores * k_scale[None, :]
         if IS_TAIL:
             v_scale = tl.where(v_scale < float("inf"), v_scale, 1.0)
         # A value's scale joins the exponent of its weight, so that the weights of scaled values lie in 0 .. 1
@@ -79,12 +88,50 @@ def attend_tile(
     else:
         total = total * factor + tl.sum(weights, 1)
     acc = acc * factor[:, None]
-    v = tl.load(at + half_stride, mask=is_key[:, None], other=0.0)
+    if not LOAD_FIRST:
+        v = tl.load(at + half_stride, mask=is_key[:, None], other=0.0)
     v = v.to(queries.dtype)
     if IS_TAIL:
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
     acc = tl.dot(weights.to(queries.dtype), v, acc, input_precision="ieee")
     return acc, new_largest, total
+
+
+@triton.jit
+def prefetch_tile(
+    cache,
+    table,
+    key,
+    end,
+    block_size,
+    block_stride,
+    half_stride,
+    HD: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Starts keys and values key .. key + BN - 1 of a head on their way to L2; they lie one after another."""
+    block = tl.load(table + key // block_size, mask=key < end, other=-1)
+    address = cache + tl.maximum(block, 0).to(tl.int64) * block_stride + key % block_size * HD
+    num_bytes = tl.where(block < 0, 0, BN * HD * cache.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred p;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 p, thread, 0;
+            setp.ne.and.u32 p, $3, 0, p;
+            @p cp.async.bulk.prefetch.L2.global [$1], $3;
+            @p cp.async.bulk.prefetch.L2.global [$2], $3;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,l,r",
+        [address.to(tl.uint64, bitcast=True), (address + half_stride).to(tl.uint64, bitcast=True), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -95,7 +142,7 @@ def attend_range(
     table,
     begin,
     end,
-    is_row,
+    seen_by_all,
     row_position,
     first_key,
     max_blocks,
@@ -112,31 +159,41 @@ def attend_range(
     IN_ONE_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1."""
+    """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1.
+
+    seen_by_all: the first keys that every row sees. PREFETCH: how many tiles ahead of the one in use are sent
+    to L2; 0 for none. Tiles must lie in one block each then.
+    """
     if HAS_SCALE and queries.dtype == tl.bfloat16:
         # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
         queries = queries.to(tl.float16)
     acc = tl.zeros((BM, HD), tl.float32)
     largest = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    # Tiles that every row sees whole need no mask by row.
-    seen_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_position, 2147483646), 0) + 1)
     # Loops count from 0, and `begin` is a visible multiple of BN: else the compiler does not see that offsets
     # are aligned, and neither widens the loads nor pipelines them.
     begin = begin // BN * BN
-    num_whole = tl.maximum(seen_by_all - begin, 0) // BN
+    # Tiles that every row sees whole need no mask by row.
+    num_whole = tl.maximum(tl.minimum(end, seen_by_all) - begin, 0) // BN
+    for i in tl.static_range(1, PREFETCH):
+        prefetch_tile(cache, table, begin + i * BN, end, block_size, block_stride, half_stride, HD, BN)
     for i in tl.range(0, num_whole, disable_licm=True):
+        if PREFETCH > 0:
+            ahead = begin + (i + PREFETCH) * BN
+            prefetch_tile(cache, table, ahead, end, block_size, block_stride, half_stride, HD, BN)
         acc, largest, total = attend_tile(
             acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
-            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False, False,
         )  # fmt: skip
     begin += num_whole * BN
     for i in tl.range(0, tl.cdiv(tl.maximum(end - begin, 0), BN), num_stages=TAIL_STAGES, disable_licm=True):
         acc, largest, total = attend_tile(
             acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
-            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True, LOAD_FIRST,
         )  # fmt: skip
     return acc, largest, total

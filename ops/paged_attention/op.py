@@ -31,10 +31,7 @@ def _launch(*args: Any) -> torch.Tensor:
     return launch(*args)
 
 
-_op = register("paged_attention", reference, _fake, launch=_launch)
-
-
-def paged_attention(
+def _check_paged_attention(
     q: torch.Tensor,
     gate: torch.Tensor,
     kv: torch.Tensor,
@@ -43,12 +40,7 @@ def paged_attention(
     positions: torch.Tensor,
     softmax_scale: float,
     first_key: int,
-) -> torch.Tensor:
-    """Gated softmax attention of M // B rows a request over its pages, causal by absolute position.
-
-    Shapes and dtypes: see `reference`. Raises ValueError for shapes, dtypes or strides that do not fit each
-    other.
-    """
+) -> None:
     check_shape("q", q, (None, None, None), "pass [rows, heads, head_dim]")
     rows, num_q_heads, hd = q.shape
     check_dtype("q", q, (torch.float32, torch.bfloat16), "cast the activations")
@@ -81,4 +73,24 @@ def paged_attention(
     check_dtype("positions", positions, (torch.int64,), "pass int64")
     if first_key < 0:
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
+
+
+_op = register("paged_attention", reference, _fake, launch=_launch, check=_check_paged_attention)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    softmax_scale: float,
+    first_key: int,
+) -> torch.Tensor:
+    """Gated softmax attention of M // B rows a request over its pages, causal by absolute position.
+
+    Shapes and dtypes: see `reference`. Raises ValueError for shapes, dtypes or strides that do not fit each
+    other.
+    """
     return _op(q, gate, kv, kv_scale, block_table, positions, softmax_scale, first_key)

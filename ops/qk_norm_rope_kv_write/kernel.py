@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.variants import KernelVariant
 
 # Products and sums stay apart, as in the reference.
@@ -13,25 +15,23 @@ FUSION = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def norm_rope(
-    x, weight, cos_sin, position, cos_stride, eps, HD: tl.constexpr, ROT: tl.constexpr, BLOCK: tl.constexpr
-):
+def partner_of(dim, ROT: tl.constexpr):
+    """The dimension that each one is turned with; itself beyond the rotated ones."""
+    HALF: tl.constexpr = ROT // 2
+    return tl.where(dim < ROT, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+
+
+@triton.jit
+def norm_rope(values, others, factor, other_factor, angle, eps, HD: tl.constexpr, ROT: tl.constexpr):
     """One head, normalised and rotated; each lane also computes the dimension its own is turned with."""
     HALF: tl.constexpr = ROT // 2
-    dim = tl.arange(0, BLOCK)
-    inside = dim < HD
+    dim = tl.arange(0, values.shape[0])
     is_turned = dim < ROT
-    partner = tl.where(is_turned, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
-    values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
-    other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(angle + dim % HALF, mask=is_turned, other=1.0)
+    sin = tl.load(angle + dim % HALF + HALF, mask=is_turned, other=0.0)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / HD + eps)
     values = values * inverse * factor
     others = others * inverse * other_factor
-    angle = cos_sin + position * cos_stride + dim % HALF
-    cos = tl.load(angle, mask=is_turned, other=1.0)
-    sin = tl.load(angle + HALF, mask=is_turned, other=0.0)
     turned = values * cos + tl.where(dim < HALF, -others, others) * sin
     return tl.where(is_turned, turned, values)
 
@@ -64,27 +64,38 @@ def qk_norm_rope_kv_write_kernel(
     ROT: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
-    x = qkv + row * qkv_stride
+    partner = partner_of(dim, ROT)
+    # No kernel writes the weights: they are on their way while the kernel before this one finishes.
+    weight = q_weight if head < HQ else k_weight
+    factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Query heads are stored with their gates, twice as wide as the keys and values after them.
+    x = qkv + row * qkv_stride + (head + tl.minimum(head, HQ)) * HD
+    position = tl.load(positions + row)
+    slot = tl.load(slot_mapping + row)
+    values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    angle = cos_sin + position * cos_stride
     if head < HQ:
-        position = tl.load(positions + row)
-        y = norm_rope(x + 2 * head * HD, q_weight, cos_sin, position, cos_stride, eps, HD, ROT, BLOCK)
+        y = norm_rope(values, others, factor, other_factor, angle, eps, HD, ROT)
         tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
     else:
-        slot = tl.load(slot_mapping + row)
         if slot >= 0:
             half = (head - HQ) // HKV
             kv_head = (head - HQ) % HKV
-            x += (2 * HQ + head - HQ) * HD
             if half == 0:
-                position = tl.load(positions + row)
-                y = norm_rope(x, k_weight, cos_sin, position, cos_stride, eps, HD, ROT, BLOCK)
+                y = norm_rope(values, others, factor, other_factor, angle, eps, HD, ROT)
             else:
-                y = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
+                y = values
             block = slot // block_size
             offset = slot % block_size
             if HAS_SCALE:
@@ -114,6 +125,7 @@ def launch(
     out = torch.empty((rows, num_q_heads, hd), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
+    has_pdl = device_of(qkv.device.index).has_dependent_launch
     scale_strides = (0, 0, 0) if kv_scale is None else kv_scale.stride()[:3]
     qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * num_kv_heads)](
         qkv,
@@ -137,6 +149,8 @@ def launch(
         ROT=cos_sin.shape[1],
         BLOCK=triton.next_power_of_2(hd),
         HAS_SCALE=kv_scale is not None,
+        PDL=has_pdl,
+        launch_pdl=has_pdl,
         num_warps=1,
         **FUSION,
     )
@@ -147,7 +161,13 @@ def variants() -> list[KernelVariant]:
     result = []
     function = qk_norm_rope_kv_write_kernel
     for hq, hkv, hd in ((24, 4, 256), (8, 2, 256), (8, 2, 64)):
-        for dtype, cache in (("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")):
+        for dtype, cache, pdl in (
+            ("bf16", "bf16", True),
+            ("bf16", "bf16", False),
+            ("bf16", "fp8e4nv", True),
+            ("bf16", "fp8e4nv", False),
+            ("fp32", "fp32", False),
+        ):
             has_scale = cache == "fp8e4nv"
             tensors = {
                 **dict.fromkeys(("qkv", "q_weight", "k_weight", "out"), f"*{dtype}"),
@@ -156,12 +176,20 @@ def variants() -> list[KernelVariant]:
                 "kv": f"*{cache}",
                 "kv_scale": "*fp32" if has_scale else f"*{cache}",
             }
-            constants = {"HQ": hq, "HKV": hkv, "HD": hd, "ROT": hd // 4, "BLOCK": hd, "HAS_SCALE": has_scale}
+            constants = {
+                "HQ": hq,
+                "HKV": hkv,
+                "HD": hd,
+                "ROT": hd // 4,
+                "BLOCK": hd,
+                "HAS_SCALE": has_scale,
+                "PDL": pdl,
+            }
             arguments = [name for name in function.arg_names if name not in constants]
             signature = {name: tensors.get(name, "fp32" if name == "eps" else "i32") for name in arguments}
             result.append(
                 KernelVariant(
-                    name=f"{cache}-{hq}-{hkv}-{hd}",
+                    name=f"{cache}-{hq}-{hkv}-{hd}" + "-pdl" * pdl,
                     function=function,
                     signature=signature,
                     constexprs=constants,
@@ -169,8 +197,8 @@ def variants() -> list[KernelVariant]:
                     aligned=[
                         n for n in arguments if n in tensors or n.endswith("_stride") or n == "block_size"
                     ],
-                    options=FUSION,
-                    min_capability=89 if has_scale else 80,
+                    options={**FUSION, "launch_pdl": pdl},
+                    min_capability=90 if pdl else 89 if has_scale else 80,
                 )
             )
     return result

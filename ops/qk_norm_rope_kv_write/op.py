@@ -36,10 +36,7 @@ def _launch(*args: Any) -> torch.Tensor:
     return launch(*args)
 
 
-_op = register("qk_norm_rope_kv_write", reference, _fake, mutates=("kv", "kv_scale"), launch=_launch)
-
-
-def qk_norm_rope_kv_write(
+def _check_qk_norm_rope_kv_write(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
@@ -51,12 +48,7 @@ def qk_norm_rope_kv_write(
     num_q_heads: int,
     num_kv_heads: int,
     eps: float,
-) -> torch.Tensor:
-    """Normalise and rotate queries and keys, write keys and values to the paged cache, return the queries.
-
-    Shapes, dtypes and what is mutated: see `reference`. Raises ValueError for shapes, dtypes or strides that
-    do not fit each other.
-    """
+) -> None:
     rows = qkv.shape[0]
     check_shape("kv", kv, (None, 2, num_kv_heads, None, None), "pass the cache of this layer")
     hd, block_size = kv.shape[4], kv.shape[3]
@@ -84,6 +76,36 @@ def qk_norm_rope_kv_write(
         check_shape("kv_scale", kv_scale, (kv.shape[0], 2, num_kv_heads, block_size), "one scale a vector")
         check_dtype("kv_scale", kv_scale, (torch.float32,), "keep scales in float32")
         check_last_contiguous("kv_scale", kv_scale)
+
+
+_op = register(
+    "qk_norm_rope_kv_write",
+    reference,
+    _fake,
+    mutates=("kv", "kv_scale"),
+    launch=_launch,
+    check=_check_qk_norm_rope_kv_write,
+)
+
+
+def qk_norm_rope_kv_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    num_q_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise and rotate queries and keys, write keys and values to the paged cache, return the queries.
+
+    Shapes, dtypes and what is mutated: see `reference`. Raises ValueError for shapes, dtypes or strides that
+    do not fit each other.
+    """
     return _op(
         qkv,
         q_weight,

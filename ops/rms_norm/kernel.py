@@ -14,66 +14,94 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit
-def norm_row(x, weight, column, inside, eps, width: tl.constexpr):
-    mean_square = tl.sum(x * x, 0) / width
-    factor = 1.0 + tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(mean_square + eps) * factor
+def load_row(at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """A row as f32 in two blocks: [BLOCK], and what is left of it, [TAIL] with zeros at its end."""
+    head = tl.load(at + tl.arange(0, BLOCK)).to(tl.float32)
+    column = BLOCK + tl.arange(0, TAIL)
+    if BLOCK + TAIL == WIDTH:
+        tail = tl.load(at + column)
+    else:
+        tail = tl.load(at + column, mask=column < WIDTH, other=0.0)
+    return head, tail.to(tl.float32)
 
 
 @triton.jit
+def store_row(at, head, tail, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    tl.store(at + tl.arange(0, BLOCK), head)
+    column = BLOCK + tl.arange(0, TAIL)
+    if BLOCK + TAIL == WIDTH:
+        tl.store(at + column, tail)
+    else:
+        tl.store(at + column, tail, mask=column < WIDTH)
+
+
+@triton.jit
+def norm_factor(head, tail, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """1 / rms of a row; a thread adds up all it holds before the one sum over threads."""
+    squares = tl.sum(tl.reshape(head * head, (TAIL, BLOCK // TAIL)), 1) + tail * tail
+    return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+
+
+# Both kernels load the weight before they wait: no kernel writes it, and from memory it takes as long as
+# everything that follows.
+@triton.jit
 def rms_norm_kernel(
-    x, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, weight, out, x_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    y = norm_row(values, weight, column, inside, eps, WIDTH)
-    tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
+    head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
+    if PDL:
+        gdc_wait()
+    head, tail = load_row(x + row * x_stride, WIDTH, BLOCK, TAIL)
+    factor = norm_factor(head, tail, eps, WIDTH, BLOCK, TAIL)
+    head = head * factor * (1.0 + head_scale)
+    tail = tail * factor * (1.0 + tail_scale)
+    dtype = out.dtype.element_ty
+    store_row(out + row * WIDTH, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    new_residual,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, out, new_residual, x_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    rounded = (added + before).to(new_residual.dtype.element_ty)
-    tl.store(new_residual + row * WIDTH + column, rounded, mask=inside)
-    y = norm_row(rounded.to(tl.float32), weight, column, inside, eps, WIDTH)
-    tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
+    head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
+    if PDL:
+        gdc_wait()
+    head, tail = load_row(x + row * x_stride, WIDTH, BLOCK, TAIL)
+    head_before, tail_before = load_row(residual + row * residual_stride, WIDTH, BLOCK, TAIL)
+    dtype = new_residual.dtype.element_ty
+    head_sum = (head + head_before).to(dtype)
+    tail_sum = (tail + tail_before).to(dtype)
+    store_row(new_residual + row * WIDTH, head_sum, tail_sum, WIDTH, BLOCK, TAIL)
+    head = head_sum.to(tl.float32)
+    tail = tail_sum.to(tl.float32)
+    factor = norm_factor(head, tail, eps, WIDTH, BLOCK, TAIL)
+    head = head * factor * (1.0 + head_scale)
+    tail = tail * factor * (1.0 + tail_scale)
+    dtype = out.dtype.element_ty
+    store_row(out + row * WIDTH, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
 
 
-def configuration(width: int) -> tuple[int, int]:
-    """Block and warps of a width; never of the number of rows, so that a row's sum keeps its order."""
-    block = triton.next_power_of_2(width)
-    return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
+def configuration(width: int) -> tuple[int, int, int]:
+    """Block, tail and warps of a width; never of the number of rows, so that a row's sum keeps its order."""
+    block = max(1, triton.next_power_of_2(width) // 2)
+    tail = max(1, triton.next_power_of_2(width - block))
+    # Sixteen bytes of bfloat16 a thread and load, from 2048 on.
+    return block, tail, max(4, min(16, block // 256))
 
 
 def launch_options(x: torch.Tensor) -> dict[str, object]:
     """Everything about a launch that follows from the width and the device."""
-    block, warps = configuration(x.shape[1])
+    block, tail, warps = configuration(x.shape[1])
     has_pdl = device_of(x.device.index).has_dependent_launch
-    fixed = {"WIDTH": x.shape[1], "BLOCK": block, "PDL": has_pdl}
+    fixed = {"WIDTH": x.shape[1], "BLOCK": block, "TAIL": tail, "PDL": has_pdl}
     return {**fixed, "num_warps": warps, "launch_pdl": has_pdl, **OPTIONS}
 
 
@@ -112,9 +140,9 @@ def variants() -> list[KernelVariant]:
         ("bf16", 1024, True),
         ("fp32", 1024, False),
     ):
-        block, warps = configuration(width)
+        block, tail, warps = configuration(width)
         common = {
-            "constexprs": {"WIDTH": width, "BLOCK": block, "PDL": pdl},
+            "constexprs": {"WIDTH": width, "BLOCK": block, "TAIL": tail, "PDL": pdl},
             "num_warps": warps,
             "options": {**OPTIONS, "launch_pdl": pdl},
             "min_capability": 90 if pdl else 80,

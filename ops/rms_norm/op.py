@@ -37,9 +37,28 @@ def _add_rms_norm_launch(
     return launch_add_rms_norm(x, residual, weight, eps)
 
 
-_rms_norm = register("rms_norm", rms_norm_reference, _rms_norm_fake, launch=_rms_norm_launch)
+def _check_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    _check(x, weight)
+
+
+_rms_norm = register(
+    "rms_norm", rms_norm_reference, _rms_norm_fake, launch=_rms_norm_launch, check=_check_rms_norm
+)
+
+
+def _check_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    _check(x, weight)
+    check_shape("residual", residual, tuple(x.shape), "pass the residual of the same rows")
+    check_dtype("residual", residual, (x.dtype,), "use one dtype for activations and residual")
+    check_last_contiguous("residual", residual)
+
+
 _add_rms_norm = register(
-    "add_rms_norm", add_rms_norm_reference, _add_rms_norm_fake, launch=_add_rms_norm_launch
+    "add_rms_norm",
+    add_rms_norm_reference,
+    _add_rms_norm_fake,
+    launch=_add_rms_norm_launch,
+    check=_check_add_rms_norm,
 )
 
 
@@ -61,7 +80,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Raises ValueError for shapes, dtypes or strides that do not fit.
     Source: Zhang and Sennrich, arXiv 1910.07467; the zero-centred weight is Qwen3-Next's.
     """
-    _check(x, weight)
     return _rms_norm(x, weight, eps)
 
 
@@ -74,8 +92,4 @@ def add_rms_norm(
     Returns (norm [M, H], new residual [M, H]).
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
-    _check(x, weight)
-    check_shape("residual", residual, tuple(x.shape), "pass the residual of the same rows")
-    check_dtype("residual", residual, (x.dtype,), "use one dtype for activations and residual")
-    check_last_contiguous("residual", residual)
     return _add_rms_norm(x, residual, weight, eps)

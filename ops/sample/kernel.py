@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.sample.noise_kernel import gumbel_of_blocks, log_of
 from compiled_mtp.ops.sample.reference import GREEDY_TEMPERATURE
 from compiled_mtp.ops.sample.threshold_kernel import (
@@ -86,11 +88,15 @@ def tile_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GREEDY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of one row and tile: raw peak and sum, best score and its id; what `finish_kernel` filters by.
 
     tile_floats [M, 4, TILES]: raw peak, sum of exp(raw - raw peak), best score, sum of exp(tempered - best).
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
@@ -176,8 +182,11 @@ def finish_kernel(
     GROUP: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     GREEDY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Token and log-probability of one row from what `tile_kernel` left."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
     tile = tl.arange(0, TILES_BLOCK)
@@ -312,12 +321,15 @@ def launch(
     group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
     interval = torch.empty((rows, CHUNK_GROUPS * GROUP), dtype=torch.float32, device=device)
+    has_pdl = device_of(device.index).has_dependent_launch
     shared: dict[str, Any] = {
         "QUERY_LEN": rows // state_index.shape[0],
         "VOCAB": vocab,
         "TILES": tiles,
         "GROUP": GROUP,
         "GREEDY": GREEDY_TEMPERATURE,
+        "PDL": has_pdl,
+        "launch_pdl": has_pdl,
         **OPTIONS,
     }
     tile_kernel[(tiles, rows)](
@@ -389,7 +401,13 @@ def variants() -> list[KernelVariant]:
     floats = ("temperature", "top_p", "min_p")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     left = {"tile_floats": "*fp32", "tile_ids": "*i32", "tempered": "*fp32", "group_peaks": "*fp32"}
-    for name, vocab, is_full in (("plain", 248320, False), ("all", 248320, True), ("all-small", 1024, True)):
+    for name, vocab, is_full, pdl in (
+        ("plain", 248320, False, False),
+        ("plain", 248320, False, True),
+        ("all", 248320, True, False),
+        ("all", 248320, True, True),
+        ("all-small", 1024, True, False),
+    ):
         tile = tile_of(vocab)
         tiles = triton.cdiv(vocab, tile)
         groups = tiles * (tile // GROUP)
@@ -399,7 +417,9 @@ def variants() -> list[KernelVariant]:
             "TILES": tiles,
             "GROUP": GROUP,
             "GREEDY": GREEDY_TEMPERATURE,
+            "PDL": pdl,
         }
+        launched = {"options": {**OPTIONS, "launch_pdl": pdl}, "min_capability": 90 if pdl else 80}
         common = {
             "logits": "*fp32",
             "logits_stride": "i32",
@@ -427,7 +447,7 @@ def variants() -> list[KernelVariant]:
         }
         result.append(
             KernelVariant(
-                name=f"tile-{name}-{vocab}",
+                name=f"tile-{name}-{vocab}" + "-pdl" * pdl,
                 function=tile_kernel,
                 signature=signature,
                 constexprs={
@@ -440,7 +460,7 @@ def variants() -> list[KernelVariant]:
                 },
                 num_warps=TILE_WARPS,
                 aligned=tuple(n for n in signature if n not in ("stop_stride", "num_valid_ids")),
-                options=OPTIONS,
+                **launched,
             )
         )
         if name == "plain":
@@ -448,7 +468,7 @@ def variants() -> list[KernelVariant]:
         signature = {**common, "groups": "*i32", "interval": "*fp32", "token": "*i64", "logprob": "*fp32"}
         result.append(
             KernelVariant(
-                name=f"finish-{vocab}",
+                name=f"finish-{vocab}" + "-pdl" * pdl,
                 function=finish_kernel,
                 signature=signature,
                 constexprs={
@@ -460,7 +480,7 @@ def variants() -> list[KernelVariant]:
                 },
                 num_warps=FINISH_WARPS,
                 aligned=tuple(signature),
-                options=OPTIONS,
+                **launched,
             )
         )
     return result

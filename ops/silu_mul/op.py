@@ -20,7 +20,15 @@ def _launch(gate_up: torch.Tensor) -> torch.Tensor:
     return launch(gate_up)
 
 
-_silu_mul = register("silu_mul", silu_mul_reference, _fake, launch=_launch)
+def _check_silu_mul(gate_up: torch.Tensor) -> None:
+    check_shape("gate_up", gate_up, (None, None), "pass rows of gate | up")
+    check_dtype("gate_up", gate_up, (torch.float32, torch.bfloat16), "cast the activations")
+    check_last_contiguous("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise fail("gate_up", "have an even number of columns", gate_up.shape[1], "pass gate | up")
+
+
+_silu_mul = register("silu_mul", silu_mul_reference, _fake, launch=_launch, check=_check_silu_mul)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,9 +37,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up: [M, 2 I] float32 or bfloat16, the first I columns are the gate; rows at any stride.
     Returns [M, I] of the same dtype. Raises ValueError for a shape, dtype or stride that does not fit.
     """
-    check_shape("gate_up", gate_up, (None, None), "pass rows of gate | up")
-    check_dtype("gate_up", gate_up, (torch.float32, torch.bfloat16), "cast the activations")
-    check_last_contiguous("gate_up", gate_up)
-    if gate_up.shape[1] % 2:
-        raise fail("gate_up", "have an even number of columns", gate_up.shape[1], "pass gate | up")
     return _silu_mul(gate_up)

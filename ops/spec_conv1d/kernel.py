@@ -34,6 +34,24 @@ def head_channels(block, NK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
     return first, tl.where(is_key, DK, DV)
 
 
+# Conditions on scalars become blocks, which is what the interpreter takes as masks.
+@triton.jit
+def in_window(token, back: tl.constexpr, inside, BLOCK: tl.constexpr):
+    """`inside` where the row `back` rows before a token belongs to the same window."""
+    return inside & (tl.full((BLOCK,), token, tl.int32) >= back)
+
+
+@triton.jit
+def load_history(
+    ring, position, token, back: tl.constexpr, inside,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The row `back` positions before a token if it lies before the window, else zeros."""
+    earlier = position - back
+    is_before = (tl.full((BLOCK,), token, tl.int32) < back) & (tl.full((BLOCK,), earlier, tl.int64) >= 0)
+    return tl.load(ring + (earlier % RING) * CHANNELS, mask=inside & is_before, other=0.0)
+
+
 # One binary for every window length: Triton would specialise on 1 and on multiples of 16.
 @triton.jit(do_not_specialize=["query_len"])
 def spec_conv1d_kernel(
@@ -60,50 +78,55 @@ def spec_conv1d_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Parameters, cursors and the rows before the window are read before the wait (ops.device says why that
+    # is safe); the projection and everything written come after it.
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if block == 2 * NK + NV:
         head = tl.arange(0, BLOCK_HEADS)
         is_head = head < NV
+        log_rate = tl.load(a_log + head, mask=is_head, other=0.0)
+        bias = tl.load(dt_bias + head, mask=is_head, other=0.0)
+        if PDL:
+            gdc_wait()
         gates = proj + row * proj_stride + CHANNELS + NV * DV + head
         b = tl.load(gates, mask=is_head, other=0.0).to(tl.float32)
         a = tl.load(gates + NV, mask=is_head, other=0.0).to(tl.float32)
-        g = log_decay(
-            a,
-            tl.load(a_log + head, mask=is_head, other=0.0),
-            tl.load(dt_bias + head, mask=is_head, other=0.0),
-        )
-        tl.store(exp_g + row * NV + head, tl.exp(g), mask=is_head)
+        tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
         tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
     else:
         request = row // query_len
         token = (row - request * query_len).to(tl.int32)
-        slot = tl.load(state_index + request).to(tl.int64)
-        position = tl.load(pos + request) + token
         first, width = head_channels(block, NK, DK, DV)
         lane = tl.arange(0, BLOCK)
         inside = lane < width
         channel = first + lane
-        raw = tl.load(proj + row * proj_stride + channel, mask=inside, other=0.0)
+        taps = conv_weight + channel * 4
+        weight_3 = tl.load(taps, mask=inside, other=0.0)
+        weight_2 = tl.load(taps + 1, mask=inside, other=0.0)
+        weight_1 = tl.load(taps + 2, mask=inside, other=0.0)
+        weight_0 = tl.load(taps + 3, mask=inside, other=0.0)
+        slot = tl.load(state_index + request).to(tl.int64)
+        position = tl.load(pos + request) + token
         ring = conv_ring + slot * RING * CHANNELS + channel
-        y = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(3):
-            back = 3 - tap
-            earlier = position - back
-            # Conditions on scalars become blocks, which is what the interpreter takes as masks.
-            from_window = tl.full((BLOCK,), token, tl.int32) >= back
-            in_window = inside & from_window
-            in_ring = inside & ~from_window & (tl.full((BLOCK,), earlier, tl.int64) >= 0)
-            new = tl.load(proj + (row - back) * proj_stride + channel, mask=in_window, other=0.0)
-            old = tl.load(ring + (earlier % RING) * CHANNELS, mask=in_ring, other=0.0)
-            weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
-            y = tl.fma(weight.to(tl.float32), tl.where(in_window, new, old).to(tl.float32), y)
-        weight = tl.load(conv_weight + channel * 4 + 3, mask=inside, other=0.0)
-        y = tl.fma(weight.to(tl.float32), raw.to(tl.float32), y)
+        old_3 = load_history(ring, position, token, 3, inside, CHANNELS, RING, BLOCK)
+        old_2 = load_history(ring, position, token, 2, inside, CHANNELS, RING, BLOCK)
+        old_1 = load_history(ring, position, token, 1, inside, CHANNELS, RING, BLOCK)
+        if PDL:
+            gdc_wait()
+        at = proj + row * proj_stride + channel
+        raw = tl.load(at, mask=inside, other=0.0)
+        new_3 = tl.load(at - 3 * proj_stride, mask=in_window(token, 3, inside, BLOCK), other=0.0)
+        new_2 = tl.load(at - 2 * proj_stride, mask=in_window(token, 2, inside, BLOCK), other=0.0)
+        new_1 = tl.load(at - proj_stride, mask=in_window(token, 1, inside, BLOCK), other=0.0)
+        # Of old and new one is zero.
+        y = weight_3.to(tl.float32) * (old_3.to(tl.float32) + new_3.to(tl.float32))
+        y = tl.fma(weight_2.to(tl.float32), old_2.to(tl.float32) + new_2.to(tl.float32), y)
+        y = tl.fma(weight_1.to(tl.float32), old_1.to(tl.float32) + new_1.to(tl.float32), y)
+        y = tl.fma(weight_0.to(tl.float32), raw.to(tl.float32), y)
         # History rows lie before the window, and the ring holds both: nobody reads what is written here.
         tl.store(ring + (position % RING) * CHANNELS, raw, mask=inside)
         y = y / (1.0 + tl.exp(-y))

@@ -47,11 +47,69 @@ def _launch_conv_prefill(*args: Any) -> Any:
     return launch_conv_prefill(*args)
 
 
+def _check_spec_conv1d(
+    proj: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_ring: torch.Tensor,
+    state_index: torch.Tensor,
+    pos: torch.Tensor,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+) -> None:
+    _check(proj, conv_weight, a_log, dt_bias, conv_ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    batch = state_index.shape[0]
+    if proj.shape[0] % batch:
+        raise fail(
+            "proj", "have the same number of rows for each request", (proj.shape[0], batch), "pad windows"
+        )
+    if proj.shape[0] // batch + KERNEL_SIZE - 1 > conv_ring.shape[1]:
+        raise fail(
+            "conv_ring", f"hold a window and {KERNEL_SIZE - 1} rows", conv_ring.shape[1], "use a longer ring"
+        )
+
+
 _SPEC_CONV1D = register(
-    "spec_conv1d", reference.spec_conv1d, _fake, mutates=("conv_ring",), launch=_launch_spec_conv1d
+    "spec_conv1d",
+    reference.spec_conv1d,
+    _fake,
+    mutates=("conv_ring",),
+    launch=_launch_spec_conv1d,
+    check=_check_spec_conv1d,
 )
+
+
+def _check_conv_prefill(
+    proj: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_ring: torch.Tensor,
+    state_index: torch.Tensor,
+    start: torch.Tensor,
+    length: torch.Tensor,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+) -> None:
+    _check(proj, conv_weight, a_log, dt_bias, conv_ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    for name, tensor in (("state_index", state_index), ("start", start), ("length", length)):
+        check_shape(name, tensor, (1,), "prefill one sequence a call")
+    if conv_ring.shape[1] < KERNEL_SIZE - 1:
+        raise fail("conv_ring", f"hold {KERNEL_SIZE - 1} rows", conv_ring.shape[1], "use a longer ring")
+
+
 _CONV_PREFILL = register(
-    "conv_prefill", reference.conv_prefill, _fake, mutates=("conv_ring",), launch=_launch_conv_prefill
+    "conv_prefill",
+    reference.conv_prefill,
+    _fake,
+    mutates=("conv_ring",),
+    launch=_launch_conv_prefill,
+    check=_check_conv_prefill,
 )
 
 
@@ -111,16 +169,6 @@ def spec_conv1d(
     nv], all f32, with g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b). Raises ValueError for
     shapes and dtypes that do not fit. Source: Gated Delta Networks, arXiv 2412.06464.
     """
-    _check(proj, conv_weight, a_log, dt_bias, conv_ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    batch = state_index.shape[0]
-    if proj.shape[0] % batch:
-        raise fail(
-            "proj", "have the same number of rows for each request", (proj.shape[0], batch), "pad windows"
-        )
-    if proj.shape[0] // batch + KERNEL_SIZE - 1 > conv_ring.shape[1]:
-        raise fail(
-            "conv_ring", f"hold a window and {KERNEL_SIZE - 1} rows", conv_ring.shape[1], "use a longer ring"
-        )
     return _SPEC_CONV1D(
         proj,
         conv_weight,
@@ -157,11 +205,6 @@ def conv_prefill(
     Returns q, k, v, g (the log decay, not its exponential) and beta; padding rows are zero in all five.
     Raises ValueError for shapes and dtypes that do not fit.
     """
-    _check(proj, conv_weight, a_log, dt_bias, conv_ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    for name, tensor in (("state_index", state_index), ("start", start), ("length", length)):
-        check_shape(name, tensor, (1,), "prefill one sequence a call")
-    if conv_ring.shape[1] < KERNEL_SIZE - 1:
-        raise fail("conv_ring", f"hold {KERNEL_SIZE - 1} rows", conv_ring.shape[1], "use a longer ring")
     return _CONV_PREFILL(
         proj,
         conv_weight,

@@ -40,8 +40,8 @@ def test_verify_against_float64(shape, fp8):
     heads = (HEADS | SMALL)[shape]
     for lengths, window in (
         ([1, 5, 64, 130, 515, 2050, 4097], 1),
-        ([4, 63, 65, 129, 2051, 8193], 4),  # windows that straddle pages and splits
-        ([8, 131, 2055, 33000], 8),
+        ([4, 63, 65, 129, 1025, 2051, 4099, 8193], 4),  # windows that straddle pages and splits
+        ([8, 131, 2055, 32771, 33000], 8),
     ):
         args = make(lengths, window, *heads, dtype=torch.bfloat16, fp8=fp8, device="cuda", max_blocks=700)
         check_exact(args, TOLERANCE[torch.bfloat16])
@@ -105,7 +105,7 @@ def test_padding_and_unwritten_rows_harm_no_one(window):
 @pytest.mark.parametrize("shape", ["0.8b", "27b", "35b", "middle", "wide group"])
 def test_bits_of_a_row_are_its_own(shape, dtype):
     heads = (HEADS | SMALL)[shape]
-    lengths = [8, 64, 66, 127, 129, 130, 133, 300, 515] * 3 + [2049, 2055, 4100, 8195, 33001]
+    lengths = [8, 64, 66, 127, 129, 130, 133, 300, 515] * 3 + [1027, 1153, 2055, 4100, 4353, 8195, 33001]
     x = torch.float32 if dtype == "fp32" else torch.bfloat16
     args = make(lengths, 8, *heads, dtype=x, fp8=dtype == "fp8", device="cuda")
     q, gate, kv, scale, table, positions, softmax_scale, first = args
@@ -168,6 +168,54 @@ def test_graph_replays_with_growing_positions(fp8):
         got = out.clone()
         assert torch.equal(got, launch(*args))
         assert rel_l2(got, exact(*args)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_kernels_that_start_early_wait_for_what_they_read(fp8):
+    layers, window, lengths = 6, 4, [70, 515]
+    device_lengths = torch.tensor(lengths, device="cuda")
+    calls = []
+    for layer in range(layers):
+        args = make(lengths, window, 24, 4, 256, dtype=torch.bfloat16, fp8=fp8, device="cuda", seed=layer)
+        positions, table = args[5], args[4]
+        request = torch.arange(len(lengths), device="cuda").repeat_interleave(window)
+        slots = table[request, positions // 64].long() * 64 + positions % 64
+        qkv = torch.randn(len(positions), (2 * 24 + 8) * 256, device="cuda").bfloat16()
+        weights = [torch.randn(256, device="cuda").bfloat16() for _ in range(2)]
+        calls.append((args, qkv, weights, torch.rand(1024, 64, device="cuda"), slots))
+
+    def run(positions_of):
+        outs, carried = [], torch.zeros_like(calls[0][1])
+        for args, qkv, weights, cos_sin, slots in calls:
+            positions = positions_of()
+            mixed = qkv + carried
+            q = qk_norm_rope_kv_write(mixed, *weights, cos_sin, positions, slots, *args[2:4], 24, 4, 1e-6)
+            gate = mixed[:, : 48 * 256].view(-1, 24, 512)[:, :, 256:]
+            outs.append(launch(q, gate, *args[2:5], positions, *args[6:]))
+            # The next layer reads what this one made.
+            carried = torch.nn.functional.pad(outs[-1], (0, mixed.shape[1] - outs[-1].shape[1]))
+        return outs
+
+    def index():
+        steps = torch.arange(window, device="cuda") - window
+        return (device_lengths[:, None] + steps).flatten()
+
+    def synchronized():
+        torch.cuda.synchronize()
+        return index()
+
+    want = run(synchronized)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run(index)
+    for _ in range(20):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, wanted in zip(outs, want, strict=True):
+            assert torch.equal(got, wanted)
 
 
 def test_compiles_with_cuda_graphs():

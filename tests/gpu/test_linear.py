@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear import linear, linear_silu_mul
+from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.linear.reference import dequantize, linear_reference
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.silu_mul import silu_mul
@@ -96,6 +97,42 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: 
     check_row_invariance(lambda m: linear(x[:m], weight, scale), [*range(1, 257), 384, 511], 512)
     shuffled = torch.randperm(37, device="cuda")
     assert torch.equal(linear(x[:37][shuffled], weight, scale), linear(x[:37], weight, scale)[shuffled])
+
+
+@pytest.mark.parametrize(
+    "n, k, entry",
+    [
+        (7168, 1024, [32, 256, 4, 2, 1, 4, 0]),
+        (7168, 1024, [16, 256, 4, 2, 1, 4, 0]),
+        (2560, 4096, [16, 128, 2, 2, 8, 4, 0]),
+        (2560, 4096, [32, 512, 8, 2, 4, 2, 0]),
+        (12352, 2560, [16, 512, 4, 2, 1, 5, 0]),
+    ],
+)
+def test_one_step_has_the_bits_of_every_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, n: int, k: int, entry: list[int]
+) -> None:
+    """Few rows hold their weights in registers, more run a loop: the same parts, the same sums."""
+    linear_config.cache_clear()
+    monkeypatch.setitem(read_table()["sm_90"], f"{n}x{k} bf16", entry)
+    assert narrow_config("sm_90", n, k, torch.bfloat16).is_one_step(k)
+    x, weight, _ = make(512, n, k, False)
+    check_row_invariance(lambda m: linear(x[:m], weight, None), [*range(1, 257), 384, 511], 512)
+    exact = x.double() @ weight.double().T
+    assert rel_l2(linear(x, weight, None), exact) < 2 * rel_l2(exact.bfloat16(), exact)
+    linear_config.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "n, k, fp8",
+    [(7168, 1024, False), (18432, 2560, False), (34816, 5120, False), (34816, 5120, True), (88, 72, False)],
+)
+def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) -> None:
+    x, weight, scale = make(257, n, k, fp8)
+    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257):
+        apart = silu_mul(linear(x[:rows], weight, scale))
+        assert torch.equal(linear_silu_mul(x[:rows], weight, scale), apart), f"{rows} rows"
+    check_row_invariance(lambda m: linear_silu_mul(x[:m], weight, scale), range(1, 257), 257)
 
 
 @pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])

@@ -47,6 +47,21 @@ def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache() -> N
     assert not shapes & {tuple(map(int, shape.split(", "))) for shape in allocated}
 
 
+def test_row_metadata_is_computed_once_a_step() -> None:
+    """More layers need no more of it. Left alone, Inductor gathers cursors and positions again for every
+    operator that reads them."""
+    kernels, buffers = [], []
+    for layers in (2, 4):
+        config = tiny.tiny_config(num_layers=layers, is_full_attention=(False, True) * (layers // 2))
+        code = generated_code(tiny.build_step(config, 2), 1)
+        call = code[code.index("def call(self, args):") :]
+        kernels.append(len(re.findall(r"^ +cpp_fused_\w+\(", call, re.MULTILINE)))
+        buffers.append(len(re.findall(r"empty_strided\w*\(.*torch\.int(?:32|64)\)", call)))
+    assert kernels[0] == kernels[1] > 0
+    # Fewer if a longer life of other buffers lets one more be used again.
+    assert buffers[0] >= buffers[1] > 0
+
+
 def test_the_check_on_reductions_can_fail() -> None:
     torch._dynamo.reset()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):

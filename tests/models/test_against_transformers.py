@@ -11,7 +11,7 @@ import torch
 from compiled_mtp.config import EngineConfig, ModelConfig
 from compiled_mtp.runner import Runner
 from tests import tiny
-from tests.checkpoints import FAMILIES, Oracle, oracle, write_checkpoint
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
 
 PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
 # model.md's errors cost 0.05 to 6.6 on logits of scale 4.5: two orders of magnitude above this.
@@ -29,14 +29,22 @@ class Case:
     self_difference: float
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family[0])
+# FP8 weights that stay FP8, as on a GPU; here the references multiply them out at every call.
+KEPT = [(f"{name}-kept", options | {"hidden_size": 128}) for name, options in FP8_FAMILIES]
+
+
+@pytest.fixture(scope="module", params=FAMILIES + KEPT, ids=lambda family: family[0])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, options = request.param
     directory = tmp_path_factory.mktemp(name)
     write_checkpoint(directory, **options)
     model = ModelConfig.from_hf(directory)
     config = EngineConfig(model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256)
-    runner = Runner(config, model, model.vocab_size)
+    with pytest.MonkeyPatch.context() as patch:
+        if name.endswith("-kept"):
+            patch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+        runner = Runner(config, model, model.vocab_size)
+    assert bool(runner.fp8) == name.endswith("-kept")
     reference = oracle(directory)
     tokens = torch.randint(0, model.vocab_size, (PROMPT_LEN + DECODE_LEN,))
     hidden, logits = reference.target(tokens)

@@ -14,20 +14,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.models.fp8 import dequantize
+from compiled_mtp.models.layout import checkpoint_layout, fp8_parameters
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.weights import checkpoint_layout, dequantize, has_mtp, load_weights
-from tests.checkpoints import FAMILIES, read_stored, write_checkpoint
+from compiled_mtp.models.weights import has_mtp, kept_fp8, load_weights
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, read_stored, write_checkpoint
+
+CPU = torch.device("cpu")
 
 
 def allocate(
-    config: ModelConfig, with_mtp: bool = True, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    with_mtp: bool = True,
+    dtype: torch.dtype = torch.float32,
+    fp8: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """The parameters of our models by name, poisoned with NaN."""
-    cpu = torch.device("cpu")
-    parameters = dict(TargetModel(config, dtype, cpu).named_parameters())
+    parameters = dict(TargetModel(config, dtype, CPU, fp8).named_parameters())
     if with_mtp:
-        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, cpu).named_parameters()}
+        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, CPU, fp8).named_parameters()}
     for parameter in parameters.values():
         parameter.fill_(float("nan"))
     return parameters
@@ -129,6 +135,119 @@ def test_fp8_rounds_once_to_bfloat16(tmp_path: Path) -> None:
     check_loads(write_checkpoint(tmp_path, "qwen3_next", fp8_scale=torch.float32), torch.bfloat16)
 
 
+@pytest.fixture
+def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep FP8 as on a GPU, with the references."""
+    monkeypatch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+
+
+def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
+    mixer = ("qkv.weight", "o_proj.weight") if full else ("in_proj.weight", "out_proj.weight")
+    ffn = ("gate_up", "down") if config.is_moe else ("gate_up.weight", "down.weight")
+    return {f"mixer.{name}" for name in mixer} | {f"ffn.{name}" for name in ffn}
+
+
+@pytest.mark.usefixtures("keeps")
+@pytest.mark.parametrize("kwargs", [k for _, k in FP8_FAMILIES], ids=[n for n, _ in FP8_FAMILIES])
+def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    directory = write_checkpoint(tmp_path, **kwargs)
+    config = ModelConfig.from_hf(directory)
+    fp8 = kept_fp8(config, directory, CPU)
+    layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
+    layers.append(("mtp.layer.", True))
+    assert fp8 == {prefix + name for prefix, full in layers for name in kept_in_layer(config, full)}
+    assert fp8 == kept_fp8(config, None, CPU)
+    parameters = allocate(config, dtype=torch.bfloat16, fp8=fp8)
+    load_weights(config, directory, parameters, with_mtp=True)
+    assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == fp8
+    assert {n for n, p in parameters.items() if n.endswith("_scale")} == {n + "_scale" for n in fp8}
+    want = expected(config, directory)
+    for name in fp8:
+        weight, scale = parameters.pop(name), parameters.pop(name + "_scale")
+        assert scale.dtype == torch.float32
+        if weight.dim() == 2:
+            whole = dequantize(weight, scale, torch.float32)
+        else:
+            pairs = zip(weight, scale, strict=True)
+            whole = torch.stack([dequantize(*pair, torch.float32) for pair in pairs])
+        gates = parameters.pop(name.replace("in_proj", "ba_proj"), None) if "in_proj" in name else None
+        if gates is not None:
+            assert gates.dtype == torch.bfloat16
+            whole = torch.cat((whole, gates.float()))
+        assert torch.equal(whole, want.pop(name)), name
+    assert parameters.keys() == want.keys()
+    for name, w in want.items():
+        assert torch.equal(parameters[name], w.to(parameters[name].dtype)), name
+
+
+@pytest.mark.usefixtures("keeps")
+def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
+    """Parts that do not begin at a block of 128 rows, and parts of which one is not FP8."""
+    directory = write_checkpoint(tmp_path / "dense", fp8_scale=torch.bfloat16)
+    rewrite(directory, dequantized(directory, "mtp.layers.0.self_attn.k_proj.weight"))
+    config = ModelConfig.from_hf(directory)
+    fp8 = kept_fp8(config, directory, CPU)
+    layers = {f"layers.{i}": kept_in_layer(config, full) for i, full in enumerate(config.is_full_attention)}
+    layers["mtp.layer"] = kept_in_layer(config, True) - {"mixer.qkv.weight"}
+    # Gate and up have 192 rows.
+    assert fp8 == {f"{p}.{n}" for p, names in layers.items() for n in names - {"ffn.gate_up.weight"}}
+    parameters = allocate(config, fp8=fp8)
+    load_weights(config, directory, parameters, with_mtp=True)
+    want = expected(config, directory)
+    for name in ("layers.0.ffn.gate_up.weight", "mtp.layer.mixer.qkv.weight"):
+        assert torch.equal(parameters[name], want[name])
+
+    # Experts of 64 rows: neither stack, for their operator wants both or none.
+    directory = write_checkpoint(tmp_path / "moe", "qwen3_5_moe", fp8_scale=torch.bfloat16)
+    assert not any("ffn" in n for n in kept_fp8(ModelConfig.from_hf(directory), directory, CPU))
+    # One expert of one layer in bfloat16.
+    directory = write_checkpoint(tmp_path / "one", **dict(FP8_FAMILIES)["moe"])
+    prefix = "model.language_model.layers.1."
+    rewrite(directory, dequantized(directory, prefix + "mlp.experts.3.down_proj.weight"))
+    rewrite(directory, dequantized(directory, prefix + "linear_attn.in_proj_z.weight"))
+    config = ModelConfig.from_hf(directory)
+    fp8 = kept_fp8(config, directory, CPU)
+    assert {n for n in fp8 if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
+    parameters = allocate(config, fp8=fp8)
+    load_weights(config, directory, parameters, with_mtp=True)
+    want = expected(config, directory)
+    for name in ("ffn.gate_up", "ffn.down", "mixer.in_proj.weight"):
+        assert torch.equal(parameters["layers.1." + name], want["layers.1." + name])
+
+
+def test_nothing_is_kept_on_a_cpu_or_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
+    assert not kept_fp8(ModelConfig.from_hf(quantized), quantized, CPU)
+    cuda = torch.device("cuda", 0)
+    for capability, is_kept in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert bool(kept_fp8(ModelConfig.from_hf(quantized), quantized, cuda)) == is_kept
+    plain = write_checkpoint(tmp_path / "plain")
+    assert not kept_fp8(ModelConfig.from_hf(plain), plain, cuda)
+    assert not kept_fp8(ModelConfig.from_hf(plain), None, cuda)
+
+
+def test_a_missing_or_misshapen_scale_of_a_kept_weight_is_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)["dense"])
+    config = ModelConfig.from_hf(directory)
+    fp8 = fp8_parameters(config, (), lambda name: True)
+    name = "mtp.layers.0.self_attn.k_proj.weight_scale_inv"
+    rewrite(directory, {name: torch.ones(1, 1)})
+    with pytest.raises(ValueError, match=r"k_proj.weight_scale_inv of shape \[1, 1\] for \[2, 2\] in"):
+        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+    rewrite(directory, {name: None})
+    with pytest.raises(ValueError, match=f"missing tensors: {name} in"):
+        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+
+
+def test_stacked_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe")
+    name = "mtp.layers.0.mlp.experts.down_proj"
+    weight = load_file(directory / "model.safetensors")[name].to(torch.float8_e4m3fn)
+    rewrite(directory, {name: weight, name + "_scale_inv": torch.ones(8, 1, 1)})
+    assert f"{name} of dtype F8_E4M3 for BF16 or F16 or F32" in load_error(directory)
+
+
 def test_dequantize_partial_blocks() -> None:
     weight = torch.ones(130, 300).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -199,6 +318,11 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
         if tensor is not None:
             tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors")
+
+
+def dequantized(directory: Path, name: str) -> dict[str, torch.Tensor | None]:
+    """What `rewrite` needs to store one FP8 weight of model.safetensors in bfloat16."""
+    return {name: read_stored(directory)[name].to(torch.bfloat16), name + "_scale_inv": None}
 
 
 def load_error(directory: Path) -> str:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.linear.config import NAMED_DTYPES, PART_UNIT, block_rows, linear_config, read_table
-from compiled_mtp.ops.linear.reference import linear_reference
+from compiled_mtp.ops.linear import linear, linear_silu_mul
+from compiled_mtp.ops.linear.config import (
+    NAMED_DTYPES,
+    PART_UNIT,
+    LinearConfig,
+    block_rows,
+    linear_config,
+    read_table,
+)
+from compiled_mtp.ops.linear.reference import linear_reference, linear_silu_mul_reference
+from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
 
@@ -43,6 +51,18 @@ def test_registration_and_compile() -> None:
     check_compiles(linear, cases)
     fp8, scale, _ = block_fp8(24, 16)
     check_compiles(linear, [(torch.randn(m, 16).bfloat16(), fp8, scale, True, True) for m in (3, 5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
+    weight = (torch.randn(48, 16) * 0.3).to(dtype)
+    cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
+    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, cases[0])
+    check_compiles(linear_silu_mul, cases)
+    for x, _, _ in cases:
+        assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
+    with pytest.raises(ValueError, match="weight must have an even number of rows"):
+        linear_silu_mul(cases[0][0], weight[:47])
 
 
 @pytest.mark.parametrize(
@@ -91,6 +111,53 @@ def test_kernel_in_interpreter(
         check_launch(launch, linear_reference, args, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.parametrize("split, chains, block_k", [(1, 4, 256), (3, 5, 128)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, block_k: int, fp8: bool) -> None:
+    from compiled_mtp.ops.linear.kernel import launch_config
+
+    block_k = 128 if fp8 else block_k
+    k = split * chains * block_k
+    x = torch.randn(5, k).bfloat16()
+    weight, scale = (torch.randn(40, k) * k**-0.5).bfloat16(), None
+    if fp8:
+        weight, scale, _ = block_fp8(40, k)
+        scale = scale * k**-0.5
+    config = LinearConfig(16, 16, block_k, 4, 2, split, chains, 256)
+    assert config.is_one_step(k)
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, *_: bool) -> torch.Tensor:
+        return launch_config(config, x, weight, scale, True)
+
+    check_launch(launch, linear_reference, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
+
+
+# One tile and several, K in parts, a width that no tile divides.
+@pytest.mark.parametrize(
+    "rows, width, k, fp8",
+    [
+        (3, 40, 256, False),
+        (20, 40, 1100, False),
+        (5, 20, 2100, False),
+        (3, 128, 300, True),
+        (17, 128, 600, True),
+    ],
+)
+def test_gated_kernel_in_interpreter(interpreter: None, rows: int, width: int, k: int, fp8: bool) -> None:
+    from compiled_mtp.ops.linear.kernel import launch, launch_gated
+    from compiled_mtp.ops.silu_mul.kernel import launch as launch_silu_mul
+
+    x = torch.randn(rows, k).bfloat16()
+    weight, scale = (torch.randn(2 * width, k) * k**-0.5).bfloat16(), None
+    if fp8:
+        weight, scale, _ = block_fp8(2 * width, k)
+        scale = scale * k**-0.5
+    check_launch(launch_gated, linear_silu_mul_reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
+    # The very bits of one after the other.
+    apart = launch_silu_mul(launch(x, weight, scale, False, False))
+    assert torch.equal(launch_gated(x, weight, scale), apart)
+
+
 def test_kernel_float32_in_interpreter(interpreter: None) -> None:
     from compiled_mtp.ops.linear.kernel import launch
 
@@ -111,7 +178,7 @@ def test_one_split_for_every_number_of_rows() -> None:
         ]
         assert len({(config.part_length(k), config.chains) for config in configs}) == 1
         for config in configs:
-            assert PART_UNIT % config.block_k == 0
+            assert config.is_one_step(k) or PART_UNIT % config.block_k == 0
             assert config.num_stages * config.stage_bytes(2, dtype.itemsize) <= 227 * 1024
             if dtype == torch.float8_e4m3fn:
                 # A tile must lie in one block of scales, and a step must be one block.

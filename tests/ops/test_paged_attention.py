@@ -187,6 +187,8 @@ def test_scores_far_apart_do_not_overflow():
         ([131, 20, 66], 4, (6, 1), torch.bfloat16, False, 64, 1),
         ([258, 9], 8, (10, 1), torch.bfloat16, False, 48, 0),
         ([131, 5], 5, (6, 1), torch.bfloat16, True, 64, 0),
+        ([32900], 2, (1, 1), torch.bfloat16, False, 64, 0),  # splits of every size
+        ([20], 2, (2, 1), torch.float32, False, 64, 5000),  # no row sees a key
         ([50], 20, (4, 2), torch.float32, False, 16, 3),
         ([150], 140, (2, 1), torch.bfloat16, False, 64, 0),
         ([150, 70], 70, (2, 1), torch.bfloat16, True, 48, 1),
@@ -219,9 +221,9 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
 
 
 def test_splits_cover_every_key_once(interpreter):
-    from compiled_mtp.ops.paged_attention.kernel import count_splits
+    from compiled_mtp.ops.paged_attention.verify_kernel import count_splits
 
-    sizes = [128] * 16 + [256] * 120 + [1024] * 10
+    sizes = [64] * 16 + [128] * 24 + [256] * 112 + [1024] * 10
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    for keys in (1, 128, 129, 2047, 2048, 2049, 8192, 8193, 32768, 32769, 40000):
+    for keys in (1, 64, 65, 1023, 1024, 1025, 4096, 4097, 8192, 8193, 32768, 32769, 40000):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)

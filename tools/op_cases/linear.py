@@ -10,13 +10,17 @@ from compiled_mtp.ops.linear import linear
 from op_cases import ModelShape, OpCase
 
 
-def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Rows and columns of each merged weight."""
+def projections(shape: ModelShape, fp8: bool = False) -> dict[str, tuple[int, int]]:
+    """Rows and columns of each merged weight, or of those that an FP8 release stores in FP8.
+
+    There b|a is bfloat16, and a product of its own.
+    """
     key = shape.linear_key_heads * shape.linear_head_dim
     value = shape.linear_value_heads * shape.linear_head_dim
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    gates = 0 if fp8 else 2 * shape.linear_value_heads
     weights = {
-        "qkvz|ba": (2 * key + 2 * value + 2 * shape.linear_value_heads, shape.hidden),
+        "qkvz" if fp8 else "qkvz|ba": (2 * key + 2 * value + gates, shape.hidden),
         "gdn_out": (shape.hidden, value),
         "q|k|v": (2 * query + 2 * kv, shape.hidden),
         "o": (shape.hidden, query),
@@ -24,8 +28,11 @@ def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
     if shape.intermediate:
         weights["gate|up"] = (2 * shape.intermediate, shape.hidden)
         weights["down"] = (shape.hidden, shape.intermediate)
-    weights["mtp_fc"] = (shape.hidden, 2 * shape.hidden)
-    weights["lm_head"] = (shape.vocab, shape.hidden)
+    if not fp8:
+        if shape.experts:
+            weights["router"] = (shape.experts + 1, shape.hidden)
+        weights["mtp_fc"] = (shape.hidden, 2 * shape.hidden)
+        weights["lm_head"] = (shape.vocab, shape.hidden)
     return weights
 
 
@@ -49,9 +56,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     """Each projection with bf16 weights, then with FP8 weights unless --set fp8=0 (the head stays bf16)."""
     result = []
     for fp8 in (False, True) if settings.get("fp8", 1) else (False,):
-        for name, (n, k) in projections(shape).items():
-            if fp8 and name in ("lm_head", "mtp_fc"):
-                continue
+        for name, (n, k) in projections(shape, fp8).items():
 
             def make_inputs(
                 device: str, seed: int, n: int = n, k: int = k, fp8: bool = fp8

@@ -1,0 +1,106 @@
+"""FP8 on a GPU: weights that stay FP8 and an FP8 cache, each with the same tokens over depths and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import SamplingParams
+from tests import tiny
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import force_drafts, make_engine, prompt_of, run_to_end
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 40, 130)
+# Logits of scale 4.5: in float32 both engines multiply the same numbers in another order (the CPU's bound is
+# 5e-4, the GPU's exponentials are coarser).
+FLOAT32_TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module", params=FP8_FAMILIES, ids=lambda family: family[0])
+def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, options = request.param
+    return write_checkpoint(tmp_path_factory.mktemp(name), **options)
+
+
+def gpu_engine(directory: Path, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"device": "cuda", "prefill_chunk": 128, "block_size": 64, "compile": "off"}
+    return make_engine(directory, **(defaults | options))
+
+
+def streams(
+    directory: Path, expected: dict[str, list[int]] | None = None, **options: Any
+) -> dict[str, list[int]]:
+    """The tokens of three requests, greedy and sampled; drafts are right now and then, by `expected`."""
+    engine = gpu_engine(directory, **options)
+    if expected is not None and engine.config.mtp_step:
+        force_drafts(engine, expected, lambda name, pos: pos % (engine.config.mtp_step + 1))
+    for index, length in enumerate(LENGTHS):
+        params = SamplingParams(max_tokens=24, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        prompt = prompt_of(length, index, engine.model_config.vocab_size)
+        engine.add_request(prompt_token_ids=prompt, params=params, request_id=str(index))
+    return run_to_end(engine)
+
+
+@torch.no_grad()
+def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
+    step, device = engine.runner.step, engine.runner.device
+    tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
+    index = torch.tensor([1], dtype=torch.int32, device=device)
+    start, length = (torch.tensor([n], device=device) for n in (0, len(tokens)))
+    rows = step._rows(index, index.long(), start, len(tokens), start, length)
+    ids = torch.tensor(tokens, device=device)
+    hidden = step.target(ids, rows, step.kv_cache, step.state_cache, step.cos_sin)
+    return step.target.logits(hidden, is_prefill=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+def test_same_tokens_with_fp8_weights(directory: Path, dtype: str, kv_dtype: str) -> None:
+    options = {"dtype": dtype, "kv_dtype": kv_dtype}
+    expected = streams(directory, mtp_step=0, max_batch=1, **options)
+    for mtp_step, batch in ((0, 3), (3, 1), (3, 3)):
+        assert streams(directory, expected, mtp_step=mtp_step, max_batch=batch, **options) == expected
+
+
+def test_same_tokens_compiled(directory: Path) -> None:
+    """Replayed graphs with both kinds of FP8: the engine that compiles against the one that does not."""
+    options = {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "compile": "auto"}
+    torch._dynamo.reset()
+    expected = streams(directory, mtp_step=0, max_batch=1, **options)
+    torch._dynamo.reset()
+    assert streams(directory, expected, mtp_step=3, max_batch=3, **options) == expected
+
+
+def test_logits_are_those_of_the_weights_multiplied_out(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept weights are exact where those multiplied out to bfloat16 are rounded: they must err no more."""
+    tokens = prompt_of(120, 1, 512)
+    kept, plain = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        engine = gpu_engine(directory, mtp_step=0, dtype=dtype)
+        layers = engine.runner.step.target.layers
+        in_fp8 = sum(p.nbytes for p in layers.parameters() if p.dtype == torch.float8_e4m3fn)
+        assert in_fp8 > 0.9 * sum(p.numel() for p in layers.parameters())
+        kept[dtype] = prefill_logits(engine, tokens)
+    monkeypatch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: False)
+    for dtype in ("float32", "bfloat16"):
+        engine = gpu_engine(directory, mtp_step=0, dtype=dtype)
+        assert not engine.runner.fp8
+        plain[dtype] = prefill_logits(engine, tokens)
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b).square().mean().sqrt())
+
+    exact = plain["float32"]
+    apart = distance(kept["float32"], exact)
+    errors = distance(kept["bfloat16"], exact), distance(plain["bfloat16"], exact)
+    print(f"{directory.name}: float32 {apart:.2e}, bfloat16 kept {errors[0]:.2e}, plain {errors[1]:.2e}")
+    assert apart < FLOAT32_TOLERANCE
+    assert errors[0] < 1.25 * errors[1]
