@@ -98,43 +98,6 @@ def attend_tile(
 
 
 @triton.jit
-def prefetch_tile(
-    cache,
-    table,
-    key,
-    end,
-    block_size,
-    block_stride,
-    half_stride,
-    HD: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Starts keys and values key .. key + BN - 1 of a head on their way to L2; they lie one after another."""
-    block = tl.load(table + key // block_size, mask=key < end, other=-1)
-    address = cache + tl.maximum(block, 0).to(tl.int64) * block_stride + key % block_size * HD
-    num_bytes = tl.where(block < 0, 0, BN * HD * cache.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred p;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 p, thread, 0;
-            setp.ne.and.u32 p, $3, 0, p;
-            @p cp.async.bulk.prefetch.L2.global [$1], $3;
-            @p cp.async.bulk.prefetch.L2.global [$2], $3;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,l,r",
-        [address.to(tl.uint64, bitcast=True), (address + half_stride).to(tl.uint64, bitcast=True), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def attend_range(
     queries,
     cache,
@@ -160,12 +123,10 @@ def attend_range(
     HAS_SCALE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
     LOAD_FIRST: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1.
 
-    seen_by_all: the first keys that every row sees. PREFETCH: how many tiles ahead of the one in use are sent
-    to L2; 0 for none. Tiles must lie in one block each then.
+    seen_by_all: the first keys that every row sees.
     """
     if HAS_SCALE and queries.dtype == tl.bfloat16:
         # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
@@ -178,12 +139,7 @@ def attend_range(
     begin = begin // BN * BN
     # Tiles that every row sees whole need no mask by row.
     num_whole = tl.maximum(tl.minimum(end, seen_by_all) - begin, 0) // BN
-    for i in tl.static_range(1, PREFETCH):
-        prefetch_tile(cache, table, begin + i * BN, end, block_size, block_stride, half_stride, HD, BN)
     for i in tl.range(0, num_whole, disable_licm=True):
-        if PREFETCH > 0:
-            ahead = begin + (i + PREFETCH) * BN
-            prefetch_tile(cache, table, ahead, end, block_size, block_stride, half_stride, HD, BN)
         acc, largest, total = attend_tile(
             acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,

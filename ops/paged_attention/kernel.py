@@ -36,8 +36,6 @@ WIDE_PROGRAMS = 64
 FUSION = {"enable_fp_fusion": False}
 # Of 64 dims a program: one warp sums its splits without a barrier.
 COMBINE_WARPS = 1
-# Tiles of keys and values on their way to L2 beyond those on their way to shared memory.
-PREFETCH_TILES = 2
 # Sizes that differ from call to call: one binary serves them all.
 PREFILL_UNSPECIALIZED = ("window", "max_blocks", "first_key", "table_stride")
 
@@ -125,7 +123,6 @@ def prefill_kernel(
         HAS_SCALE,
         1,
         False,
-        0,
     )
     value = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out += (first_row * (HKV * GROUP) + head) * HD
@@ -147,7 +144,6 @@ class Configuration(NamedTuple):
     num_stages: int
     programs_per_sm: int = 1
     tail_stages: int = 1
-    prefetch: int = 0
 
 
 def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Configuration:
@@ -155,14 +151,8 @@ def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Config
         return Configuration(16, 16, 4, 1, 4)
     tail_stages = 1 if has_scale else 2
     if hd == 256:
-        return Configuration(64, 32, 4, 2, 2, tail_stages, PREFETCH_TILES)
-    return Configuration(64, 64, 4, 2, 4, tail_stages, PREFETCH_TILES)
-
-
-def can_prefetch(kv: torch.Tensor, bn: int) -> bool:
-    """Whether a tile's keys are one piece of memory, as its values, and whether it starts at 16 bytes."""
-    aligned = all(size * kv.element_size() % 16 == 0 for size in kv.stride()[:4])
-    return kv.shape[3] % bn == 0 and kv.stride(3) == kv.shape[4] and aligned and kv.data_ptr() % 16 == 0
+        return Configuration(64, 32, 4, 2, 2, tail_stages)
+    return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 
 def prefill_configuration(dtype: torch.dtype, is_wide: bool) -> Configuration:
@@ -272,8 +262,6 @@ def launch(
         MAX_WINDOW=MAX_VERIFY_WINDOW,
         BLOCK_SIZE=block_size,
         TAIL_STAGES=config.tail_stages,
-        # What has dependent launches has the instruction as well.
-        PREFETCH=config.prefetch if has_pdl and can_prefetch(kv, config.BN) else 0,
         PDL=has_pdl,
         launch_pdl=has_pdl,
         **tiles,
@@ -335,7 +323,6 @@ def variants() -> list[KernelVariant]:
                 constants = {"BM": config.BM, "BN": config.BN, "HAS_SCALE": has_scale, "BLOCK_SIZE": 64}
                 constants |= {"MAX_REQUESTS": 32, "MAX_WINDOW": MAX_VERIFY_WINDOW}
                 constants |= {"TAIL_STAGES": config.tail_stages, "PDL": pdl}
-                constants["PREFETCH"] = config.prefetch if pdl else 0
                 pipeline = {"num_warps": config.num_warps, "num_stages": config.num_stages}
                 routes.append((f"verify{suffix}", verify_kernel, constants, pipeline, pdl))
                 constants = {"BD": min(hd, 64), "FIRST_SPLITS": FIRST_SPLITS, "NEXT_SPLITS": NEXT_SPLITS}

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.paged_attention.attend_kernel import attend_range, prefetch_tile
+from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 
 # Sizes that differ from call to call: one binary serves them all, W = 1 included.
 UNSPECIALIZED = (
@@ -102,7 +102,6 @@ def verify_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Items (request, split, kv head, BM rows), as many as the positions give, shared out by turns."""
@@ -139,23 +138,6 @@ def verify_kernel(
         seen_by_all = tl.sum(tl.where(is_request, lowest, 0), 0) + 1
         begin = split_begin(split)
         table = block_table + request.to(tl.int64) * table_stride
-        if PREFETCH > 0 and turn + 1 < turns:
-            next_request, next_split, next_head, _ = find_item(
-                turn + 1, ends, counts, requests, row_tiles, first_split, HKV
-            )
-            next_last = tl.sum(tl.where(requests == next_request, last, 0), 0)
-            for i in tl.static_range(PREFETCH):
-                prefetch_tile(
-                    kv + next_head.to(tl.int64) * head_stride,
-                    block_table + next_request.to(tl.int64) * table_stride,
-                    split_begin(next_split) + i * BN,
-                    tl.minimum(split_begin(next_split + 1), next_last + 1),
-                    BLOCK_SIZE,
-                    block_stride,
-                    half_stride,
-                    HD,
-                    BN,
-                )
         row = row_tile * BM + tl.arange(0, BM)
         token = row // GROUP
         is_row = token < window
@@ -190,7 +172,6 @@ def verify_kernel(
             HAS_SCALE,
             TAIL_STAGES,
             TAIL_STAGES == 1,
-            PREFETCH,
         )
         # Rows of an item lie one after another: one address and constant offsets.
         part = (
