@@ -2,7 +2,7 @@
 
 Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm
 whose residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual),
-where the true activation is their sum.
+where the true activation is their sum; in decode x may still lie in parts [P, M, H] (`linear_parts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compiled_mtp.models.fp8 import below, scale_shape
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import linear, linear_silu_mul
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
@@ -81,6 +81,10 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         return linear(x, self.weight, self.weight_scale, False, is_prefill)
 
+    def parts(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        """y for `RMSNorm.add`: in decode [P, M, out_features], P parts that it adds up."""
+        return self(x, True) if is_prefill else linear_parts(x, self.weight, self.weight_scale)
+
 
 class RMSNorm(nn.Module):
     """Zero-centred RMSNorm: factor (1 + weight), float32 inside."""
@@ -94,7 +98,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(x + residual), x + residual); a missing residual counts as zero."""
+        """Return (norm(x + residual), x + residual); a missing residual counts as zero.
+
+        x [M, H], or with a residual the parts [P, M, H] of it.
+        """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
@@ -150,7 +157,7 @@ class Attention(nn.Module):
             self.head_dim**-0.5,
             self.first_key,
         )
-        return self.o_proj(y, rows.is_prefill)
+        return self.o_proj.parts(y, rows.is_prefill)
 
 
 class GatedDeltaNet(nn.Module):
@@ -234,7 +241,7 @@ class GatedDeltaNet(nn.Module):
                 self.eps,
                 self.gate_activation,
             )
-        return self.out_proj(y, rows.is_prefill)
+        return self.out_proj.parts(y, rows.is_prefill)
 
 
 class MLP(nn.Module):
@@ -254,8 +261,10 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill:
-            return self.down(silu_mul(self.gate_up(x, True)), True)
-        return self.down(linear_silu_mul(x, self.gate_up.weight, self.gate_up.weight_scale), False)
+            y = silu_mul(self.gate_up(x, True))
+        else:
+            y = linear_silu_mul(x, self.gate_up.weight, self.gate_up.weight_scale)
+        return self.down.parts(y, is_prefill)
 
 
 class DecoderLayer(nn.Module):

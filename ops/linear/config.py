@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from compiled_mtp.ops.device import device_of
+
 PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
 TABLE = Path(__file__).with_name("table.json")
 
@@ -151,3 +153,13 @@ def linear_config(
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)
+
+
+def count_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Into how many parts of K `linear_parts` cuts a product; 1 on a CPU."""
+    if x.device.type != "cuda":
+        return 1
+    device = device_of(x.device.index)
+    n, k = weight.shape
+    config = linear_config(device.arch, device.shared_bytes, n, k, x.dtype, weight.dtype, 16, False)
+    return config.programs_along_k(k)

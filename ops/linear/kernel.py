@@ -150,6 +150,7 @@ def linear_kernel(
     PDL: tl.constexpr,
     PREFETCH_PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    KEEP_PARTS: tl.constexpr,
     ONE_STEP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
@@ -280,6 +281,9 @@ def linear_kernel(
 
     if not SPLIT:
         store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
+    elif KEEP_PARTS:
+        part_out = out + part.to(tl.int64) * rows * n
+        store_tile(total, part_out, row, row_inside, first_column, n, BM, BN, False)
     else:
         in_tile = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         part_stride = tl.num_programs(0).to(tl.int64) * (BM * BN)
@@ -352,6 +356,10 @@ def launch_gated(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
     return launch_config(choose(x, weight, False), x, weight, weight_scale, False, gated=True)
 
 
+def launch_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, keep_parts=True)
+
+
 def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
     """The configuration of a product on x's device."""
     rows, k = x.shape
@@ -367,18 +375,22 @@ def launch_config(
     weight_scale: torch.Tensor | None,
     out_float32: bool,
     gated: bool = False,
+    keep_parts: bool = False,
 ) -> torch.Tensor:
-    """`launch` with a configuration given, as the tuner does."""
+    """`launch`, `launch_gated` or `launch_parts` with a configuration given, as the tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
-    width = n // 2 if gated else n
-    out = torch.empty((rows, width), dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
+    shape = (rows, n // 2 if gated else n)
+    if keep_parts:
+        shape = (config.programs_along_k(k), *shape)
+        out_float32 = shape[0] > 1
+    out = torch.empty(shape, dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
     part_length = config.part_length(k)
     split = config.programs_along_k(k)
     partials = counters = None
-    if split > 1:
+    if split > 1 and not keep_parts:
         assert tiles <= MAX_TILES, "a weight this wide must not be split"
         tile_size = config.block_m * config.block_n
         partials = torch.empty(split * tiles * tile_size, dtype=torch.float32, device=x.device)
@@ -412,6 +424,7 @@ def launch_config(
         PDL=has_pdl,
         PREFETCH_PARTS=prefetch_parts(config) if piece and not config.is_one_step(k) else 0,
         GATED=gated,
+        KEEP_PARTS=keep_parts,
         ONE_STEP=config.is_one_step(k),
         ON_DEVICE=x.is_cuda,
         num_warps=config.num_warps,
@@ -432,13 +445,13 @@ def variants() -> list[KernelVariant]:
         weight_dtype: torch.dtype,
         block_m: int,
         prefill: bool,
-        gated: bool = False,
+        **kind: bool,
     ) -> None:
         x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
         config = linear_config(
             arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill
         )
-        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80", gated=gated)
+        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80", **kind)
         result[variant.name] = variant
 
     for arch in ("sm_90", "sm_80"):
@@ -454,6 +467,8 @@ def variants() -> list[KernelVariant]:
                 add(arch, n, k, weight_dtype, block_m, prefill)
                 if n == 34816:
                     add(arch, n, k, weight_dtype, block_m, prefill, gated=True)
+                if k > n and not prefill:
+                    add(arch, n, k, weight_dtype, block_m, prefill, keep_parts=True)
     for arch, entries in read_table().items():
         for entry in entries:
             shape, name = entry.split()
@@ -468,6 +483,7 @@ def describe(
     weight_dtype: torch.dtype,
     pdl: bool,
     gated: bool = False,
+    keep_parts: bool = False,
 ) -> KernelVariant:
     """The variant that `launch_config` compiles for a weight of K columns."""
     names = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32"}
@@ -476,14 +492,21 @@ def describe(
     parts = prefetch_parts(config) if pdl and config.prefetch_bytes and not config.is_one_step(k) else 0
     pointers = {"x": f"*{names[x_dtype]}", "weight": f"*{names[weight_dtype]}", "out": f"*{names[x_dtype]}"}
     pointers |= {"weight_scale": "*fp32"} if fp8 else {}
-    pointers |= {"partials": "*fp32", "counters": "*i32"} if split else {}
+    if split and keep_parts:
+        pointers["out"] = "*fp32"
+    elif split:
+        pointers |= {"partials": "*fp32", "counters": "*i32"}
     strides = ("n", "k", "x_stride", "weight_stride", "part_length")
     absent = dict.fromkeys({"weight_scale", "partials", "counters"} - set(pointers))
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}-s{config.num_stages}"
     chains = f"-chains{config.chains}" + "-sequential" * config.sequential
     chains += "-one-step" * config.is_one_step(k)
     return KernelVariant(
-        name=f"{names[weight_dtype]}-{tile}{chains}" + "-split" * split + "-pdl" * pdl + "-gated" * gated,
+        name=f"{names[weight_dtype]}-{tile}{chains}"
+        + "-split" * split
+        + "-pdl" * pdl
+        + "-gated" * gated
+        + "-parts" * keep_parts,
         function=linear_kernel,
         signature={**pointers, **dict.fromkeys((*strides, "rows", "scale_stride", "prefetch_bytes"), "i32")},
         constexprs={
@@ -498,6 +521,7 @@ def describe(
             "PDL": pdl,
             "PREFETCH_PARTS": parts,
             "GATED": gated,
+            "KEEP_PARTS": keep_parts,
             "ONE_STEP": config.is_one_step(k),
             "ON_DEVICE": True,
             **absent,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
-from compiled_mtp.ops.linear.reference import SCALE_BLOCK, linear_reference, linear_silu_mul_reference
+from compiled_mtp.ops.linear.config import count_parts
+from compiled_mtp.ops.linear.reference import (
+    SCALE_BLOCK,
+    linear_parts_reference,
+    linear_reference,
+    linear_silu_mul_reference,
+)
 from compiled_mtp.ops.registry import register
 
 
@@ -119,3 +125,32 @@ def linear_silu_mul(
     dtype. The bits of a row depend on that row and on the weight alone.
     """
     return _linear_silu_mul(x, weight, weight_scale)
+
+
+def _fake_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+    count = count_parts(x, weight)
+    dtype = x.dtype if count == 1 else torch.float32
+    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _launch_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+    from compiled_mtp.ops.linear.kernel import launch_parts
+
+    return launch_parts(x, weight, weight_scale)
+
+
+_linear_parts = register(
+    "linear_parts", linear_parts_reference, _fake_parts, launch=_launch_parts, check=_check_linear
+)
+
+
+def linear_parts(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` for the norm that follows, which adds up what other programs would have to wait for.
+
+    Arguments as those of `linear`. Returns [P, M, N], the P parts of each sum in float32, where P depends on
+    the weight and the device alone; with P = 1 the sum, rounded to x's dtype. Added up in their order and
+    rounded once, as `add_rms_norm` does, the parts are `linear`'s result to the bit.
+    """
+    return _linear_parts(x, weight, weight_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compiled_mtp.ops.linear.config import count_parts
 from compiled_mtp.ops.numerics import silu
 
 SCALE_BLOCK = 128  # rows and columns of an FP8 weight that share one scale
@@ -58,3 +59,20 @@ def linear_silu_mul_reference(
 ) -> torch.Tensor:
     gate, up = linear_reference(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
+
+
+def linear_parts_reference(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
+) -> torch.Tensor:
+    count = count_parts(x, weight)
+    if count == 1:
+        return linear_reference(x, weight, weight_scale, False, False)[None]
+    # Of any length: what the parts are is the kernel's choice, their sum is not.
+    length = -(-x.shape[1] // (count * SCALE_BLOCK)) * SCALE_BLOCK
+    parts = []
+    for first in range(0, count * length, length):
+        columns = slice(first, first + length)
+        blocks = slice(first // SCALE_BLOCK, (first + length) // SCALE_BLOCK)
+        scale = None if weight_scale is None else weight_scale[:, blocks]
+        parts.append(linear_reference(x[:, columns], weight[:, columns], scale, True, False))
+    return torch.stack(parts)

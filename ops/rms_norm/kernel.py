@@ -42,6 +42,7 @@ def norm_factor(head, tail, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL:
     return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
 
 
+# x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added up and rounded.
 # Both kernels load the weight before they wait: no kernel writes it, and from memory it takes as long as
 # everything that follows.
 @triton.jit
@@ -65,8 +66,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, residual, weight, out, new_residual, x_stride, residual_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, out, new_residual, x_stride, part_stride, residual_stride, eps,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -74,9 +75,17 @@ def add_rms_norm_kernel(
     head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
-    head, tail = load_row(x + row * x_stride, WIDTH, BLOCK, TAIL)
     head_before, tail_before = load_row(residual + row * residual_stride, WIDTH, BLOCK, TAIL)
+    x += row * x_stride
+    head, tail = load_row(x, WIDTH, BLOCK, TAIL)
+    for part in tl.static_range(1, PARTS):
+        head_part, tail_part = load_row(x + part * part_stride, WIDTH, BLOCK, TAIL)
+        head += head_part
+        tail += tail_part
     dtype = new_residual.dtype.element_ty
+    if PARTS > 1:
+        head = head.to(dtype).to(tl.float32)
+        tail = tail.to(dtype).to(tl.float32)
     head_sum = (head + head_before).to(dtype)
     tail_sum = (tail + tail_before).to(dtype)
     store_row(new_residual + row * WIDTH, head_sum, tail_sum, WIDTH, BLOCK, TAIL)
@@ -99,15 +108,15 @@ def configuration(width: int) -> tuple[int, int, int]:
 
 def launch_options(x: torch.Tensor) -> dict[str, object]:
     """Everything about a launch that follows from the width and the device."""
-    block, tail, warps = configuration(x.shape[1])
+    block, tail, warps = configuration(x.shape[-1])
     has_pdl = device_of(x.device.index).has_dependent_launch
-    fixed = {"WIDTH": x.shape[1], "BLOCK": block, "TAIL": tail, "PDL": has_pdl}
+    fixed = {"WIDTH": x.shape[-1], "BLOCK": block, "TAIL": tail, "PDL": has_pdl}
     return {**fixed, "num_warps": warps, "launch_pdl": has_pdl, **OPTIONS}
 
 
 def row_stride(x: torch.Tensor) -> int:
     """One row may have any stride; another value would compile another kernel."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
 
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -120,13 +129,15 @@ def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 def launch_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.shape[0]:
-        strides = (row_stride(x), row_stride(residual))
-        add_rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, out, new_residual, *strides, eps, **launch_options(x)
-        )
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    new_residual = torch.empty_like(out)
+    parts = x if x.dim() == 3 else x[None]
+    if residual.shape[0]:
+        strides = (row_stride(parts), parts.stride(0), row_stride(residual))
+        add_rms_norm_kernel[(residual.shape[0],)](
+            x, residual, weight, out, new_residual, *strides, eps,
+            PARTS=parts.shape[0], **launch_options(residual),
+        )  # fmt: skip
     return out, new_residual
 
 
@@ -141,28 +152,27 @@ def variants() -> list[KernelVariant]:
         ("fp32", 1024, False),
     ):
         block, tail, warps = configuration(width)
+        fixed = {"WIDTH": width, "BLOCK": block, "TAIL": tail, "PDL": pdl}
         common = {
-            "constexprs": {"WIDTH": width, "BLOCK": block, "TAIL": tail, "PDL": pdl},
             "num_warps": warps,
             "options": {**OPTIONS, "launch_pdl": pdl},
             "min_capability": 90 if pdl else 80,
         }
-        for name, function, tensors, strides in (
-            ("norm", rms_norm_kernel, ("x", "weight", "out"), ("x_stride",)),
-            (
-                "add-norm",
-                add_rms_norm_kernel,
-                ("x", "residual", "weight", "out", "new_residual"),
-                ("x_stride", "residual_stride"),
-            ),
+        norm, add = ("x", "weight", "out"), ("x", "residual", "weight", "out", "new_residual")
+        strides = ("x_stride", "part_stride", "residual_stride")
+        for name, function, tensors, numbers, parts in (
+            ("norm", rms_norm_kernel, norm, strides[:1], None),
+            ("add-norm", add_rms_norm_kernel, add, strides, 1),
+            ("add-parts-norm", add_rms_norm_kernel, add, strides, 4),
         ):
-            types = {**dict.fromkeys(tensors, f"*{dtype}"), **dict.fromkeys(strides, "i32"), "eps": "fp32"}
+            types = {**dict.fromkeys(tensors, f"*{dtype}"), **dict.fromkeys(numbers, "i32"), "eps": "fp32"}
             result.append(
                 KernelVariant(
                     name=f"{name}-{dtype}-{width}" + "-pdl" * pdl,
                     function=function,
-                    signature=types,
-                    aligned=(*tensors, *strides),
+                    signature={**types, "x": "*fp32"} if parts == 4 else types,
+                    constexprs=fixed if parts is None else {**fixed, "PARTS": parts},
+                    aligned=(*tensors, *numbers),
                     **common,
                 )
             )

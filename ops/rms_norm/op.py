@@ -10,6 +10,7 @@ from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
 MAX_WIDTH = 32768
+MAX_PARTS = 16
 
 
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,7 +20,7 @@ def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def _add_rms_norm_fake(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 # Imported on first use: without a GPU nothing needs Triton.
@@ -47,9 +48,18 @@ _rms_norm = register(
 
 
 def _check_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    _check(x, weight)
-    check_shape("residual", residual, tuple(x.shape), "pass the residual of the same rows")
-    check_dtype("residual", residual, (x.dtype,), "use one dtype for activations and residual")
+    if x.dim() == 3:
+        if not 1 <= x.shape[0] <= MAX_PARTS:
+            raise fail("x", f"have 1 to {MAX_PARTS} parts", x.shape[0], "pass linear_parts' result")
+        _check(x[0], weight)
+        dtypes = (x.dtype,) if x.shape[0] == 1 else (torch.float32, torch.bfloat16)
+        if x.shape[0] > 1:
+            check_dtype("x", x, (torch.float32,), "pass parts as linear_parts gives them")
+    else:
+        _check(x, weight)
+        dtypes = (x.dtype,)
+    check_shape("residual", residual, tuple(x.shape[-2:]), "pass the residual of the same rows")
+    check_dtype("residual", residual, dtypes, "use one dtype for activations and residual")
     check_last_contiguous("residual", residual)
 
 
@@ -88,8 +98,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
-    x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H].
-    Returns (norm [M, H], new residual [M, H]).
+    x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H]. x may also be
+    what `linear_parts` gives, [P, M, H]: float32 parts to be added up in their order and rounded to
+    residual's dtype first, or with P = 1 the sum in that dtype. Returns (norm [M, H], new residual [M, H]).
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     return _add_rms_norm(x, residual, weight, eps)

@@ -15,5 +15,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() == 3:
+        total = x[0]
+        for part in x[1:]:
+            total = total + part
+        x = total.to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm_reference(new_residual, weight, eps), new_residual

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiled_mtp.ops.linear import linear, linear_silu_mul
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.linear.reference import dequantize, linear_reference
 from compiled_mtp.ops.rms_norm import add_rms_norm
@@ -133,6 +133,33 @@ def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) ->
         apart = silu_mul(linear(x[:rows], weight, scale))
         assert torch.equal(linear_silu_mul(x[:rows], weight, scale), apart), f"{rows} rows"
     check_row_invariance(lambda m: linear_silu_mul(x[:m], weight, scale), range(1, 257), 257)
+
+
+@pytest.mark.parametrize(
+    "n, k, fp8",
+    [
+        (1024, 3584, False),
+        (2560, 9216, False),
+        (5120, 17408, False),
+        (5120, 6144, False),
+        (2048, 4096, False),
+        (2560, 9216, True),
+        (333, 1001, False),
+    ],
+)
+def test_parts_have_the_bits_of_their_sum(n: int, k: int, fp8: bool) -> None:
+    """The norm adds the parts up as the product itself would, for every number of rows."""
+    x, weight, scale = make(257, n, k, fp8)
+    residual = torch.randn(257, n, device="cuda").bfloat16()
+    factor = torch.randn(n, device="cuda").bfloat16()
+    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257):
+        parts = linear_parts(x[:rows], weight, scale)
+        apart = add_rms_norm(linear(x[:rows], weight, scale), residual[:rows], factor, 1e-6)
+        together = add_rms_norm(parts, residual[:rows], factor, 1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True)), f"{rows} rows"
+    whole = linear_parts(x, weight, scale)
+    for rows in range(1, 257):
+        assert torch.equal(linear_parts(x[:rows], weight, scale), whole[:, :rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.linear import linear, linear_silu_mul
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     PART_UNIT,
@@ -14,7 +14,11 @@ from compiled_mtp.ops.linear.config import (
     linear_config,
     read_table,
 )
-from compiled_mtp.ops.linear.reference import linear_reference, linear_silu_mul_reference
+from compiled_mtp.ops.linear.reference import (
+    linear_parts_reference,
+    linear_reference,
+    linear_silu_mul_reference,
+)
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
@@ -63,6 +67,27 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
         assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
     with pytest.raises(ValueError, match="weight must have an even number of rows"):
         linear_silu_mul(cases[0][0], weight[:47])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
+    weight = (torch.randn(48, 16) * 0.3).to(dtype)
+    cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, cases[0])
+    check_compiles(linear_parts, cases)
+    for x, _, _ in cases:
+        assert torch.equal(linear_parts(x, weight).sum(0), linear(x, weight))
+
+
+@pytest.mark.parametrize("k", [300, 1024])
+def test_the_reference_of_parts_is_their_sum(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """As on a GPU whose operators are put back on their reference: P is the kernel's."""
+    monkeypatch.setattr("compiled_mtp.ops.linear.reference.count_parts", lambda x, weight: 3)
+    x = torch.randn(5, k)
+    weight, scale, exact = block_fp8(200, k)
+    parts = linear_parts_reference(x, weight, scale)
+    assert parts.shape == (3, 5, 200)
+    torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +155,25 @@ def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, blo
         return launch_config(config, x, weight, scale, True)
 
     check_launch(launch, linear_reference, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n, k, fp8", [(40, 1100, False), (200, 300, True), (40, 128, False)])
+def test_parts_in_interpreter(interpreter: None, n: int, k: int, fp8: bool) -> None:
+    """Added up in their order and rounded, the parts are the product's very bits."""
+    from compiled_mtp.ops.linear.kernel import launch, launch_parts
+
+    weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
+    if fp8:
+        weight, scale, _ = block_fp8(n, k)
+    for rows in (3, 20):
+        x = torch.randn(rows, k).bfloat16()
+        parts = launch_parts(x, weight, scale)
+        assert parts.shape[1:] == (rows, n)
+        assert parts.dtype == (torch.bfloat16 if parts.shape[0] == 1 else torch.float32)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(total.bfloat16(), launch(x, weight, scale, False, False))
 
 
 # One tile and several, K in parts, a width that no tile divides.
