@@ -65,16 +65,15 @@ def opaque(tile, PACK: tl.constexpr):
 
 
 @triton.jit
-def multiply_add(x_tile, weight_tile, scale_at, total, FP8: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """total + x_tile @ weight_tile.T, where FP8 weights are multiplied with the scale at `scale_at`."""
+def multiply_add(x_tile, weight_tile, scale, total, FP8: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """total + x_tile @ weight_tile.T; FP8 weights times `scale`, one number or one a column [1, BN]."""
     if FP8:
         if ON_DEVICE and x_tile.dtype == tl.bfloat16:
             values = e4m3_to_bf16(weight_tile)
         else:
             values = weight_tile.to(x_tile.dtype)
         product = tl.dot(x_tile, values.T, input_precision="ieee")
-        # One scale of the tile, or one a column.
-        return tl.fma(product, tl.zeros_like(product) + tl.load(scale_at), total)
+        return tl.fma(product, tl.zeros_like(product) + scale, total)
     else:
         return tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
 
@@ -101,7 +100,13 @@ def add_step(
         k_inside = (in_k < k_left)[None, :]
         x_tile = tl.load(x_at + offset, mask=row_inside & k_inside, other=0.0)
         weight_tile = tl.load(weight_at + offset, mask=k_inside, other=0.0)
-    return multiply_add(x_tile, weight_tile, scale_at, total, FP8, ON_DEVICE)
+    scale = 1.0
+    if FP8:
+        if not EVEN_K:
+            # Beyond K lies another row's scale or none, and even times zero NaN is NaN: the row's last one.
+            scale_at -= tl.where(k_left > 0, 0, -k_left // 128 + 1)
+        scale = tl.load(scale_at)
+    return multiply_add(x_tile, weight_tile, scale, total, FP8, ON_DEVICE)
 
 
 @triton.jit
@@ -220,7 +225,10 @@ def linear_kernel(
             if ON_DEVICE:
                 # A visible zero would let the compiler put the total in its place: one long sum, other bits.
                 sums = opaque(sums, 1)
-            total += multiply_add(inputs[chain], weights[chain], scale_at + chain, sums, FP8, ON_DEVICE)
+            scale = 1.0
+            if FP8:
+                scale = tl.load(scale_at + chain)
+            total += multiply_add(inputs[chain], weights[chain], scale, sums, FP8, ON_DEVICE)
     elif SEQUENTIAL:
         for chain in range(CHAINS):
             begin = chain * part_length

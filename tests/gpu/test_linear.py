@@ -162,6 +162,19 @@ def test_parts_have_the_bits_of_their_sum(n: int, k: int, fp8: bool) -> None:
         assert torch.equal(linear_parts(x[:rows], weight, scale), whole[:, :rows]), f"{rows} rows"
 
 
+def test_scales_beyond_k_are_not_read() -> None:
+    """Three blocks of K in two chains; behind the scales lies NaN."""
+    x, weight, scale = make(5, 256, 384, True)
+    assert scale is not None
+    guarded = torch.full((64,), float("nan"), device="cuda")
+    guarded[: scale.numel()] = scale.flatten()
+    scale = guarded[: scale.numel()].view(scale.shape)
+    for rows in (1, 5):
+        assert linear(x[:rows], weight, scale).isfinite().all()
+        assert linear_silu_mul(x[:rows], weight, scale).isfinite().all()
+        assert linear_parts(x[:rows], weight, scale).isfinite().all()
+
+
 @pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])
 def test_float32(n: int, k: int) -> None:
     x, weight = torch.randn(70, k, device="cuda"), torch.randn(n, k, device="cuda")

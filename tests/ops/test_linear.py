@@ -157,6 +157,23 @@ def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, blo
     check_launch(launch, linear_reference, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_scales_beyond_k_are_not_read(interpreter: None, gated: bool) -> None:
+    """Three blocks of K in two chains: the second has a step without columns, and no scale of its own."""
+    from compiled_mtp.ops.linear.kernel import launch_config
+
+    weight, scale, exact = block_fp8(256, 384)
+    guarded = torch.full((scale.numel() + 4,), float("nan"))
+    guarded[: scale.numel()] = scale.flatten()
+    x = torch.randn(3, 384).bfloat16()
+    config = LinearConfig(16, 16, 128, 4, 2, 1, 2, 0)
+    assert not config.is_even(384)
+    y = launch_config(config, x, weight, guarded[: scale.numel()].view(2, 3), True, gated)
+    assert y.isfinite().all()
+    if not gated:
+        torch.testing.assert_close(y, (x.double() @ exact.T).float(), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("n, k, fp8", [(40, 1100, False), (200, 300, True), (40, 128, False)])
 def test_parts_in_interpreter(interpreter: None, n: int, k: int, fp8: bool) -> None:
     """Added up in their order and rounded, the parts are the product's very bits."""
