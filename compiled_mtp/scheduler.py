@@ -12,6 +12,8 @@ from collections import deque
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
 
+_BLOCKS_AT_ONCE = 8
+
 
 class Scheduler:
     """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served.
@@ -214,8 +216,17 @@ class Scheduler:
         return min(position, self.max_model_len - 1) // self.block_size + 1
 
     def _reserve(self, request: Request, position: int) -> list[tuple[int, int, int]]:
-        owned = len(request.block_ids)
-        new = self.pool.allocate(max(self._blocks_up_to(position) - owned, 0))
+        """Block-table entries that make every position up to `position` writable.
+
+        Several blocks at a time, within what the request was admitted with: most steps then hand out none,
+        and copy nothing to the device.
+        """
+        owned, needed = len(request.block_ids), self._blocks_up_to(position)
+        if needed <= owned:
+            return []
+        most = self._worst_case_blocks(request)
+        assert needed <= most, f"{needed} blocks are needed of {most}"
+        new = self.pool.allocate(min(max(needed, owned + _BLOCKS_AT_ONCE), most) - owned)
         request.block_ids += new
         return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
