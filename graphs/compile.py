@@ -132,10 +132,17 @@ def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor, ...]
 def load_program(file: Path, owner: Any) -> Program:
     """Return what `save_program` wrote, for an owner of the same class whose tensors have the same layout.
 
-    Dynamo does not run: at 64 layers it takes ten seconds for each program, whatever is cached.
+    Dynamo does not run: at 64 layers it takes ten seconds for each program, whatever is cached. Raises
+    ValueError for what torch cannot load.
     """
-    with file.open("rb") as stream:
-        compiled: Any = torch.compiler.load_compiled_function(stream)
+    try:
+        with file.open("rb") as stream:
+            compiled: Any = torch.compiler.load_compiled_function(stream)
+    except Exception as error:  # whatever torch and pickle make of a broken file
+        raise ValueError(
+            f"graph_cache must hold programs that torch {torch.__version__} can load, got "
+            f"{type(error).__name__}: {error} from {file.name}; export it again with tools/export_graphs.py"
+        ) from error
     compiled.disable_guard_check()
     return partial(compiled, owner)
 

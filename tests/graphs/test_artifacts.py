@@ -153,6 +153,16 @@ def test_a_cache_of_other_source_or_tensors_is_refused_by_name(
             Engine(EngineConfig(graph_cache=file, **given))
 
 
+def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "broken.zip"
+    with zipfile.ZipFile(graph_cache) as source, zipfile.ZipFile(file, "w") as target:
+        for member in source.namelist():
+            content = source.read(member)
+            target.writestr(member, content[:100] if member == "programs/first_token" else content)
+    with pytest.raises(ValueError, match=r"graph_cache must hold programs .* from first_token; export it"):
+        Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
+
+
 @pytest.mark.parametrize("content", [None, b"no zip"])
 def test_what_is_no_cache_is_refused(checkpoint: Path, tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "wrong.zip"
