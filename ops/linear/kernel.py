@@ -473,7 +473,7 @@ def variants() -> list[KernelVariant]:
         ):
             for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
                 add(arch, n, k, weight_dtype, block_m, prefill)
-                if n == 34816:
+                if n == 34816 and not prefill:
                     add(arch, n, k, weight_dtype, block_m, prefill, gated=True)
                 if k > n and not prefill:
                     add(arch, n, k, weight_dtype, block_m, prefill, keep_parts=True)
