@@ -179,7 +179,7 @@ class Engine:
     @property
     def is_compiled(self) -> bool:
         """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
-        return self.runner.is_compiled
+        return self.runner.programs.mode is not None
 
     def stats(self) -> EngineStats:
         """Counts since the engine was created, and what it holds now."""

@@ -134,7 +134,6 @@ class Runner:
                 self._draft_ids(num_valid_ids),
             )
         mode = _graph_mode(config, self.device)
-        self.is_compiled = mode is not None
         self.programs = Programs(self.step, self.buckets, config.prefill_chunk, mode)
         if mode is not None:
             report = None if progress is None else partial(progress, "compiled shapes")

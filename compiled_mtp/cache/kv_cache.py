@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from compiled_mtp.config import ModelConfig
+from compiled_mtp.ops.fp8 import converts_fp8
 
 KV_SCALE_BYTES = 4
 
@@ -18,7 +19,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     """
     if name == "auto":
         return dtype
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and not converts_fp8(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise ValueError(
             f"kv_dtype must be auto below compute capability 8.9, got {name} on {major}.{minor}; "

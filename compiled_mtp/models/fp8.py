@@ -1,15 +1,10 @@
-"""FP8 weights: e4m3 values with one factor for each block of 128 by 128, as the FP8 releases store them."""
+"""Which FP8 weights stay as they are, and how a loader multiplies out the others."""
 
 from __future__ import annotations
 
 import torch
 
-FP8_BLOCK = 128
-
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the factors of a weight [..., N, K]: [..., ceil(N/128), ceil(K/128)]."""
-    return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+from compiled_mtp.ops import fp8
 
 
 def below(names: frozenset[str], prefix: str) -> frozenset[str]:
@@ -23,7 +18,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     A CPU's reference would multiply a weight out at every call, and older GPUs cannot convert e4m3: there
     the loader multiplies out, once.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return fp8.converts_fp8(device)
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -33,8 +28,8 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     stored name, `scale_inv`, the scale is a factor.
     """
     out = torch.empty(weight.shape, dtype=dtype)
-    columns = scale.float().repeat_interleave(FP8_BLOCK, dim=1)[:, : weight.shape[1]]
-    for block, factor in enumerate(columns):
-        rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-        out[rows] = weight[rows].float() * factor
+    # A block row at a time: a float32 copy of a whole weight may not fit.
+    for block, factors in enumerate(scale.split(1)):
+        rows = slice(block * fp8.FP8_BLOCK, (block + 1) * fp8.FP8_BLOCK)
+        out[rows] = fp8.dequantize(weight[rows], factors)
     return out

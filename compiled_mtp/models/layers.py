@@ -15,8 +15,9 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.cache.state_cache import GDNLayer
 from compiled_mtp.config import ModelConfig
-from compiled_mtp.models.fp8 import below, scale_shape
+from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.moe import MoE
+from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from compiled_mtp.config import ModelConfig
-from compiled_mtp.models.fp8 import FP8_BLOCK, scale_shape
+from compiled_mtp.ops.fp8 import FP8_BLOCK, scale_shape
 
 SCALE_SUFFIX = "_scale_inv"
 # Parameters whose modules take FP8, by the end of their names.

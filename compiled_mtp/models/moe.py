@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compiled_mtp.config import ModelConfig
-from compiled_mtp.models.fp8 import scale_shape
+from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.moe_experts import moe_experts
 from compiled_mtp.ops.moe_router import moe_router

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from compiled_mtp.models.fp8 import scale_shape
+from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.linear import linear
 
 CANDIDATES = (1, 2, 4, 8)

@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 
 from compiled_mtp.config import ModelConfig
-from compiled_mtp.models.fp8 import dequantize, multiplies_fp8, scale_shape
+from compiled_mtp.models.fp8 import dequantize, multiplies_fp8
 from compiled_mtp.models.layout import SCALE_SUFFIX, Stored, checkpoint_layout, fp8_parameters
+from compiled_mtp.ops.fp8 import scale_shape
 
 # Longest first: one is a prefix of the other.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")

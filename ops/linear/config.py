@@ -155,11 +155,14 @@ def linear_config(
     return replace(config, num_stages=stages)
 
 
+def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
+    """The configuration of a product on x's device; `is_long`: a prefill of many rows."""
+    device = device_of(x.device.index)
+    shape = (*weight.shape, x.dtype, weight.dtype)
+    return linear_config(device.arch, device.shared_bytes, *shape, block_rows(x.shape[0]), is_long)
+
+
 def count_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
     """Into how many parts of K `linear_parts` cuts a product; 1 on a CPU."""
-    if x.device.type != "cuda":
-        return 1
-    device = device_of(x.device.index)
-    n, k = weight.shape
-    config = linear_config(device.arch, device.shared_bytes, n, k, x.dtype, weight.dtype, 16, False)
-    return config.programs_along_k(k)
+    is_cuda = x.device.type == "cuda"
+    return choose(x, weight, False).programs_along_k(weight.shape[1]) if is_cuda else 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
+from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.linear.config import count_parts
 from compiled_mtp.ops.linear.reference import (
-    SCALE_BLOCK,
     linear_parts_reference,
     linear_reference,
     linear_silu_mul_reference,
@@ -56,8 +56,12 @@ def _check_linear(
             raise fail(
                 "weight_scale", "be given for an FP8 weight", None, "pass the checkpoint's block scales"
             )
-        blocks = tuple(-(-n // SCALE_BLOCK) for n in weight.shape)
-        check_shape("weight_scale", weight_scale, blocks, "pass one scale per 128 x 128 block")
+        check_shape(
+            "weight_scale",
+            weight_scale,
+            scale_shape(tuple(weight.shape)),
+            "pass one scale per 128 x 128 block",
+        )
         check_dtype("weight_scale", weight_scale, (torch.float32,), "cast the scales")
     else:
         check_dtype("weight", weight, (x.dtype,), "use one dtype for activations and weights")

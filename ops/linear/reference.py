@@ -5,21 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
 from compiled_mtp.ops.linear.config import count_parts
 from compiled_mtp.ops.numerics import silu
 
-SCALE_BLOCK = 128  # rows and columns of an FP8 weight that share one scale
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
 ROW_UNIT = 4
 WEIGHT_ROWS_PER_CAST = 8192
-
-
-def dequantize(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """The float32 values of an FP8 weight [N, K] with one scale per 128 x 128 block."""
-    n, k = weight.shape
-    scale = weight_scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-    return weight.float() * scale
 
 
 def linear_reference(
@@ -47,8 +40,8 @@ def linear_reference(
             if weight_scale is None:
                 part_f32 = weight[part].float()
             else:
-                first_scale = first // SCALE_BLOCK
-                scales = weight_scale[first_scale : first_scale + WEIGHT_ROWS_PER_CAST // SCALE_BLOCK]
+                first_scale = first // FP8_BLOCK
+                scales = weight_scale[first_scale : first_scale + WEIGHT_ROWS_PER_CAST // FP8_BLOCK]
                 part_f32 = dequantize(weight[part], scales)
             y[:, part] = F.linear(padded, part_f32)
     return y[:rows].to(torch.float32 if out_float32 else x.dtype)
@@ -68,11 +61,11 @@ def linear_parts_reference(
     if count == 1:
         return linear_reference(x, weight, weight_scale, False, False)[None]
     # Of any length: what the parts are is the kernel's choice, their sum is not.
-    length = -(-x.shape[1] // (count * SCALE_BLOCK)) * SCALE_BLOCK
+    length = -(-x.shape[1] // (count * FP8_BLOCK)) * FP8_BLOCK
     parts = []
     for first in range(0, count * length, length):
         columns = slice(first, first + length)
-        blocks = slice(first // SCALE_BLOCK, (first + length) // SCALE_BLOCK)
+        blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
         parts.append(linear_reference(x[:, columns], weight[:, columns], scale, True, False))
     return torch.stack(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
+from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.moe_experts import reference
 from compiled_mtp.ops.registry import register
 
@@ -76,8 +77,7 @@ def _check_weight(
         check_dtype(name, weight, (x.dtype,), "cast it to the dtype of x, or pass float8_e4m3fn with a scale")
         return
     check_dtype(name, weight, (torch.float8_e4m3fn,), "a scale goes with a float8_e4m3fn weight only")
-    blocks = tuple(-(-size // reference.FP8_BLOCK) for size in shape[1:])
-    check_shape(f"{name}_scale", scale, (shape[0], *blocks), "pass one scale for each 128 x 128 block")
+    check_shape(f"{name}_scale", scale, scale_shape(shape), "pass one scale for each 128 x 128 block")
     check_dtype(f"{name}_scale", scale, (torch.float32,), "cast it to float32")
     if not scale.is_contiguous():
         raise fail(f"{name}_scale", "be contiguous", list(scale.stride()), "call .contiguous() once at load")

@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.numerics import silu
 
-FP8_BLOCK = 128
 # On a CPU a float32 matmul gives a row the same bits for every row count that is a multiple of 4 (measured).
 _ROW_UNIT = 8
 
 
 def _dequantize(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if scale is None:
-        return weight
-    rows, columns = weight.shape
-    full = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return (weight.to(torch.float32) * full).to(dtype)
+    return weight if scale is None else dequantize(weight, scale).to(dtype)
 
 
 def moe_experts(

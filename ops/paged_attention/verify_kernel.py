@@ -1,7 +1,5 @@
 """The verify route: keys cut into splits at absolute positions, attended to apart and then combined."""
 
-# mypy: ignore-errors
-
 from __future__ import annotations
 
 import triton

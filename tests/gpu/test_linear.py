@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
-from compiled_mtp.ops.linear.reference import dequantize, linear_reference
+from compiled_mtp.ops.linear.reference import linear_reference
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_launch, check_row_invariance, rel_l2
