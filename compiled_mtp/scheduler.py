@@ -3,16 +3,21 @@
 A step is one prefill chunk of one request or one decode round of all running ones; while both are waiting
 they take turns, so a long prompt delays the others by one chunk at a time. Results may arrive `max_in_flight`
 steps late: a plan depends on what is certain and reserves for what is possible.
+
+Rounds are planned many times a second: a look at every request tells for how many rounds nothing can end and
+every block is reserved, and until then, or until a request comes or goes, a round is planned without another.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
 
-_BLOCKS_AT_ONCE = 8
+# Blocks reserved beyond what the next launch may write.
+_BLOCKS_AHEAD = 8
 
 
 class Scheduler:
@@ -55,6 +60,13 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: dict[int, Request] = {}
+        # By slot; None where it is free.
+        self._owners: list[Request | None] = [None] * (max_batch + 1)
+        # The requests of the last round, and the rounds that may follow without a look at each of them.
+        self._decoding: list[Request] = []
+        self._decoding_slots: tuple[int, ...] = ()
+        self._decoding_generations: tuple[int, ...] = ()
+        self._rounds_ahead = 0
         self._free_slots = list(range(max_batch, 0, -1))
         self._generations = [0] * (max_batch + 1)
         self._committed_blocks = 0
@@ -120,12 +132,12 @@ class Scheduler:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         if self._prefilling is None:
             self._admit()
-        decoding = [r for r in self._running.values() if r.min_output < r.max_output]
-        if self._prefilling is not None and (self._is_prefill_next or not decoding):
+        updates = [] if self._rounds_ahead else self._look_ahead()
+        if self._prefilling is not None and (self._is_prefill_next or not self._decoding):
             self._is_prefill_next = False
-            return self._plan_prefill(self._prefilling)
+            return self._plan_prefill(self._prefilling, updates)
         self._is_prefill_next = True
-        return self._plan_decode(decoding) if decoding else None
+        return self._plan_decode(updates) if self._decoding else None
 
     def update(self, result: StepResult | None) -> list[RequestOutput]:
         """Take the result of a launch, if there is one, and return what the requests gained since.
@@ -134,10 +146,11 @@ class Scheduler:
         """
         if result is not None:
             lists = result.token_ids if result.error is None else [[]] * len(result.plan.slots)
-            owners = zip(result.plan.slots, result.plan.generations, lists, strict=True)
-            for slot, generation, token_ids in owners:
-                request = self._owner(slot, generation)
-                if request is not None:
+            for slot, generation, token_ids in zip(
+                result.plan.slots, result.plan.generations, lists, strict=True
+            ):
+                request = self._owners[slot]
+                if request is not None and request.generation == generation:
                     self._take(request, result, token_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -153,21 +166,47 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self._generations[request.slot] += 1
         request.generation = self._generations[request.slot]
+        self._owners[request.slot] = request
         self._prefilling = request
 
-    def _plan_prefill(self, request: Request) -> StepPlan:
+    def _look_ahead(self) -> list[tuple[int, int, int]]:
+        """Choose who decodes, reserve the blocks of their next rounds, and count these.
+
+        Return the block-table entries that the next plan must carry.
+        """
+        width = self.mtp_step + 1
+        self._decoding = [r for r in self._running.values() if r.min_output < r.max_output]
+        self._decoding_slots = tuple(request.slot for request in self._decoding)
+        self._decoding_generations = tuple(request.generation for request in self._decoding)
+        updates: list[tuple[int, int, int]] = []
+        rounds = sys.maxsize
+        for request in self._decoding:
+            last_write = self._last_write(request.pos_cpu, request.in_flight)
+            updates += self._reserve(request, last_write)
+            # Each result may be read before the next launch, and be a whole window.
+            most_output = request.min_output + request.in_flight * self.mtp_step
+            rounds = min(rounds, -((most_output - request.max_output) // width))
+            owned = len(request.block_ids)
+            if owned < self._worst_case_blocks(request):
+                rounds = min(rounds, (owned * self.block_size - 1 - last_write) // width + 1)
+        # The one that is planned next was looked at itself.
+        self._rounds_ahead = max(rounds, 1) if self._decoding else 0
+        return updates
+
+    def _plan_prefill(self, request: Request, updates: list[tuple[int, int, int]]) -> StepPlan:
         start = request.num_prefilled
         end = min(start + self.prefill_chunk, request.prompt_len)
         is_last = end == request.prompt_len
         admitted = () if start else (self._slot_init(request),)
         # After the last chunk the draft writes the pairs of its mtp_step drafts, from slot `end` on.
-        updates = self._reserve(request, end - 1 + (self.mtp_step if is_last else 0))
+        updates += self._reserve(request, end - 1 + (self.mtp_step if is_last else 0))
         request.num_prefilled = end
         if is_last:
             request.pos_cpu = end
             request.is_first_token_due = True
             self._prefilling = None
             self._running[request.slot] = request
+            self._rounds_ahead = 0
         return StepPlan(
             step_id=self._step_id(),
             kind="prefill",
@@ -183,17 +222,16 @@ class Scheduler:
             released=self._take_released(),
         )
 
-    def _plan_decode(self, requests: list[Request]) -> StepPlan:
-        updates: list[tuple[int, int, int]] = []
-        for request in requests:
+    def _plan_decode(self, updates: list[tuple[int, int, int]]) -> StepPlan:
+        for request in self._decoding:
             assert request.in_flight <= self.max_in_flight, f"{request.in_flight} results are late"
-            updates += self._reserve(request, self._last_write(request.pos_cpu, request.in_flight))
             request.in_flight += 1
+        self._rounds_ahead -= 1
         return StepPlan(
             step_id=self._step_id(),
             kind="decode",
-            slots=tuple(request.slot for request in requests),
-            generations=tuple(request.generation for request in requests),
+            slots=self._decoding_slots,
+            generations=self._decoding_generations,
             mtp_step=self.mtp_step,
             block_updates=tuple(updates),
             released=self._take_released(),
@@ -216,17 +254,15 @@ class Scheduler:
         return min(position, self.max_model_len - 1) // self.block_size + 1
 
     def _reserve(self, request: Request, position: int) -> list[tuple[int, int, int]]:
-        """Block-table entries that make every position up to `position` writable.
+        """Block-table entries that make every position up to `position` writable, and several blocks more.
 
-        Several blocks at a time, within what the request was admitted with: most steps then hand out none,
-        and copy nothing to the device.
+        Within what the request was admitted with. Most steps then hand out none, and copy nothing to the
+        device.
         """
-        owned, needed = len(request.block_ids), self._blocks_up_to(position)
-        if needed <= owned:
-            return []
-        most = self._worst_case_blocks(request)
+        owned, most = len(request.block_ids), self._worst_case_blocks(request)
+        needed = self._blocks_up_to(position)
         assert needed <= most, f"{needed} blocks are needed of {most}"
-        new = self.pool.allocate(min(max(needed, owned + _BLOCKS_AT_ONCE), most) - owned)
+        new = self.pool.allocate(max(min(needed + _BLOCKS_AHEAD, most) - owned, 0))
         request.block_ids += new
         return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
@@ -247,13 +283,7 @@ class Scheduler:
         if request.finish_reason is not None:
             self._release(request)
         self._outputs.append(
-            RequestOutput(
-                request_id=request.request_id,
-                new_token_ids=kept,
-                new_text=text,
-                metrics=request.metrics(),
-                finish_reason=request.finish_reason,
-            )
+            RequestOutput(request.request_id, kept, text, request.metrics(), request.finish_reason)
         )
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -282,19 +312,14 @@ class Scheduler:
             self._prefilling = None
         else:
             del self._running[request.slot]
+            self._rounds_ahead = 0
+        self._owners[request.slot] = None
         self.pool.free(request.block_ids)
         self._committed_blocks -= self._worst_case_blocks(request)
         self._free_slots.append(request.slot)
         self._released.append(request.slot)
         request.block_ids = []
         request.slot = 0
-
-    def _owner(self, slot: int, generation: int) -> Request | None:
-        if self._generations[slot] != generation:
-            return None
-        if self._prefilling is not None and self._prefilling.slot == slot:
-            return self._prefilling
-        return self._running.get(slot)
 
     def _slot_init(self, request: Request) -> SlotInit:
         params = request.params

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -298,6 +298,66 @@ def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
         assert (outputs[name].finish_reason == "error") == is_failed
         assert outputs[name].error == ("the device is on fire" if is_failed else None)
     assert scheduler.pool.num_used == 0
+
+
+@given(
+    mtp_step=st.integers(0, 4),
+    delay=st.integers(0, 1),
+    max_batch=st.integers(1, 4),
+    block_size=st.sampled_from([1, 4, 16]),
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+    accepts_all=st.booleans(),
+)
+def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
+    mtp_step: int,
+    delay: int,
+    max_batch: int,
+    block_size: int,
+    lengths: list[tuple[int, int]],
+    seed: int,
+    accepts_all: bool,
+) -> None:
+    def run(looks_every_time: bool) -> list[object]:
+        scheduler = make_scheduler(
+            mtp_step=mtp_step,
+            max_in_flight=delay,
+            max_batch=max_batch,
+            block_size=block_size,
+            num_blocks=2000,
+            max_model_len=200,
+        )
+        runner = FakeRunner(scheduler, delay, seed, accept=mtp_step if accepts_all else None)
+        for index, (prompt_len, max_tokens) in enumerate(lengths):
+            request = make_request(str(index), prompt_len, max_tokens, index, ignore_eos=accepts_all)
+            scheduler.add(request)
+        while scheduler.has_unfinished():
+            if looks_every_time:
+                scheduler._rounds_ahead = 0
+            step(scheduler, runner)
+        return [(plan.kind, plan.slots, plan.generations, plan.start) for plan in runner.plans]
+
+    assert run(False) == run(True)
+
+
+def test_a_batch_that_does_not_change_is_looked_at_seldom() -> None:
+    scheduler = make_scheduler(block_size=16, num_blocks=200, max_model_len=1000)
+    runner = FakeRunner(scheduler, 1, accept=3)
+    for name in "abc":
+        scheduler.add(make_request(name, 8, 900, ignore_eos=True))
+    looks, look_ahead = [0], scheduler._look_ahead
+
+    def counted() -> list[tuple[int, int, int]]:
+        looks[0] += 1
+        return look_ahead()
+
+    scheduler._look_ahead = counted  # type: ignore[method-assign]
+    _stream(scheduler, runner)
+    rounds = [plan for plan in runner.plans if plan.kind == "decode"]
+    # Eight blocks hold 32 whole windows; more looks where requests come and go.
+    assert len(rounds) > 220
+    assert looks[0] < 20
+    assert sum(bool(plan.block_updates) for plan in rounds) < 10
 
 
 def test_the_scheduler_needs_no_torch() -> None:
