@@ -52,10 +52,11 @@ def machine_key(device: torch.device) -> dict[str, Any]:
 
 
 def source_digest(paths: Iterable[Path]) -> str:
-    """A digest of the Python files at and below `paths`: what saved programs were traced from."""
+    """A digest of the code and tables at and below `paths`: what saved programs were traced from."""
     digest = sha256()
     for path in paths:
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else (path,):
+        inside = sorted((*path.rglob("*.py"), *path.rglob("*.json"))) if path.is_dir() else (path,)
+        for file in inside:
             digest.update(file.relative_to(path.parent).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -20,7 +20,7 @@ from compiled_mtp.models.moe import MoE
 from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
@@ -78,13 +78,16 @@ class Linear(nn.Module):
         self.weight = empty_parameter(*shape, dtype=weight_dtype, device=device)
         scale = empty_parameter(*scale_shape(shape), dtype=torch.float32, device=device) if is_fp8 else None
         self.register_parameter("weight_scale", scale)
+        self.num_parts = count_parts(self.weight, dtype)
 
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         return linear(x, self.weight, self.weight_scale, False, is_prefill)
 
     def parts(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         """y for `RMSNorm.add`: in decode [P, M, out_features], P parts that it adds up."""
-        return self(x, True) if is_prefill else linear_parts(x, self.weight, self.weight_scale)
+        if is_prefill:
+            return self(x, True)
+        return linear_parts(x, self.weight, self.weight_scale, self.num_parts)
 
 
 class RMSNorm(nn.Module):

@@ -16,6 +16,9 @@ import torch
 from compiled_mtp.ops.device import device_of
 
 PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
+# The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
+PROCESSORS = 132
+MIN_PROGRAMS = 120
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -98,7 +101,7 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     block_n = 64 if n >= 16384 else 32 if n >= 6144 else 16
     chains = 4 if k >= 2048 else 2
     split = 1
-    while split < 4 and -(-n // block_n) * split < 120 and k // (2 * split * chains) >= 256:
+    while split < 4 and -(-n // block_n) * split < MIN_PROGRAMS and k // (2 * split * chains) >= 256:
         split *= 2
     block_k = 128 if weight_dtype == torch.float8_e4m3fn else 64
     return LinearConfig(16, block_n, block_k, 4, 4 if block_n < 64 else 3, split, chains, 512)
@@ -134,22 +137,26 @@ def linear_config(
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
     else:
-        tiles = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
-        programs = {tile: -(-n // tile[1]) * config.split for tile in tiles}
-        fitting = (
-            tile for tile in tiles if tile[0] <= block_m and programs[tile] * block_m // tile[0] >= 120
-        )
-        block_m, block_n, warps = next(fitting, tiles[-1])
-        block_k = 128 if fp8 else 64
+        # Rows, weight rows and warps of a tile, the largest first.
+        tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
+        if block_m == 128:
+            tiles[:1] = [(128, 128, 8), (128, 64, 4)]
+        programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
+        tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
         config = replace(
             config,
-            block_m=block_m,
-            block_n=block_n,
-            block_k=block_k,
-            num_warps=warps,
-            num_stages=4,
+            block_m=tile[0],
+            block_n=tile[1],
+            block_k=128 if fp8 else 64,
+            num_warps=tile[2],
             sequential=True,
         )
+        # As many stages as leave every program its place at once: a few that come late cost a whole round.
+        # Fewer than three would not stream.
+        stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
+        places = max(1, min(-(-programs[tile] // PROCESSORS), shared_bytes // (3 * stage)))
+        most = 6 if tile[0] == 64 else 4
+        config = replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)
@@ -162,7 +169,13 @@ def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig
     return linear_config(device.arch, device.shared_bytes, *shape, block_rows(x.shape[0]), is_long)
 
 
-def count_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Into how many parts of K `linear_parts` cuts a product; 1 on a CPU."""
-    is_cuda = x.device.type == "cuda"
-    return choose(x, weight, False).programs_along_k(weight.shape[1]) if is_cuda else 1
+def count_parts(weight: torch.Tensor, x_dtype: torch.dtype) -> int:
+    """Into how many parts of K `linear_parts` cuts a product with this weight; 1 on a CPU."""
+    if weight.device.type != "cuda":
+        return 1
+    device = device_of(weight.device.index)
+    n, k = weight.shape
+    config = linear_config(
+        device.arch, device.shared_bytes, n, k, x_dtype, weight.dtype, block_rows(1), False
+    )
+    return config.programs_along_k(k)

@@ -131,30 +131,45 @@ def linear_silu_mul(
     return _linear_silu_mul(x, weight, weight_scale)
 
 
-def _fake_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
-    count = count_parts(x, weight)
+def _fake_parts(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
+) -> torch.Tensor:
     dtype = x.dtype if count == 1 else torch.float32
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def _launch_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
+def _launch_parts(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
+) -> torch.Tensor:
     from compiled_mtp.ops.linear.kernel import launch_parts
 
     return launch_parts(x, weight, weight_scale)
 
 
+def _check_parts(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
+) -> None:
+    _check_linear(x, weight, weight_scale)
+    if count != count_parts(weight, x.dtype):
+        remedy = f"pass count_parts(weight, {x.dtype})"
+        raise fail("count", f"be {count_parts(weight, x.dtype)} for this weight and device", count, remedy)
+
+
 _linear_parts = register(
-    "linear_parts", linear_parts_reference, _fake_parts, launch=_launch_parts, check=_check_linear
+    "linear_parts", linear_parts_reference, _fake_parts, launch=_launch_parts, check=_check_parts
 )
 
 
 def linear_parts(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
 ) -> torch.Tensor:
     """`linear` for the norm that follows, which adds up what other programs would have to wait for.
 
-    Arguments as those of `linear`. Returns [P, M, N], the P parts of each sum in float32, where P depends on
-    the weight and the device alone; with P = 1 the sum, rounded to x's dtype. Added up in their order and
-    rounded once, as `add_rms_norm` does, the parts are `linear`'s result to the bit.
+    Arguments as those of `linear`, and count = P = count_parts(weight, x.dtype): a number in the graph, or
+    code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N], the P parts
+    of each sum in float32; with P = 1 the sum, rounded to x's dtype. Added up in their order and rounded
+    once, as `add_rms_norm` does, the parts are `linear`'s result to the bit.
+
+    Raises ValueError for another count, and for what `linear` refuses.
     """
-    return _linear_parts(x, weight, weight_scale)
+    return _linear_parts(x, weight, weight_scale, count)

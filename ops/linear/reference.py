@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.linear.config import count_parts
 from compiled_mtp.ops.numerics import silu
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
@@ -55,9 +54,8 @@ def linear_silu_mul_reference(
 
 
 def linear_parts_reference(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
 ) -> torch.Tensor:
-    count = count_parts(x, weight)
     if count == 1:
         return linear_reference(x, weight, weight_scale, False, False)[None]
     # Of any length: what the parts are is the kernel's choice, their sum is not.

@@ -1,10 +1,11 @@
 """Paged attention in Triton: a verify route for W <= 8 rows a request, a prefill route above.
 
-Verify: the W * G query rows of a kv head (G query heads share it) lie in one tile of BM rows, whatever W is,
-so keys and values are read once for all of them. Keys are cut into splits at absolute positions; a fixed
-number of programs shares out the (request, split, kv head) items that the positions on the device give, and a
-second kernel sums the parts of a row in split order. A row meets the same tiles in the same order at every W
-and batch; a tile it does not see multiplies its sums by 1 and adds 0. So its bits are its own.
+Verify: the W * G query rows of a kv head (G query heads share it) lie in tiles of BM rows, whatever W is: one
+tile for most depths, so that keys and values are read once for all of them. Keys are cut into splits at
+absolute positions; a fixed number of programs shares out the (request, split, kv head) items that the
+positions on the device give, and a second kernel sums the parts of a row in split order. A row meets the same
+tiles in the same order at every W and batch; a tile it does not see multiplies its sums by 1 and adds 0. So
+its bits are its own.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Config
         return Configuration(16, 16, 4, 1, 4)
     tail_stages = 1 if has_scale else 2
     if hd == 256:
-        return Configuration(64, 32, 4, 2, 2, tail_stages)
+        # A tile of 64 rows would leave no room for a copy that is on its way while another is computed.
+        return Configuration(32, 32, 4, 3, 2, tail_stages)
     return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 

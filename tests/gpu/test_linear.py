@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.linear.reference import linear_reference
 from compiled_mtp.ops.rms_norm import add_rms_norm
@@ -153,14 +153,15 @@ def test_parts_have_the_bits_of_their_sum(n: int, k: int, fp8: bool) -> None:
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
+    count = count_parts(weight, x.dtype)
     for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257):
-        parts = linear_parts(x[:rows], weight, scale)
+        parts = linear_parts(x[:rows], weight, scale, count)
         apart = add_rms_norm(linear(x[:rows], weight, scale), residual[:rows], factor, 1e-6)
         together = add_rms_norm(parts, residual[:rows], factor, 1e-6)
         assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True)), f"{rows} rows"
-    whole = linear_parts(x, weight, scale)
+    whole = linear_parts(x, weight, scale, count)
     for rows in range(1, 257):
-        assert torch.equal(linear_parts(x[:rows], weight, scale), whole[:, :rows]), f"{rows} rows"
+        assert torch.equal(linear_parts(x[:rows], weight, scale, count), whole[:, :rows]), f"{rows} rows"
 
 
 def test_scales_beyond_k_are_not_read() -> None:
@@ -170,10 +171,11 @@ def test_scales_beyond_k_are_not_read() -> None:
     guarded = torch.full((64,), float("nan"), device="cuda")
     guarded[: scale.numel()] = scale.flatten()
     scale = guarded[: scale.numel()].view(scale.shape)
+    count = count_parts(weight, x.dtype)
     for rows in (1, 5):
         assert linear(x[:rows], weight, scale).isfinite().all()
         assert linear_silu_mul(x[:rows], weight, scale).isfinite().all()
-        assert linear_parts(x[:rows], weight, scale).isfinite().all()
+        assert linear_parts(x[:rows], weight, scale, count).isfinite().all()
 
 
 @pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])

@@ -14,7 +14,7 @@ import pytest
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.graphs.artifacts import read_key
+from compiled_mtp.graphs.artifacts import read_key, source_digest
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +151,21 @@ def test_a_cache_of_other_source_or_tensors_is_refused_by_name(
                 target.writestr(member, content)
         with pytest.raises(ValueError, match=message):
             Engine(EngineConfig(graph_cache=file, **given))
+
+
+def test_the_digest_follows_code_and_tables(tmp_path: Path) -> None:
+    """A table decides the shapes of parts, and so the programs, as much as code does."""
+    package = tmp_path / "ops"
+    package.mkdir()
+    (package / "op.py").write_text("a = 1")
+    digests = {source_digest([package])}
+    (package / "table.json").write_text("[1]")
+    digests.add(source_digest([package]))
+    (package / "table.json").write_text("[2]")
+    digests.add(source_digest([package]))
+    (package / "notes.txt").write_text("not read")
+    assert source_digest([package]) in digests
+    assert len(digests) == 3
 
 
 def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path, tmp_path: Path) -> None:

@@ -72,20 +72,21 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
-    cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
+    cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
     check_registration(torch.ops.compiled_mtp.linear_parts.default, cases[0])
     check_compiles(linear_parts, cases)
-    for x, _, _ in cases:
-        assert torch.equal(linear_parts(x, weight).sum(0), linear(x, weight))
+    for x, *_ in cases:
+        assert torch.equal(linear_parts(x, weight, None, 1).sum(0), linear(x, weight))
+    with pytest.raises(ValueError, match="count must be 1 for this weight and device, got 2"):
+        linear_parts(cases[0][0], weight, None, 2)
 
 
 @pytest.mark.parametrize("k", [300, 1024])
-def test_the_reference_of_parts_is_their_sum(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+def test_the_reference_of_parts_is_their_sum(k: int) -> None:
     """As on a GPU whose operators are put back on their reference: P is the kernel's."""
-    monkeypatch.setattr("compiled_mtp.ops.linear.reference.count_parts", lambda x, weight: 3)
     x = torch.randn(5, k)
     weight, scale, exact = block_fp8(200, k)
-    parts = linear_parts_reference(x, weight, scale)
+    parts = linear_parts_reference(x, weight, scale, 3)
     assert parts.shape == (3, 5, 200)
     torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
 
