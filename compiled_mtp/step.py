@@ -156,8 +156,8 @@ class Step(nn.Module):
     def _draft_forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         assert self.draft is not None
         assert self.kv_cache.draft is not None
-        embedding = self.target.embed(token_ids)
-        return self.draft(embedding, hidden, rows, self.kv_cache.draft, self.cos_sin)
+        table = self.target.embed.weight
+        return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin)
 
     def _draft_chain(
         self, hidden: torch.Tensor, state_index: torch.Tensor, index: torch.Tensor, pos: torch.Tensor

@@ -9,6 +9,7 @@ from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.config import ModelConfig
 from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows
+from compiled_mtp.ops.rms_norm import pair_norm
 
 # Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
 FIRST_DRAFT_KEY = 1
@@ -17,10 +18,10 @@ FIRST_DRAFT_KEY = 1
 class DraftModel(nn.Module):
     """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
 
-    `forward(embedding [M, H], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the shared head
-    reads and what the next pass of a chain takes as `hidden`. `hidden` of a first pass is the target's
-    after its final norm. Writes the pairs' keys and values into `kv`. `fp8` names the parameters to keep in
-    FP8; those of this model begin 'mtp.'.
+    `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the
+    shared head reads and what the next pass of a chain takes as `hidden`. `table` is the target's embedding,
+    `hidden` of a first pass the target's after its final norm. Writes the pairs' keys and values into `kv`.
+    `fp8` names the parameters to keep in FP8; those of this model begin 'mtp.'.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class DraftModel(nn.Module):
 
     def forward(
         self,
-        embedding: torch.Tensor,
+        table: torch.Tensor,
+        token_ids: torch.Tensor,
         hidden: torch.Tensor,
         rows: Rows,
         kv: KVLayer,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        pair = torch.cat((self.norm_embedding(embedding), self.norm_hidden(hidden)), dim=-1)
+        norms = (self.norm_embedding.weight, self.norm_hidden.weight)
+        pair = pair_norm(table, token_ids, hidden, *norms, self.norm.eps)
         x, residual = self.layer(self.fc(pair, rows.is_prefill), None, rows, kv, cos_sin)
         return self.norm.add(x, residual)[0]

@@ -1,4 +1,4 @@
-"""RMS norm with and without the residual add: one program a row, one configuration a width."""
+"""RMS norm alone, after a residual add, and of a pair: one program a norm, one configuration a width."""
 
 from __future__ import annotations
 
@@ -42,8 +42,21 @@ def norm_factor(head, tail, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL:
     return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
 
 
+@triton.jit
+def scale_row(
+    x, out, head_scale, tail_scale, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+):
+    """Store the norm of the row at x, times 1 + scale, at out."""
+    head, tail = load_row(x, WIDTH, BLOCK, TAIL)
+    factor = norm_factor(head, tail, eps, WIDTH, BLOCK, TAIL)
+    head = head * factor * (1.0 + head_scale)
+    tail = tail * factor * (1.0 + tail_scale)
+    dtype = out.dtype.element_ty
+    store_row(out, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
+
+
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added up and rounded.
-# Both kernels load the weight before they wait: no kernel writes it, and from memory it takes as long as
+# All kernels load the weight before they wait: no kernel writes it, and from memory it takes as long as
 # everything that follows.
 @triton.jit
 def rms_norm_kernel(
@@ -56,12 +69,7 @@ def rms_norm_kernel(
     head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
-    head, tail = load_row(x + row * x_stride, WIDTH, BLOCK, TAIL)
-    factor = norm_factor(head, tail, eps, WIDTH, BLOCK, TAIL)
-    head = head * factor * (1.0 + head_scale)
-    tail = tail * factor * (1.0 + tail_scale)
-    dtype = out.dtype.element_ty
-    store_row(out + row * WIDTH, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
+    scale_row(x + row * x_stride, out + row * WIDTH, head_scale, tail_scale, eps, WIDTH, BLOCK, TAIL)
 
 
 @triton.jit
@@ -96,6 +104,29 @@ def add_rms_norm_kernel(
     tail = tail * factor * (1.0 + tail_scale)
     dtype = out.dtype.element_ty
     store_row(out + row * WIDTH, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
+
+
+@triton.jit
+def pair_norm_kernel(
+    table, token_ids, hidden, embedding_weight, hidden_weight, out, hidden_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    out += row * (2 * WIDTH)
+    if tl.program_id(1) == 0:
+        head_scale, tail_scale = load_row(embedding_weight, WIDTH, BLOCK, TAIL)
+        if PDL:
+            gdc_wait()
+        token = tl.load(token_ids + row)
+        scale_row(table + token * WIDTH, out, head_scale, tail_scale, eps, WIDTH, BLOCK, TAIL)
+    else:
+        head_scale, tail_scale = load_row(hidden_weight, WIDTH, BLOCK, TAIL)
+        if PDL:
+            gdc_wait()
+        at = hidden + row * hidden_stride
+        scale_row(at, out + WIDTH, head_scale, tail_scale, eps, WIDTH, BLOCK, TAIL)
 
 
 def configuration(width: int) -> tuple[int, int, int]:
@@ -141,6 +172,24 @@ def launch_add_rms_norm(
     return out, new_residual
 
 
+def launch_pair_norm(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+    embedding_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    rows, width = hidden.shape
+    out = torch.empty((rows, 2 * width), dtype=hidden.dtype, device=hidden.device)
+    if rows:
+        pair_norm_kernel[(rows, 2)](
+            table, token_ids, hidden, embedding_weight, hidden_weight, out, row_stride(hidden), eps,
+            **launch_options(hidden),
+        )  # fmt: skip
+    return out
+
+
 def variants() -> list[KernelVariant]:
     result = []
     for dtype, width, pdl in (
@@ -159,13 +208,16 @@ def variants() -> list[KernelVariant]:
             "min_capability": 90 if pdl else 80,
         }
         norm, add = ("x", "weight", "out"), ("x", "residual", "weight", "out", "new_residual")
+        pair = ("table", "token_ids", "hidden", "embedding_weight", "hidden_weight", "out")
         strides = ("x_stride", "part_stride", "residual_stride")
         for name, function, tensors, numbers, parts in (
             ("norm", rms_norm_kernel, norm, strides[:1], None),
             ("add-norm", add_rms_norm_kernel, add, strides, 1),
             ("add-parts-norm", add_rms_norm_kernel, add, strides, 4),
+            ("pair-norm", pair_norm_kernel, pair, ("hidden_stride",), None),
         ):
             types = {**dict.fromkeys(tensors, f"*{dtype}"), **dict.fromkeys(numbers, "i32"), "eps": "fp32"}
+            types |= {"token_ids": "*i64"} if function is pair_norm_kernel else {}
             result.append(
                 KernelVariant(
                     name=f"{name}-{dtype}-{width}" + "-pdl" * pdl,

@@ -1,12 +1,18 @@
-"""Checks and registration of `rms_norm` and `add_rms_norm`."""
+"""Checks and registration of `rms_norm`, `add_rms_norm` and `pair_norm`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
 from compiled_mtp.ops.registry import register
-from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from compiled_mtp.ops.rms_norm.reference import (
+    add_rms_norm_reference,
+    pair_norm_reference,
+    rms_norm_reference,
+)
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
 MAX_WIDTH = 32768
@@ -72,6 +78,42 @@ _add_rms_norm = register(
 )
 
 
+def _pair_norm_fake(
+    table: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor, *_: object
+) -> torch.Tensor:
+    return hidden.new_empty((hidden.shape[0], 2 * hidden.shape[1]))
+
+
+def _pair_norm_launch(*args: Any) -> torch.Tensor:
+    from compiled_mtp.ops.rms_norm.kernel import launch_pair_norm
+
+    return launch_pair_norm(*args)
+
+
+def _check_pair_norm(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+    embedding_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    eps: float,
+) -> None:
+    _check(hidden, hidden_weight)
+    _check(table, embedding_weight)
+    check_shape("table", table, (None, hidden.shape[1]), "pass the embedding of the same model")
+    check_dtype("table", table, (hidden.dtype,), "use one dtype for activations and embedding")
+    if not table.is_contiguous():
+        raise fail("table", "be contiguous", table.stride(), "pass the embedding itself")
+    check_shape("token_ids", token_ids, (hidden.shape[0],), "pass a token for each hidden row")
+    check_dtype("token_ids", token_ids, (torch.int64,), "cast the ids")
+    check_last_contiguous("token_ids", token_ids)
+
+
+_pair_norm = register(
+    "pair_norm", pair_norm_reference, _pair_norm_fake, launch=_pair_norm_launch, check=_check_pair_norm
+)
+
+
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_dtype("x", x, (torch.float32, torch.bfloat16), "cast the activations")
     check_shape("x", x, (None, weight.shape[-1]), "pass rows as long as the weight")
@@ -104,3 +146,21 @@ def add_rms_norm(
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     return _add_rms_norm(x, residual, weight, eps)
+
+
+def pair_norm(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+    embedding_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """What the MTP head's first product reads: a token's embedding and a hidden row, each after its norm.
+
+    table: [V, H], the embedding. token_ids: [M] int64, each within the table (not checked: it would cost a
+    synchronisation). hidden: [M, H] of table's dtype, float32 or bfloat16, rows at any stride. The weights:
+    [H]. Returns [M, 2 H]: rms_norm(table[token_ids], embedding_weight), then rms_norm(hidden, hidden_weight),
+    to the bit. Raises ValueError for shapes, dtypes or strides that do not fit.
+    """
+    return _pair_norm(table, token_ids, hidden, embedding_weight, hidden_weight, eps)

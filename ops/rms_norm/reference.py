@@ -1,4 +1,4 @@
-"""The specification of `rms_norm` and `add_rms_norm`, and what runs on the CPU."""
+"""The specification of `rms_norm`, `add_rms_norm` and `pair_norm`, and what runs on the CPU."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def add_rms_norm_reference(
         x = total.to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm_reference(new_residual, weight, eps), new_residual
+
+
+def pair_norm_reference(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+    embedding_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    embedding = rms_norm_reference(table[token_ids], embedding_weight, eps)
+    return torch.cat((embedding, rms_norm_reference(hidden, hidden_weight, eps)), dim=1)

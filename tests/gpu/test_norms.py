@@ -1,11 +1,11 @@
-"""rms_norm, add_rms_norm and silu_mul on the device."""
+"""rms_norm, add_rms_norm, pair_norm and silu_mul on the device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
 from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.ops.silu_mul.reference import silu_mul_reference
@@ -48,6 +48,23 @@ def test_norm_rows_do_not_depend_on_each_other(width: int) -> None:
     # A single row may come with any stride; it must not select another kernel.
     row = torch.empty_strided((1, width), (1, 1), device="cuda", dtype=torch.bfloat16).copy_(x[:1])
     assert torch.equal(rms_norm(row, weight, EPS), rms_norm(x, weight, EPS)[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_pair_is_two_norms_to_the_bit(width: int, dtype: torch.dtype) -> None:
+    """For every number of rows, hidden rows at any stride, an embedding of more than 2^31 elements."""
+    vocab = (2**31 // width + 1000) if width == 8192 and dtype == torch.bfloat16 else 1000
+    table = torch.zeros(vocab, width, device="cuda", dtype=dtype)
+    table[-1000:] = torch.randn(1000, width, device="cuda")
+    ids = torch.randint(vocab - 1000, vocab, (256,), device="cuda")
+    wide = torch.full((256, width + 16), float("nan"), device="cuda", dtype=dtype)
+    wide[:, :width] = torch.randn(256, width, device="cuda")
+    hidden = wide[:, :width]
+    weights = torch.randn(2, width, device="cuda").to(dtype).unbind(0)
+    apart = (rms_norm(table[ids], weights[0], EPS), rms_norm(hidden, weights[1], EPS))
+    assert torch.equal(pair_norm(table, ids, hidden, *weights, EPS), torch.cat(apart, dim=1))
+    check_row_invariance(lambda m: pair_norm(table, ids[:m], hidden[:m], *weights, EPS), range(1, 257), 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,12 +1,16 @@
-"""rms_norm and add_rms_norm."""
+"""rms_norm, add_rms_norm and pair_norm."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
-from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
+from compiled_mtp.ops.rms_norm.reference import (
+    add_rms_norm_reference,
+    pair_norm_reference,
+    rms_norm_reference,
+)
 from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
 EPS = 1e-6
@@ -61,11 +65,42 @@ def test_parts_are_added_up_in_order_and_rounded_first(dtype: torch.dtype) -> No
         add_rms_norm(parts.bfloat16(), residual.bfloat16(), weight.bfloat16(), EPS)
 
 
+def make_pair(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    table, hidden = torch.randn(50, width).to(dtype), torch.randn(rows, width).to(dtype)
+    weights = torch.randn(2, width).to(dtype).unbind(0)
+    return table, torch.randint(0, 50, (rows,)), hidden, *weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pair_is_two_norms_side_by_side(dtype: torch.dtype) -> None:
+    table, ids, hidden, embedding_weight, hidden_weight = make_pair(5, 48, dtype)
+    got = pair_norm(table, ids, hidden, embedding_weight, hidden_weight, EPS)
+    assert torch.equal(got[:, :48], rms_norm(table[ids], embedding_weight, EPS))
+    assert torch.equal(got[:, 48:], rms_norm(hidden, hidden_weight, EPS))
+
+
+def test_a_pair_that_does_not_fit_raises() -> None:
+    table, ids, hidden, *weights = make_pair(3, 8, torch.float32)
+    with pytest.raises(ValueError, match="table must have shape"):
+        pair_norm(torch.zeros(9, 6), ids, hidden, torch.zeros(6), weights[1], EPS)
+    with pytest.raises(ValueError, match="table must have dtype"):
+        pair_norm(table.bfloat16(), ids, hidden, *weights, EPS)
+    with pytest.raises(ValueError, match="table must be contiguous"):
+        pair_norm(torch.zeros(9, 16)[:, :8], ids, hidden, *weights, EPS)
+    with pytest.raises(ValueError, match="token_ids must have shape"):
+        pair_norm(table, ids[:2], hidden, *weights, EPS)
+    with pytest.raises(ValueError, match="token_ids must have dtype"):
+        pair_norm(table, ids.int(), hidden, *weights, EPS)
+
+
 def test_registration_and_compile() -> None:
     norm_cases = [(torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
     add_cases = [(torch.randn(m, 12), torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
     check_registration(torch.ops.compiled_mtp.rms_norm.default, norm_cases[0])
     check_registration(torch.ops.compiled_mtp.add_rms_norm.default, add_cases[0])
+    pair_cases = [(*make_pair(m, 12, torch.float32), EPS) for m in (3, 5)]
+    check_registration(torch.ops.compiled_mtp.pair_norm.default, pair_cases[0])
+    check_compiles(pair_norm, pair_cases)
     check_compiles(rms_norm, norm_cases)
     check_compiles(add_rms_norm, add_cases)
 
@@ -75,12 +110,14 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 70, 101).to(dtype).unbind(0)
     weight = torch.randn(101)
     check_row_invariance(lambda m: add_rms_norm(x[:m], residual[:m], weight, EPS), range(1, 70), 70)
+    table, ids, hidden, *weights = make_pair(70, 101, dtype)
+    check_row_invariance(lambda m: pair_norm(table, ids[:m], hidden[:m], *weights, EPS), range(1, 70), 70)
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("width", [100, 1024])
 def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: float, width: int) -> None:
-    from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm, launch_rms_norm
+    from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm, launch_pair_norm, launch_rms_norm
 
     wide = torch.randn(3, width + 5).to(dtype)
     wide[:, width:] = float("nan")
@@ -92,3 +129,5 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
     for parts in (x[None].contiguous(), torch.randn(2, 3, width), torch.randn(5, 3, width)):
         args = (parts, residual, weight, EPS)
         check_launch(launch_add_rms_norm, add_rms_norm_reference, args, rtol=rtol, atol=1e-6)
+    table, ids, _, *weights = make_pair(3, width, dtype)
+    check_launch(launch_pair_norm, pair_norm_reference, (table, ids, x, *weights, EPS), rtol=rtol, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Cases of `rms_norm` and `add_rms_norm`."""
+"""Cases of `rms_norm`, `add_rms_norm` and `pair_norm`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
 from op_cases import ModelShape, OpCase
 
 EPS = 1e-6
@@ -38,14 +38,34 @@ def torch_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     return torch_norm(added, weight), added
 
 
+def check_pair(args: tuple[torch.Tensor, ...]) -> None:
+    table, ids, hidden, *weights = args
+    halves = exact(table[ids], weights[0]), exact(hidden, weights[1])
+    got = pair_norm(table, ids, hidden, *weights, EPS).double()
+    torch.testing.assert_close(got, torch.cat(halves, 1), rtol=4.1e-3, atol=1e-6)
+
+
+def torch_pair(
+    table: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor
+) -> torch.Tensor:
+    return torch.cat((torch_norm(table[ids], weights[0]), torch_norm(hidden, weights[1])), 1)
+
+
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """The norm of a hidden row, alone and with the residual."""
+    """The norm of a hidden row, alone, with the residual, and beside that of an embedding."""
     width = shape.hidden
 
     def make(count: int, device: str, seed: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator(device).manual_seed(seed)
         shapes = [(rows, width)] * count + [(width,)]
         return tuple(torch.randn(s, dtype=torch.bfloat16, device=device, generator=generator) for s in shapes)
+
+    def make_pair(device: str, seed: int) -> tuple[torch.Tensor, ...]:
+        hidden, *weights = make(1, device, seed)
+        generator = torch.Generator(device).manual_seed(seed)
+        table = torch.randn(4096, width, dtype=torch.bfloat16, device=device, generator=generator)
+        ids = torch.randint(0, 4096, (rows,), device=device, generator=generator)
+        return table, ids, hidden, *weights, weights[0].clone()
 
     row_bytes, weight_bytes = 2 * rows * width, 2 * width
     return [
@@ -65,6 +85,15 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             4 * row_bytes + weight_bytes,
             check_add,
             torch_add_norm,
+            "torch",
+        ),
+        OpCase(
+            f"pair norm {width}",
+            make_pair,
+            lambda *args: pair_norm(*args, EPS),
+            4 * row_bytes + 2 * weight_bytes,
+            check_pair,
+            torch_pair,
             "torch",
         ),
     ]
