@@ -5,9 +5,9 @@
 Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row:
 milliseconds a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
 step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
-a step (median and most), the share of the step in which the GPU idles, kernels a step, tokens a second, and milliseconds a
-token of one request. Nothing is printed for a shape whose decode rows are not bit-equal between the buckets
-that are timed.
+a step (median and most), the share of the step in which the GPU idles, kernels a step, tokens a second, and
+milliseconds a token of one request. Nothing is printed for a shape whose decode rows are not bit-equal
+between the buckets that are timed.
 """
 
 from __future__ import annotations
