@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -39,9 +40,9 @@ def torch_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 
 
 def check_pair(args: tuple[torch.Tensor, ...]) -> None:
-    table, ids, hidden, *weights = args
-    halves = exact(table[ids], weights[0]), exact(hidden, weights[1])
-    got = pair_norm(table, ids, hidden, *weights, EPS).double()
+    table, ids, hidden, embedding_weight, hidden_weight = args
+    halves = exact(table[ids], embedding_weight), exact(hidden, hidden_weight)
+    got = pair_norm(table, ids, hidden, embedding_weight, hidden_weight, EPS).double()
     torch.testing.assert_close(got, torch.cat(halves, 1), rtol=4.1e-3, atol=1e-6)
 
 
@@ -90,7 +91,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
         OpCase(
             f"pair norm {width}",
             make_pair,
-            lambda *args: pair_norm(*args, EPS),
+            functools.partial(pair_norm, eps=EPS),
             4 * row_bytes + 2 * weight_bytes,
             check_pair,
             torch_pair,
