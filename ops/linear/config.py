@@ -143,8 +143,8 @@ def linear_config(
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
     else:
-        # Rows, weight rows and warps of a tile, the largest first. From 17 rows on: half a tile is padding then,
-        # and yet gate|up of 27B takes 91 us where tiles of 32 rows took 132.
+        # Rows, weight rows and warps of a tile, the largest first. From 17 rows on: half a tile may then be
+        # padding, and yet gate|up of 27B takes 91 us where tiles of 32 rows took 132.
         block_m = max(block_m, 64)
         tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
         if block_m == 128:
