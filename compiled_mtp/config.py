@@ -128,7 +128,9 @@ class EngineConfig(BaseSettings):
         default="auto", description="off to run without torch.compile, on to insist on it"
     )
     graph_mode: Literal["auto", "reduce-overhead", "replay"] = Field(
-        default="auto", description="how a compiled step is replayed on a GPU"
+        default="auto",
+        description="how a compiled step is replayed on a GPU, by torch or a graph captured by hand; auto: "
+        "as its graph_cache was made, else reduce-overhead for models of 1 GiB and more",
     )
     graph_cache: Path | None = Field(default=None, description="a file that tools/export_graphs.py wrote")
     draft_vocab: int | None = Field(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -212,8 +213,15 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
             assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
 
 
-def measure(runner: Runner, batch: int, context: int, bandwidth: float, is_traced: bool) -> dict[str, Any]:
-    """One row of the table."""
+def end_loop(loop: Loop) -> None:
+    """Abort what still runs and wait."""
+    for request in list(loop.scheduler._running.values()):
+        loop.scheduler.abort(request.request_id)
+    loop.runner.close()
+
+
+def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """One row of the table, but for its kernels."""
     loop = start_loop(runner, batch, context)
     for _ in range(WARM_UP_STEPS):
         loop.step()
@@ -234,18 +242,12 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float, is_trace
     runner.programs.decode(slots)
     torch.cuda.synchronize()
     gpu_ms = gpu_time_ms(runner, slots)
-    kernels = trace_kernels(runner, slots)
-    if is_traced:
-        print_kernels(kernels)
     items = floor_bytes(
         runner, batch, context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
     )
     floor_ms = 1e3 * sum(items.values()) / bandwidth
     step_ms = 1e3 * statistics.median(times)
-    while loop.scheduler._running:
-        for request in list(loop.scheduler._running.values()):
-            loop.scheduler.abort(request.request_id)
-    runner.close()
+    end_loop(loop)
     return {
         "batch": batch,
         "step_ms": round(step_ms, 3),
@@ -256,7 +258,6 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float, is_trace
         "host_us": round(statistics.median(host_times), 1),
         "host_max_us": round(max(host_times), 1),
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
-        "kernels": len(kernels),
         "tokens_per_s": round(tokens / total, 1),
         "tpot_ms": round(1e3 * total * batch / tokens, 3),
         "new_tokens_per_round": round(tokens / TIMED_STEPS / batch, 3),
@@ -280,13 +281,18 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 
 @torch.no_grad()
-def trace_kernels(runner: Runner, slots: tuple[int, ...]) -> list[tuple[str, float]]:
+def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, float]]:
     """The kernels of one step in the order in which they end: name, microseconds since the one before ended.
 
-    Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
+    Dependent launches overlap, so a kernel's own span would count the time in which it only waits. A profiler
+    that was once attached makes every later launch cost the host more: nothing is timed after this.
     """
     from torch.profiler import ProfilerActivity, profile
 
+    loop = start_loop(runner, batch, context)
+    slots = tuple(sorted(loop.scheduler._running))
+    runner.programs.decode(slots)
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         runner.programs.decode(slots)
         torch.cuda.synchronize()
@@ -297,6 +303,7 @@ def trace_kernels(runner: Runner, slots: tuple[int, ...]) -> list[tuple[str, flo
     for end, _, name in spans:
         result.append((name, end - last))
         last = end
+    end_loop(loop)
     return result
 
 
@@ -331,6 +338,22 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
+    modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
+    depths = [int(step) for step in arguments.mtp_step.split(",")]
+    if len(modes) * len(depths) == 1:
+        run(arguments, batches, depths[0], modes[0])
+        return
+    if arguments.export or arguments.graph_cache:
+        parser.exit(2, "bench_step: a graph cache is made for one --mtp-step and one --graph-mode\n")
+    for depth in depths:
+        for mode in modes:
+            # In a process of its own: what one has traced would slow down the next.
+            given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
+            subprocess.run([sys.executable, __file__, *given], check=True)
+
+
+def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
+    """Time one depth and graph mode, or export it, and print."""
     model = model_config(arguments.shape, arguments.fp8)
     if arguments.layers is not None:
         model = replace(
@@ -343,71 +366,61 @@ def main() -> None:
         f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
         flush=True,
     )
-    modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
-    depths = [int(step) for step in arguments.mtp_step.split(",")]
-    if (arguments.export or arguments.graph_cache) and len(modes) * len(depths) > 1:
-        parser.exit(2, "bench_step: a graph cache is made for one --mtp-step and one --graph-mode\n")
+    directory = Path(tempfile.mkdtemp())
     if arguments.export:
         # Private and empty: what an earlier run has compiled must not shorten this start.
-        directory = Path(tempfile.mkdtemp())
         use_directory(directory)
-    for mtp_step in depths:
-        for mode in modes:
-            torch._dynamo.reset()
-            begin = time.perf_counter()
-            config = EngineConfig(
-                model=Path(__file__),
-                device="cuda",
-                dtype="bfloat16",
-                mtp_step=mtp_step,
-                max_batch=max(batches),
-                batch_sizes=tuple(batches),
-                max_model_len=arguments.context + 2048 + 64 * max(batches),
-                prefill_chunk=64,
-                graph_mode=mode,
-                graph_cache=arguments.graph_cache,
-                synthetic_acceptance=rate,
-            )
-            loaded: list[float] = []
+    begin = time.perf_counter()
+    config = EngineConfig(
+        model=Path(__file__),
+        device="cuda",
+        dtype="bfloat16",
+        mtp_step=mtp_step,
+        max_batch=max(batches),
+        batch_sizes=tuple(batches),
+        max_model_len=arguments.context + 2048 + 64 * max(batches),
+        prefill_chunk=64,
+        graph_mode=mode,
+        graph_cache=arguments.graph_cache,
+        synthetic_acceptance=rate,
+    )
+    loaded: list[float] = []
 
-            def fill(parameters: Mapping[str, torch.Tensor], loaded: list[float] = loaded) -> None:
-                fill_random(parameters)
-                torch.cuda.synchronize()
-                loaded.append(time.perf_counter())
+    def fill(parameters: Mapping[str, torch.Tensor]) -> None:
+        fill_random(parameters)
+        torch.cuda.synchronize()
+        loaded.append(time.perf_counter())
 
-            runner = Runner(config, model, model.vocab_size, None, fill)
-            startup_s = time.perf_counter() - loaded[0]
-            if arguments.export:
-                begin = time.perf_counter()
-                runner.programs.save(directory / PROGRAMS_NAME)
-                size = save(arguments.export, directory, runner.cache_key)
-                export_s = time.perf_counter() - begin
-                print(
-                    f"S={mtp_step} {mode} {len(runner.buckets)} buckets: cold start {startup_s:.1f} s, "
-                    f"{size / 1e6:.1f} MB written in {export_s:.1f} s",
-                    flush=True,
-                )
-                runner.close()
-                return
-            check_rows(runner, batches)
-            for batch in batches:
-                row = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
-                row |= measure(runner, batch, arguments.context, bandwidth, arguments.kernels)
-                row |= {"startup_s": round(startup_s, 1), "buckets": len(runner.buckets)}
-                row |= {
-                    "bandwidth_tb_s": round(bandwidth / 1e12, 3),
-                    "total_s": round(time.perf_counter() - begin, 1),
-                }
-                print(
-                    f"S={mtp_step} {mode:15} B={batch:<3} step {row['step_ms']:7.3f} ms  "
-                    f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
-                    f"host {row['host_us']:5.1f} us, most {row['host_max_us']:5.0f}  "
-                    f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
-                    f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
-                )
-                print(json.dumps(row), flush=True)
-            del runner
-            torch.cuda.empty_cache()
+    runner = Runner(config, model, model.vocab_size, None, fill)
+    startup_s = time.perf_counter() - loaded[0]
+    if arguments.export:
+        begin = time.perf_counter()
+        runner.programs.save(directory / PROGRAMS_NAME)
+        size = save(arguments.export, directory, runner.cache_key)
+        export_s = time.perf_counter() - begin
+        print(
+            f"S={mtp_step} {mode} {len(runner.buckets)} buckets: cold start {startup_s:.1f} s, "
+            f"{size / 1e6:.1f} MB written in {export_s:.1f} s"
+        )
+        return
+    check_rows(runner, batches)
+    rows = [measure(runner, batch, arguments.context, bandwidth) for batch in batches]
+    for row in rows:
+        kernels = trace_kernels(runner, row["batch"], arguments.context)
+        if arguments.kernels:
+            print_kernels(kernels)
+        fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
+        row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
+        row |= {"buckets": len(runner.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
+        row |= {"total_s": round(time.perf_counter() - begin, 1)}
+        print(
+            f"S={mtp_step} {mode:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "
+            f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
+            f"host {row['host_us']:5.1f} us, most {row['host_max_us']:5.0f}  "
+            f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
+            f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
+        )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

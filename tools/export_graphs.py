@@ -3,6 +3,8 @@
     python tools/export_graphs.py --model PATH --out FILE --mtp-step 3 --max-batch 8
 
 Takes every field of EngineConfig as a flag; the engine that loads the file must be given the same values.
+--graph-mode is "replay" unless given: of "reduce-overhead" only the generated code can be saved, and every
+start traces the model again.
 Prints one JSON line: the file, its bytes, the number of shapes and the seconds it took.
 """
 
@@ -38,6 +40,7 @@ def main() -> None:
             )
     given = vars(parser.parse_args())
     out: Path = given.pop("out")
+    given.setdefault("graph_mode", "replay")
     begin = time.perf_counter()
     bars: dict[str, tqdm[None]] = {}
 

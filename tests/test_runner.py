@@ -1,0 +1,44 @@
+"""How the runner chooses to replay a compiled step."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.artifacts import KEY_NAME
+from compiled_mtp.runner import _graph_mode
+
+SMALL, LARGE = 10 << 20, 2 << 30
+
+
+@pytest.mark.parametrize(
+    "options, device, weight_bytes, mode",
+    [
+        ({}, "cuda", LARGE, "reduce-overhead"),
+        ({}, "cuda", SMALL, "replay"),
+        ({"graph_mode": "replay"}, "cuda", LARGE, "replay"),
+        ({"graph_mode": "reduce-overhead"}, "cuda", SMALL, "reduce-overhead"),
+        ({"compile": "off"}, "cuda", LARGE, None),
+        ({}, "cpu", LARGE, None),
+        ({"compile": "on"}, "cpu", LARGE, "replay"),
+    ],
+)
+def test_the_form_follows_the_config_and_then_the_model(
+    options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
+) -> None:
+    assert _graph_mode(EngineConfig(**options), torch.device(device), weight_bytes) == mode
+
+
+@pytest.mark.parametrize("made_for", ["replay", "reduce-overhead"])
+def test_auto_is_what_the_cache_was_made_for(tmp_path: Path, made_for: str) -> None:
+    file = tmp_path / "graphs.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(KEY_NAME, json.dumps({"graph_mode": made_for}))
+    for weight_bytes in (SMALL, LARGE):
+        assert _graph_mode(EngineConfig(graph_cache=file), torch.device("cuda"), weight_bytes) == made_for
