@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -226,6 +227,8 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
     An interrupt ends it with what was decoded. Raises ValueError, before anything is decoded, if the config,
     the checkpoint or a job is wrong.
     """
+    # torch misses a NumPy that nothing here uses.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from compiled_mtp.engine import Engine
 
     engine = Engine(config, progress=_Progress(sys.stderr))
