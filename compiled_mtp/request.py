@@ -328,13 +328,13 @@ class Request:
         """Return counts and times so far."""
         end_s = time.monotonic() if self.finish_s is None else self.finish_s
         return RequestMetrics(
-            len(self.prompt_token_ids),
-            len(self.output_token_ids),
-            self.rounds,
-            self.accepted_by_index.copy(),
-            None if self.first_token_s is None else self.first_token_s - self.arrival_s,
-            end_s - self.arrival_s,
-            self.seed,
+            prompt_tokens=len(self.prompt_token_ids),
+            output_tokens=len(self.output_token_ids),
+            rounds=self.rounds,
+            accepted_by_index=self.accepted_by_index.copy(),
+            time_to_first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
+            total_s=end_s - self.arrival_s,
+            seed=self.seed,
         )
 
     def _take_text(self, token_ids: list[int], detokenizer: Detokenizer) -> tuple[list[int], str]:

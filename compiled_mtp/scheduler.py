@@ -60,8 +60,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: dict[int, Request] = {}
-        # By slot; None where it is free.
-        self._owners: list[Request | None] = [None] * (max_batch + 1)
         # The requests of the last round, and the rounds that may follow without a look at each of them.
         self._decoding: list[Request] = []
         self._decoding_slots: tuple[int, ...] = ()
@@ -149,8 +147,8 @@ class Scheduler:
             for slot, generation, token_ids in zip(
                 result.plan.slots, result.plan.generations, lists, strict=True
             ):
-                request = self._owners[slot]
-                if request is not None and request.generation == generation:
+                request = self._running.get(slot, self._prefilling)
+                if request is not None and request.slot == slot and request.generation == generation:
                     self._take(request, result, token_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -166,7 +164,6 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self._generations[request.slot] += 1
         request.generation = self._generations[request.slot]
-        self._owners[request.slot] = request
         self._prefilling = request
 
     def _look_ahead(self) -> list[tuple[int, int, int]]:
@@ -313,7 +310,6 @@ class Scheduler:
         else:
             del self._running[request.slot]
             self._rounds_ahead = 0
-        self._owners[request.slot] = None
         self.pool.free(request.block_ids)
         self._committed_blocks -= self._worst_case_blocks(request)
         self._free_slots.append(request.slot)

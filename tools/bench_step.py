@@ -349,7 +349,9 @@ def main() -> None:
         for mode in modes:
             # In a process of its own: what one has traced would slow down the next.
             given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
-            subprocess.run([sys.executable, __file__, *given], check=True)
+            status = subprocess.run([sys.executable, __file__, *given]).returncode
+            if status:
+                sys.exit(status)
 
 
 def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
@@ -366,9 +368,9 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
         flush=True,
     )
-    directory = Path(tempfile.mkdtemp())
     if arguments.export:
         # Private and empty: what an earlier run has compiled must not shorten this start.
+        directory = Path(tempfile.mkdtemp())
         use_directory(directory)
     begin = time.perf_counter()
     config = EngineConfig(

@@ -40,7 +40,6 @@ def main() -> None:
             )
     given = vars(parser.parse_args())
     out: Path = given.pop("out")
-    given.setdefault("graph_mode", "replay")
     begin = time.perf_counter()
     bars: dict[str, tqdm[None]] = {}
 
@@ -51,7 +50,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         use_directory(Path(directory))
         try:
-            engine = Engine(EngineConfig(**given, compile="on"), progress=report)
+            config = EngineConfig(**given, compile="on")
+            if config.graph_mode == "auto":
+                config = config.model_copy(update={"graph_mode": "replay"})
+            engine = Engine(config, progress=report)
             engine.runner.programs.save(Path(directory) / PROGRAMS_NAME)
             out.parent.mkdir(parents=True, exist_ok=True)
             size = save(out, Path(directory), engine.runner.cache_key)

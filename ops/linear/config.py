@@ -127,9 +127,7 @@ def linear_config(
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
         config = replace(config, block_n=32, block_k=128 if fp8 else 32, num_warps=4, sequential=True)
-    elif block_m == 16:
-        pass
-    elif block_m == 32 and fp8:
+    elif fp8 and block_m == 32:
         # Side by side the chains would not fit in the registers.
         config = replace(
             config,
@@ -138,11 +136,11 @@ def linear_config(
             sequential=True,
             num_stages=4,
         )
-    elif fp8 and not prefill:
+    elif fp8 and block_m > 16 and not prefill:
         # Two warps keep Triton from the warp-group products: with converted weights those take the columns in
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
-    else:
+    elif block_m > 16:
         # Rows, weight rows and warps of a tile, the largest first. From 17 rows on: half a tile may then be
         # padding, and yet gate|up of 27B takes 91 us where tiles of 32 rows took 132.
         block_m = max(block_m, 64)

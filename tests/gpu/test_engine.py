@@ -133,8 +133,11 @@ def compiled_streams(directory: Path, dtype: str) -> dict[str, list[int]]:
         ("default", "bfloat16", "replay", 1),
         ("default", "bfloat16", "replay", 3),
         ("default", "bfloat16", "replay", 7),
+        ("default", "bfloat16", "reduce-overhead", 0),
         ("default", "bfloat16", "reduce-overhead", 3),
+        ("default", "bfloat16", "reduce-overhead", 7),
         ("qwen3_5_moe", "bfloat16", "replay", 3),
+        ("qwen3_5_moe", "bfloat16", "reduce-overhead", 3),
         ("qwen3_5", "float32", "replay", 3),
     ],
 )
