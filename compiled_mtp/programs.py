@@ -60,9 +60,11 @@ class Programs:
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
         self._prefill_slot = self._zeros(1, torch.int32)
         self._start, self._length = self._zeros(1, torch.int64), self._zeros(1, torch.int64)
-        self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, step.decode)
-        self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, step.prefill)
-        self._first_token: Program = step.first_token
+        # A captured graph records no gradients anyhow: only what runs as code has to be told.
+        without_gradients = torch.no_grad()
+        self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.decode))
+        self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, without_gradients(step.prefill))
+        self._first_token: Program = without_gradients(step.first_token)
 
     @property
     def count(self) -> int:
@@ -164,7 +166,7 @@ class Programs:
         is_captured = is_graph and self.mode == "replay"
         for _ in range(_WARM_UP_CALLS if is_graph and not is_captured else 1):
             self._call(program, shape.inputs)
-        return capture(program, shape.inputs, pool) if is_captured else program
+        return capture(program, shape.inputs, pool) if is_captured else torch.no_grad()(program)
 
     def _mark_static(self) -> None:
         mark_static([*self.step.parameters(), *self.step.buffers()])

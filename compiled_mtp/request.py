@@ -198,25 +198,37 @@ class StopStrings:
         return held
 
 
-# One of these two is made for each request at each step: a frozen dataclass takes four times as long to make.
 @dataclass(slots=True)
 class RequestMetrics:
     """Counts and times of one request so far; ratios are in `spec.stats`.
 
-    rounds counts verify rounds. output_tokens and accepted_by_index leave out what a stop cut off; the first
-    output token comes from prefill, the others from the rounds. accepted_by_index[i] is the number of rounds
-    that kept draft i + 1. Times are seconds from the request's arrival.
+    All outputs of a request share one object, which goes on counting until the request has finished: copy
+    what is to be kept of an unfinished one.
+
+    rounds_by_accepted[n] is the number of verify rounds that kept exactly n drafts. It and output_tokens
+    leave out what a stop cut off; the first output token comes from prefill, the others from the rounds.
+    Times are seconds from the request's arrival; total_s is that of its last token, or of its end.
     """
 
     prompt_tokens: int
-    output_tokens: int
-    rounds: int
-    accepted_by_index: list[int]
-    time_to_first_token_s: float | None
-    total_s: float
     seed: int
+    output_tokens: int = 0
+    rounds_by_accepted: list[int] = field(default_factory=list)
+    time_to_first_token_s: float | None = None
+    total_s: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Verify rounds so far."""
+        return sum(self.rounds_by_accepted)
+
+    @property
+    def accepted_by_index(self) -> list[int]:
+        """Rounds that kept draft i + 1, for each i."""
+        return [sum(self.rounds_by_accepted[n:]) for n in range(1, len(self.rounds_by_accepted))]
 
 
+# One is made for each request at each step: a frozen dataclass takes four times as long to make.
 @dataclass(slots=True)
 class RequestOutput:
     """What one step gave one request: the new tokens and text, and how it ended if it did.
@@ -237,9 +249,8 @@ class RequestOutput:
 class Request:
     """The host's state of one request, owned by the scheduler.
 
-    pos_cpu is the last cursor the host knows (absolute position of the last emitted token; the prompt's
-    length once prefill is launched), in_flight the decode launches whose result it has not read. slot 0 means
-    none. `generation` tells the owners of a slot apart. Raises ValueError for an empty prompt.
+    output_token_ids are those that the host knows. slot 0 means none; `generation` tells the owners of a slot
+    apart. Raises ValueError for an empty prompt.
     """
 
     request_id: str
@@ -255,14 +266,9 @@ class Request:
     generation: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    pos_cpu: int = 0
-    in_flight: int = 0
     is_first_token_due: bool = False
     finish_reason: FinishReason | None = None
-    first_token_s: float | None = None
-    finish_s: float | None = None
-    rounds: int = 0
-    accepted_by_index: list[int] = field(default_factory=list)
+    metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
 
@@ -275,6 +281,7 @@ class Request:
             )
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.max_output = self.params.max_tokens
+        self.metrics = RequestMetrics(len(self.prompt_token_ids), self.seed)
         self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
         self._stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
@@ -285,17 +292,13 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
-    @property
-    def min_output(self) -> int:
-        """Fewest output tokens that are certain once every launch in flight is read."""
-        return len(self.output_token_ids) + self.in_flight + self.is_first_token_due
-
-    def append(self, token_ids: list[int], is_round: bool) -> tuple[list[int], str]:
+    def append(self, token_ids: list[int], is_round: bool, now_s: float) -> tuple[list[int], str]:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
-        `is_round` says that a verify round emitted them: all but the last were drafts. Sets finish_reason.
+        `is_round` says that a verify round emitted them: all but the last were drafts. `now_s` is the time by
+        time.monotonic(). Sets finish_reason.
         """
-        kept, text = token_ids, ""
+        kept, text, metrics = token_ids, "", self.metrics
         room = self.max_output - len(self.output_token_ids)
         if len(kept) >= room:
             kept = kept[:room]
@@ -307,12 +310,13 @@ class Request:
         if self.detokenizer is not None:
             kept, text = self._take_text(kept, self.detokenizer)
         self.output_token_ids += kept
-        if kept and self.first_token_s is None:
-            self.first_token_s = time.monotonic()
+        metrics.output_tokens = len(self.output_token_ids)
+        metrics.total_s = now_s - self.arrival_s
         if is_round:
-            self.rounds += 1
-            for index in range(min(len(token_ids) - 1, len(kept))):
-                self.accepted_by_index[index] += 1
+            # All but the last were drafts, unless a stop cut that one off.
+            metrics.rounds_by_accepted[min(len(token_ids) - 1, len(kept))] += 1
+        else:
+            metrics.time_to_first_token_s = metrics.total_s
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)
         return kept, text
@@ -320,22 +324,9 @@ class Request:
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         self.finish_reason = reason
-        self.finish_s = time.monotonic()
+        self.metrics.total_s = time.monotonic() - self.arrival_s
         held = self.detokenizer.flush() if self.detokenizer is not None else ""
         return self._stop_strings.flush() + held
-
-    def metrics(self) -> RequestMetrics:
-        """Return counts and times so far."""
-        end_s = time.monotonic() if self.finish_s is None else self.finish_s
-        return RequestMetrics(
-            prompt_tokens=len(self.prompt_token_ids),
-            output_tokens=len(self.output_token_ids),
-            rounds=self.rounds,
-            accepted_by_index=self.accepted_by_index.copy(),
-            time_to_first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
-            total_s=end_s - self.arrival_s,
-            seed=self.seed,
-        )
 
     def _take_text(self, token_ids: list[int], detokenizer: Detokenizer) -> tuple[list[int], str]:
         """The tokens up to the one that completes a stop string, and their text; sets finish_reason."""

@@ -303,8 +303,12 @@ def _to_line(index: int, job: Job) -> dict[str, Any]:
         "token_ids": job.token_ids,
         "finish_reason": job.finish_reason,
         "error": job.error,
-        "metrics": None if job.metrics is None else asdict(job.metrics),
+        "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
     }
+
+
+def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
+    return asdict(metrics) | {"rounds": metrics.rounds, "accepted_by_index": metrics.accepted_by_index}
 
 
 class _Progress:

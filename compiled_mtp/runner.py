@@ -62,7 +62,7 @@ class _Launch:
 
     plan: StepPlan
     output: torch.Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.Event | None
 
 
 class Runner:
@@ -143,9 +143,8 @@ class Runner:
             self.programs.warm_up(report, saved)
         self.waited_s = 0.0
         self._launches: deque[_Launch] = deque()
-        self._host_buffers: dict[torch.Size, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
+        self._host_buffers: dict[torch.Size, list[tuple[torch.Tensor, torch.Event | None]]] = {}
 
-    @torch.no_grad()
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
         flight.
@@ -176,7 +175,8 @@ class Runner:
         else:
             is_cuda = self.device.type == "cuda"
             host = torch.empty(output.shape, dtype=torch.int64, pin_memory=is_cuda)
-            ready = torch.cuda.Event() if is_cuda else None
+            # torch.cuda.Event would ask for the current stream in Python, at every step.
+            ready = torch.Event(self.device) if is_cuda else None
         host.copy_(output, non_blocking=True)
         if ready is not None:
             ready.record()

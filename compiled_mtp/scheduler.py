@@ -11,7 +11,8 @@ every block is reserved, and until then, or until a request comes or goes, a rou
 from __future__ import annotations
 
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
@@ -60,11 +61,12 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: dict[int, Request] = {}
-        # The requests of the last round, and the rounds that may follow without a look at each of them.
-        self._decoding: list[Request] = []
+        # The slots of the last round, and the rounds that may follow without a look at each request.
         self._decoding_slots: tuple[int, ...] = ()
         self._decoding_generations: tuple[int, ...] = ()
         self._rounds_ahead = 0
+        # Launched, and their results not yet taken; results come in the order of the launches.
+        self._unread_rounds: deque[StepPlan] = deque()
         self._free_slots = list(range(max_batch, 0, -1))
         self._generations = [0] * (max_batch + 1)
         self._committed_blocks = 0
@@ -95,7 +97,7 @@ class Scheduler:
                 f"{request.prompt_len} and {request.params.max_tokens} tokens, which need {blocks}; lower "
                 "max_tokens, shorten the prompt or raise num_blocks"
             )
-        request.accepted_by_index = [0] * self.mtp_step
+        request.metrics.rounds_by_accepted = [0] * (self.mtp_step + 1)
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -131,11 +133,11 @@ class Scheduler:
         if self._prefilling is None:
             self._admit()
         updates = [] if self._rounds_ahead else self._look_ahead()
-        if self._prefilling is not None and (self._is_prefill_next or not self._decoding):
+        if self._prefilling is not None and (self._is_prefill_next or not self._decoding_slots):
             self._is_prefill_next = False
             return self._plan_prefill(self._prefilling, updates)
         self._is_prefill_next = True
-        return self._plan_decode(updates) if self._decoding else None
+        return self._plan_decode(updates) if self._decoding_slots else None
 
     def update(self, result: StepResult | None) -> list[RequestOutput]:
         """Take the result of a launch, if there is one, and return what the requests gained since.
@@ -143,13 +145,16 @@ class Scheduler:
         Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch alone.
         """
         if result is not None:
-            lists = result.token_ids if result.error is None else [[]] * len(result.plan.slots)
-            for slot, generation, token_ids in zip(
-                result.plan.slots, result.plan.generations, lists, strict=True
-            ):
-                request = self._running.get(slot, self._prefilling)
-                if request is not None and request.slot == slot and request.generation == generation:
-                    self._take(request, result, token_ids)
+            plan = result.plan
+            if plan.kind == "decode":
+                oldest = self._unread_rounds.popleft()
+                assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
+            if result.error is not None:
+                self._take_error(plan, result.error)
+            elif plan.kind == "decode":
+                self._take_round(plan, result.token_ids)
+            elif plan.is_last:
+                self._take_first_token(plan, result.token_ids[0])
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -172,22 +177,31 @@ class Scheduler:
         Return the block-table entries that the next plan must carry.
         """
         width = self.mtp_step + 1
-        self._decoding = [r for r in self._running.values() if r.min_output < r.max_output]
-        self._decoding_slots = tuple(request.slot for request in self._decoding)
-        self._decoding_generations = tuple(request.generation for request in self._decoding)
+        unread = Counter(
+            owner for plan in self._unread_rounds for owner in zip(plan.slots, plan.generations, strict=True)
+        )
+        decoding: list[Request] = []
         updates: list[tuple[int, int, int]] = []
         rounds = sys.maxsize
-        for request in self._decoding:
-            last_write = self._last_write(request.pos_cpu, request.in_flight)
+        for request in self._running.values():
+            in_flight = unread[request.slot, request.generation]
+            # Every unread round emits a token at least, and a whole window at most.
+            least_output = len(request.output_token_ids) + request.is_first_token_due + in_flight
+            if least_output >= request.max_output:
+                continue
+            decoding.append(request)
+            last_write = self._last_write(request, in_flight)
             updates += self._reserve(request, last_write)
-            # Each result may be read before the next launch, and be a whole window.
-            most_output = request.min_output + request.in_flight * self.mtp_step
+            # Each result may be read before the next launch.
+            most_output = least_output + in_flight * self.mtp_step
             rounds = min(rounds, -((most_output - request.max_output) // width))
             owned = len(request.block_ids)
             if owned < self._worst_case_blocks(request):
                 rounds = min(rounds, (owned * self.block_size - 1 - last_write) // width + 1)
+        self._decoding_slots = tuple(request.slot for request in decoding)
+        self._decoding_generations = tuple(request.generation for request in decoding)
         # The one that is planned next was looked at itself.
-        self._rounds_ahead = max(rounds, 1) if self._decoding else 0
+        self._rounds_ahead = max(rounds, 1) if decoding else 0
         return updates
 
     def _plan_prefill(self, request: Request, updates: list[tuple[int, int, int]]) -> StepPlan:
@@ -199,7 +213,6 @@ class Scheduler:
         updates += self._reserve(request, end - 1 + (self.mtp_step if is_last else 0))
         request.num_prefilled = end
         if is_last:
-            request.pos_cpu = end
             request.is_first_token_due = True
             self._prefilling = None
             self._running[request.slot] = request
@@ -220,11 +233,9 @@ class Scheduler:
         )
 
     def _plan_decode(self, updates: list[tuple[int, int, int]]) -> StepPlan:
-        for request in self._decoding:
-            assert request.in_flight <= self.max_in_flight, f"{request.in_flight} results are late"
-            request.in_flight += 1
+        assert len(self._unread_rounds) <= self.max_in_flight, f"{len(self._unread_rounds)} results are late"
         self._rounds_ahead -= 1
-        return StepPlan(
+        plan = StepPlan(
             step_id=self._step_id(),
             kind="decode",
             slots=self._decoding_slots,
@@ -233,9 +244,13 @@ class Scheduler:
             block_updates=tuple(updates),
             released=self._take_released(),
         )
+        self._unread_rounds.append(plan)
+        return plan
 
-    def _last_write(self, pos: int, in_flight: int) -> int:
+    def _last_write(self, request: Request, in_flight: int) -> int:
         """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
+        # The first token, known or not, stands right after the prompt; others are known when they are read.
+        pos = request.prompt_len + max(len(request.output_token_ids) - 1, 0)
         return pos + in_flight * (self.mtp_step + 1) + 2 * self.mtp_step
 
     def _worst_case_blocks(self, request: Request) -> int:
@@ -263,25 +278,39 @@ class Scheduler:
         request.block_ids += new
         return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
-    def _take(self, request: Request, result: StepResult, token_ids: list[int]) -> None:
-        is_round = result.plan.kind == "decode"
-        if result.error is not None:
-            self._end(request, "error", result.error)
+    def _take_round(self, plan: StepPlan, token_ids: list[list[int]]) -> None:
+        running, outputs, width = self._running, self._outputs, self.mtp_step + 1
+        now_s = time.monotonic()
+        for slot, generation, new in zip(plan.slots, plan.generations, token_ids, strict=True):
+            request = running.get(slot)
+            if request is None or request.generation != generation:
+                continue
+            assert 1 <= len(new) <= width, f"a round emitted {len(new)} tokens"
+            kept, text = request.append(new, True, now_s)
+            reason = request.finish_reason
+            if reason is not None:
+                self._release(request)
+            outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
+
+    def _take_first_token(self, plan: StepPlan, token_ids: list[int]) -> None:
+        request = self._running.get(plan.slots[0])
+        if request is None or request.generation != plan.generations[0]:
             return
-        if is_round:
-            assert 1 <= len(token_ids) <= self.mtp_step + 1, f"a round emitted {len(token_ids)} tokens"
-            request.in_flight -= 1
-            request.pos_cpu += len(token_ids)
-        elif not result.plan.is_last:
-            return
-        else:
-            request.is_first_token_due = False
-        kept, text = request.append(token_ids, is_round)
-        if request.finish_reason is not None:
+        request.is_first_token_due = False
+        kept, text = request.append(token_ids, False, time.monotonic())
+        reason = request.finish_reason
+        if reason is not None:
             self._release(request)
-        self._outputs.append(
-            RequestOutput(request.request_id, kept, text, request.metrics(), request.finish_reason)
-        )
+        self._outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
+
+    def _take_error(self, plan: StepPlan, error: str) -> None:
+        owners = dict(self._running)
+        if self._prefilling is not None:
+            owners[self._prefilling.slot] = self._prefilling
+        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+            request = owners.get(slot)
+            if request is not None and request.generation == generation:
+                self._end(request, "error", error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         text = request.finish(reason)
@@ -291,7 +320,7 @@ class Scheduler:
                 request_id=request.request_id,
                 new_token_ids=[],
                 new_text=text,
-                metrics=request.metrics(),
+                metrics=request.metrics,
                 finish_reason=reason,
                 error=error,
             )

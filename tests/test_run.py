@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class FakeEngine:
                 "prompt must be shorter than max_model_len=40 tokens, got a long one; shorten it"
             )
         request = Request(request_id, [1] * len(text), params, detokenizer=Letters())
-        request.accepted_by_index = [0] * self.config.mtp_step
+        request.metrics.rounds_by_accepted = [0] * (self.config.mtp_step + 1)
         self.requests[request_id], self.answers[request_id] = request, text.upper() + "." * 200
         self.params.append(params)
         return request_id
@@ -84,12 +85,12 @@ class FakeEngine:
             window = self.answers[name][done : done + (WIDTH if self.config.mtp_step else 1)]
             if self.wrong_with_mtp_step_0 and not self.config.mtp_step and done == 2:
                 window = "?"
-            kept, text = request.append([ord(c) for c in window], is_round=done > 0)
+            kept, text = request.append([ord(c) for c in window], is_round=done > 0, now_s=time.monotonic())
             error = None
             if self.fail == name:
                 request.finish("error")
                 error = "the device is on fire"
-            outputs.append(RequestOutput(name, kept, text, request.metrics(), request.finish_reason, error))
+            outputs.append(RequestOutput(name, kept, text, request.metrics, request.finish_reason, error))
         return outputs
 
     def close(self) -> None:
@@ -169,6 +170,8 @@ def test_several_prompts_are_printed_in_order_and_written(
     assert lines[2]["token_ids"] == [ord(c) for c in "AB."]
     assert lines[2]["metrics"]["seed"] == 5
     assert lines[2]["metrics"]["output_tokens"] == 3
+    assert lines[0]["metrics"]["rounds_by_accepted"] == [0, 0, 2, 0]
+    assert (lines[0]["metrics"]["rounds"], lines[0]["metrics"]["accepted_by_index"]) == (2, [2, 2, 0])
     assert [(p.max_tokens, p.top_k, p.temperature) for p in made[0].params] == [
         (9, 4, 1),
         (6, 4, 0.5),
