@@ -11,6 +11,8 @@ whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -22,6 +24,7 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.sample import sample
+from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
 
 
 class Step(nn.Module):
@@ -60,7 +63,8 @@ class Step(nn.Module):
         self.mtp_step = mtp_step
         self.num_valid_ids = num_valid_ids
         self.max_model_len = max_model_len
-        self.synthetic_acceptance = synthetic_acceptance
+        # Benchmarks only: drafts are kept at that rate, whatever they are.
+        self.hash_limit = -1 if synthetic_acceptance is None else round(synthetic_acceptance * 2**16)
         # A cut head costs acceptance where the target draws another id, and never a token.
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
@@ -72,40 +76,30 @@ class Step(nn.Module):
         of which the first num_new are the request's. num_new is 0 for padding. Mutates the caches and the
         slots' cursors, last tokens and drafts.
         """
-        slots, query_len = self.slots, self.mtp_step + 1
-        index = state_index.to(torch.int64)
-        is_live = state_index > 0
-        pos = slots.pos[index]
-        window = torch.cat((slots.last_token[index][:, None], slots.drafts[index][:, : self.mtp_step]), dim=1)
-        tokens = window.flatten()
-
+        slots, mtp_step = self.slots, self.mtp_step
+        place = (mtp_step, self.kv_cache.block_size, self.max_model_len)
+        base, pos, tokens, positions, kv_slots, sampled_positions, table = read_window(
+            state_index, slots.base, slots.pos, slots.last_token, slots.drafts, slots.block_table, *place
+        )
         # 1. One forward of the target over [last token, d_1 .. d_S] at positions p .. p + S.
-        rows = self._rows(state_index, index, pos, query_len, slots.base[index])
+        rows = Rows(positions, kv_slots, table, state_index, pos, base, pos, is_prefill=False)
         hidden = self.target(tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         # 2. y_k is the request's token at position p + k + 1, given that the k drafts before it are right.
-        sampled = self._sample(self.target.logits(hidden), tokens, _span(pos + 1, query_len), state_index)
-        sampled = sampled.view(-1, query_len)
+        sampled = self._sample(self.target.logits(hidden), tokens, sampled_positions, state_index)
         # 3. Keep the leading drafts that agree; y_{num_accepted} is the bonus token.
-        agrees = window[:, 1:] == sampled[:, :-1]
-        if self.synthetic_acceptance is not None:
-            agrees = _synthetic(pos, self.mtp_step, self.synthetic_acceptance)
-        num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
-        num_new = torch.where(is_live, num_accepted + 1, 0)
-        bonus = sampled.gather(1, num_accepted[:, None])[:, 0]
         # 4. Commit. The GDN layers have just folded their state up to the old `pos`.
-        new_pos = pos + num_new
-        slots.base[index] = pos
-        slots.pos[index] = new_pos
-        slots.last_token[index] = torch.where(is_live, bonus, 0)
+        result, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots = accept_window(
+            tokens, sampled, state_index, pos, table, slots.base, slots.pos, slots.last_token,
+            *place, self.hash_limit,
+        )  # fmt: skip
         # 5. and 6. Make the draft's KV true for every row, then draft from the accepted one.
         if self.draft is not None:
-            rows = self._rows(state_index, index, pos + 1, query_len, pos)
-            drafted = self._draft_forward(sampled.flatten(), hidden, rows)
-            drafted = drafted.view(-1, query_len, drafted.shape[-1])
-            last = num_accepted[:, None, None].expand(-1, 1, drafted.shape[-1])
-            drafts = self._draft_chain(drafted.gather(1, last)[:, 0], state_index, index, new_pos)
+            rows = replace(rows, positions=positions, slot_mapping=kv_slots)
+            drafted = self._draft_forward(sampled, hidden, rows, accepted_row)
+            drafts = self._draft_chain(drafted, bonus, rows, chain_positions, chain_slots)
+            index, is_live = state_index.to(torch.int64), state_index > 0
             slots.drafts[index] = torch.where(is_live[:, None], drafts, 0)
-        return torch.cat((num_new[:, None], sampled), dim=1)
+        return result
 
     def prefill(
         self,
@@ -150,37 +144,54 @@ class Step(nn.Module):
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
             drafted = self._draft_forward(token, hidden, rows)
-            slots.drafts[index] = self._draft_chain(drafted, state_index, index, pos)
+            chain = place_chain(
+                pos, self.mtp_step, self.max_model_len, rows.block_table, self.kv_cache.block_size
+            )
+            slots.drafts[index] = self._draft_chain(drafted, token, rows, *chain)
         return token
 
-    def _draft_forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _draft_forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: Rows,
+        kept_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert self.draft is not None
         assert self.kv_cache.draft is not None
         table = self.target.embed.weight
-        return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin)
+        return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
 
     def _draft_chain(
-        self, hidden: torch.Tensor, state_index: torch.Tensor, index: torch.Tensor, pos: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        token: torch.Tensor,
+        rows: Rows,
+        chain_positions: torch.Tensor,
+        chain_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos` [B].
+        """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos`, the last `token`
+        [B].
 
-        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, past the accepted tail,
-        where the next extend overwrites them. The draft samples with the request's own noise: it then
-        agrees with the target far more often than its argmax would (Daliri, Musco, Suresh, arXiv
-        2408.07978).
+        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, which chain_slots [S, >= B]
+        names, past the accepted tail, where the next extend overwrites them. The draft samples with the
+        request's own noise: it then agrees with the target far more often than its argmax would (Daliri,
+        Musco, Suresh, arXiv 2408.07978).
         """
-        drafts = []
-        token = self.slots.last_token[index]
-        for i in range(1, self.mtp_step + 1):
-            head = self.target.head_weight if self.draft_head is None else self.draft_head
+        drafts, batch = [], hidden.shape[0]
+        head = self.target.head_weight if self.draft_head is None else self.draft_head
+        for i in range(self.mtp_step):
+            if i:
+                # The pair of the draft before.
+                chained = replace(
+                    rows, positions=chain_positions[i - 1, :batch], slot_mapping=chain_slots[i - 1, :batch]
+                )
+                hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
-            token = self._sample(logits, token, pos + i, state_index)
+            token = self._sample(logits, token, chain_positions[i, :batch], rows.state_index)
             if self.draft_ids is not None:
                 token = self.draft_ids[token]
             drafts.append(token)
-            if i < self.mtp_step:
-                rows = self._rows(state_index, index, pos + i, 1, pos)
-                hidden = self._draft_forward(token, hidden, rows)
         return torch.stack(drafts, dim=1)
 
     def _sample(
@@ -227,17 +238,13 @@ class Step(nn.Module):
         Near max_model_len positions are clamped and writes dropped, as are writes of padding rows and through
         block-table entries that are not reserved.
         """
-        block_size = self.kv_cache.block_size
-        offsets = torch.arange(rows_per_request, device=start.device)
-        true_positions = start[:, None] + offsets
         # The last real row: padding rows of a chunk repeat its position, so that they read written keys
         # alone.
         end = self.max_model_len if length is None else (start + length)[:, None]
-        positions = true_positions.clamp(max=end - 1)
         block_table = self.slots.block_table[index]
-        block = block_table.gather(1, positions // block_size).to(torch.int64)
-        is_written = (block > 0) & (true_positions < end)
-        slot_mapping = torch.where(is_written, block * block_size + positions % block_size, -1)
+        positions, slot_mapping = place_rows(
+            start, rows_per_request, end, block_table, self.kv_cache.block_size
+        )
         return Rows(
             positions=positions.flatten(),
             slot_mapping=slot_mapping.flatten(),
@@ -248,16 +255,3 @@ class Step(nn.Module):
             length=start if length is None else length,
             is_prefill=length is not None,
         )
-
-
-def _span(start: torch.Tensor, count: int) -> torch.Tensor:
-    """[B] int64 to [B * count]: start, start + 1, ... of each request."""
-    return (start[:, None] + torch.arange(count, device=start.device)).flatten()
-
-
-def _synthetic(pos: torch.Tensor, mtp_step: int, rate: float) -> torch.Tensor:
-    """Benchmarks only: [B, S] bool, true at about `rate`, from a hash of the draft's position."""
-    positions = pos[:, None] + torch.arange(1, mtp_step + 1, device=pos.device)
-    # Knuth's multiplicative hash; its upper bits are the even ones.
-    hashed = (positions * 2654435761) % 2**32 // 2**16
-    return hashed < round(rate * 2**16)

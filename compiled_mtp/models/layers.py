@@ -101,14 +101,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, kept_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual); a missing residual counts as zero.
 
-        x [M, H], or with a residual the parts [P, M, H] of it.
+        x [M, H], or with a residual the parts [P, M, H] of it, of which kept_rows [N] may name some.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, kept_rows)
 
 
 class Attention(nn.Module):

@@ -18,9 +18,10 @@ FIRST_DRAFT_KEY = 1
 class DraftModel(nn.Module):
     """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
 
-    `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin)` returns h' [M, H]: what the
-    shared head reads and what the next pass of a chain takes as `hidden`. `table` is the target's embedding,
-    `hidden` of a first pass the target's after its final norm. Writes the pairs' keys and values into `kv`.
+    `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin, kept_rows)` returns h' [M, H]:
+    what the shared head reads and what the next pass of a chain takes as `hidden`; with kept_rows [N] int64
+    that of those rows alone. `table` is the target's embedding, `hidden` of a first pass the target's after
+    its final norm. Writes the pairs' keys and values into `kv`.
     `fp8` names the parameters to keep in FP8; those of this model begin 'mtp.'.
     """
 
@@ -54,8 +55,9 @@ class DraftModel(nn.Module):
         rows: Rows,
         kv: KVLayer,
         cos_sin: torch.Tensor,
+        kept_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         norms = (self.norm_embedding.weight, self.norm_hidden.weight)
         pair = pair_norm(table, token_ids, hidden, *norms, self.norm.eps)
         x, residual = self.layer(self.fc(pair, rows.is_prefill), None, rows, kv, cos_sin)
-        return self.norm.add(x, residual)[0]
+        return self.norm.add(x, residual, kept_rows)[0]

@@ -103,9 +103,9 @@ def verify_kernel(
     PDL: tl.constexpr,
 ):
     """Items (request, split, kv head, BM rows), as many as the positions give, shared out by turns."""
+    # Who attends to what is known before the queries are (ops.device).
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     requests = tl.arange(0, MAX_REQUESTS)
     is_request = requests < num_requests
     # One vector a step, not one tile: its lanes lie in one warp, and no sum over it leaves the warp.
@@ -127,6 +127,8 @@ def verify_kernel(
     turns = num_items // num_programs
     last_place = tl.where(turns % 2 == 0, program, num_programs - 1 - program)
     turns += (last_place < num_items % num_programs).to(tl.int32)
+    if PDL:
+        gdc_wait()
     for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
         request, split, kv_head, row_tile = find_item(
             turn, ends, counts, requests, row_tiles, first_split, HKV
@@ -244,7 +246,6 @@ def combine_kernel(
     """One head of one row: BD of its dims, summed over its splits in order, times the gate."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     item = tl.program_id(0).to(tl.int64)
     row = item // (HKV * GROUP)
     head = item % (HKV * GROUP)
@@ -253,16 +254,16 @@ def combine_kernel(
     step = HKV * window * GROUP
     part = row // window * num_splits * step
     part += head // GROUP * window * GROUP + row % window * GROUP + head % GROUP
-    # The first splits are read, written or not, while the position says which of them there are: a short
-    # context waits for memory once.
-    position = tl.load(positions + row)
+    # The position is older than this call's keys (ops.device).
+    last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
+    begin = split_of(first_key)
+    end = tl.where(last >= first_key, split_of(last) + 1, 0)
+    if PDL:
+        gdc_wait()
     sums, split_largest, split_total = load_parts(
         part_sum, part_largest, part_total, part, step, 0, num_splits, dim, HD, FIRST_SPLITS
     )
     g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim).to(tl.float32)
-    last = tl.minimum(position, num_keys - 1).to(tl.int32)
-    begin = split_of(first_key)
-    end = tl.where(last >= first_key, split_of(last) + 1, 0)
     acc = tl.zeros((BD,), tl.float32)
     split = tl.arange(0, FIRST_SPLITS)
     acc, denominator, largest = add_parts(

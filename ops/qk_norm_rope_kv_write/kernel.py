@@ -22,13 +22,11 @@ def partner_of(dim, ROT: tl.constexpr):
 
 
 @triton.jit
-def norm_rope(values, others, factor, other_factor, angle, eps, HD: tl.constexpr, ROT: tl.constexpr):
+def norm_rope(values, others, factor, other_factor, cos, sin, eps, HD: tl.constexpr, ROT: tl.constexpr):
     """One head, normalised and rotated; each lane also computes the dimension its own is turned with."""
     HALF: tl.constexpr = ROT // 2
     dim = tl.arange(0, values.shape[0])
     is_turned = dim < ROT
-    cos = tl.load(angle + dim % HALF, mask=is_turned, other=1.0)
-    sin = tl.load(angle + dim % HALF + HALF, mask=is_turned, other=0.0)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / HD + eps)
     values = values * inverse * factor
     others = others * inverse * other_factor
@@ -66,34 +64,39 @@ def qk_norm_rope_kv_write_kernel(
     HAS_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
     partner = partner_of(dim, ROT)
-    # No kernel writes the weights: they are on their way while the kernel before this one finishes.
+    # No kernel writes weights and angles, and the cursors are older than the projection (ops.device): all
+    # are on their way while the kernel before this one finishes.
     weight = q_weight if head < HQ else k_weight
     factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(positions + row)
+    slot = tl.load(slot_mapping + row)
+    HALF: tl.constexpr = ROT // 2
+    angle = cos_sin + position * cos_stride + dim % HALF
+    cos = tl.load(angle, mask=dim < ROT, other=1.0)
+    sin = tl.load(angle + HALF, mask=dim < ROT, other=0.0)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     # Query heads are stored with their gates, twice as wide as the keys and values after them.
     x = qkv + row * qkv_stride + (head + tl.minimum(head, HQ)) * HD
-    position = tl.load(positions + row)
-    slot = tl.load(slot_mapping + row)
     values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
     others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
-    angle = cos_sin + position * cos_stride
     if head < HQ:
-        y = norm_rope(values, others, factor, other_factor, angle, eps, HD, ROT)
+        y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
         tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
     else:
         if slot >= 0:
             half = (head - HQ) // HKV
             kv_head = (head - HQ) % HKV
             if half == 0:
-                y = norm_rope(values, others, factor, other_factor, angle, eps, HD, ROT)
+                y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
             else:
                 y = values
             block = slot // block_size

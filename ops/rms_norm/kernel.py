@@ -56,8 +56,8 @@ def scale_row(
 
 
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added up and rounded.
-# All kernels load the weight before they wait: no kernel writes it, and from memory it takes as long as
-# everything that follows.
+# All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
+# product has followed (ops.device): from memory they take as long as everything that comes after.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,
@@ -74,17 +74,20 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, residual, weight, out, new_residual, x_stride, part_stride, residual_stride, eps,
+    x, residual, weight, kept_rows, out, new_residual, x_stride, part_stride, residual_stride, eps,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
+    source = row
+    if kept_rows is not None:
+        source = tl.load(kept_rows + row)
+    head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
-    head_before, tail_before = load_row(residual + row * residual_stride, WIDTH, BLOCK, TAIL)
-    x += row * x_stride
+    x += source * x_stride
     head, tail = load_row(x, WIDTH, BLOCK, TAIL)
     for part in tl.static_range(1, PARTS):
         head_part, tail_part = load_row(x + part * part_stride, WIDTH, BLOCK, TAIL)
@@ -158,15 +161,20 @@ def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def launch_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kept_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
+    out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)
     new_residual = torch.empty_like(out)
     parts = x if x.dim() == 3 else x[None]
-    if residual.shape[0]:
+    if rows:
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
-        add_rms_norm_kernel[(residual.shape[0],)](
-            x, residual, weight, out, new_residual, *strides, eps,
+        add_rms_norm_kernel[(rows,)](
+            x, residual, weight, kept_rows, out, new_residual, *strides, eps,
             PARTS=parts.shape[0], **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
@@ -214,16 +222,20 @@ def variants() -> list[KernelVariant]:
             ("norm", rms_norm_kernel, norm, strides[:1], None),
             ("add-norm", add_rms_norm_kernel, add, strides, 1),
             ("add-parts-norm", add_rms_norm_kernel, add, strides, 4),
+            ("add-kept-parts-norm", add_rms_norm_kernel, (*add, "kept_rows"), strides, 4),
             ("pair-norm", pair_norm_kernel, pair, ("hidden_stride",), None),
         ):
             types = {**dict.fromkeys(tensors, f"*{dtype}"), **dict.fromkeys(numbers, "i32"), "eps": "fp32"}
-            types |= {"token_ids": "*i64"} if function is pair_norm_kernel else {}
+            types |= {key: "*i64" for key in ("token_ids", "kept_rows") if key in types}
+            constants = fixed if parts is None else {**fixed, "PARTS": parts}
+            if function is add_rms_norm_kernel and "kept_rows" not in types:
+                constants = {**constants, "kept_rows": None}
             result.append(
                 KernelVariant(
                     name=f"{name}-{dtype}-{width}" + "-pdl" * pdl,
                     function=function,
                     signature={**types, "x": "*fp32"} if parts == 4 else types,
-                    constexprs=fixed if parts is None else {**fixed, "PARTS": parts},
+                    constexprs=constants,
                     aligned=(*tensors, *numbers),
                     **common,
                 )

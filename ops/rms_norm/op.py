@@ -24,9 +24,15 @@ def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def _add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kept_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    rows, width = residual.shape
+    shape = (rows if kept_rows is None else kept_rows.shape[0], width)
+    return residual.new_empty(shape), residual.new_empty(shape)
 
 
 # Imported on first use: without a GPU nothing needs Triton.
@@ -36,12 +42,10 @@ def _rms_norm_launch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
     return launch_rms_norm(x, weight, eps)
 
 
-def _add_rms_norm_launch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_rms_norm_launch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm
 
-    return launch_add_rms_norm(x, residual, weight, eps)
+    return launch_add_rms_norm(*args)
 
 
 def _check_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -53,7 +57,13 @@ _rms_norm = register(
 )
 
 
-def _check_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def _check_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kept_rows: torch.Tensor | None = None,
+) -> None:
     if x.dim() == 3:
         if not 1 <= x.shape[0] <= MAX_PARTS:
             raise fail("x", f"have 1 to {MAX_PARTS} parts", x.shape[0], "pass linear_parts' result")
@@ -67,6 +77,10 @@ def _check_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     check_shape("residual", residual, tuple(x.shape[-2:]), "pass the residual of the same rows")
     check_dtype("residual", residual, dtypes, "use one dtype for activations and residual")
     check_last_contiguous("residual", residual)
+    if kept_rows is not None:
+        check_shape("kept_rows", kept_rows, (None,), "pass the numbers of rows")
+        check_dtype("kept_rows", kept_rows, (torch.int64,), "cast the numbers")
+        check_last_contiguous("kept_rows", kept_rows)
 
 
 _add_rms_norm = register(
@@ -136,16 +150,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kept_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
     x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H]. x may also be
     what `linear_parts` gives, [P, M, H]: float32 parts to be added up in their order and rounded to
-    residual's dtype first, or with P = 1 the sum in that dtype. Returns (norm [M, H], new residual [M, H]).
+    residual's dtype first, or with P = 1 the sum in that dtype. kept_rows [N] int64, if given, names the rows
+    that are wanted, in that order (each below M, not checked: it would cost a synchronisation). Returns
+    (norm, new residual), [M, H] or [N, H]. On a GPU the residual and kept_rows are read while the operator
+    before still runs: neither may be that one's result (ops.device says what lies between).
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
-    return _add_rms_norm(x, residual, weight, eps)
+    return _add_rms_norm(x, residual, weight, eps, kept_rows)
 
 
 def pair_norm(

@@ -13,8 +13,14 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kept_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if kept_rows is not None:
+        x, residual = x.index_select(-2, kept_rows), residual[kept_rows]
     if x.dim() == 3:
         total = x[0]
         for part in x[1:]:

@@ -94,12 +94,20 @@ def tile_kernel(
 
     tile_floats [M, 4, TILES]: raw peak, sum of exp(raw - raw peak), best score, sum of exp(tempered - best).
     """
+    # Whose row it is and how to sample it is older than the logits (ops.device).
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    position = tl.load(positions + row)
+    least_position = tl.load(min_position + slot)
+    degree = tl.load(temperature + slot)
+    limit = tl.load(top_k + slot)
+    has_top_k = (limit > 0) & (limit < VOCAB)
+    has_filter = has_top_k | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
+    if PDL:
+        gdc_wait()
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < VOCAB
     x = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf"))
@@ -130,17 +138,14 @@ def tile_kernel(
                 x = x - frequency * count.to(tl.float32)
     if HAS_BIAS:
         x = x + tl.load(bias + slot * bias_stride + ids, mask=inside, other=0.0)
-    if tl.load(positions + row) < tl.load(min_position + slot):
+    if position < least_position:
         for i in range(STOP_IDS):
             x = tl.where(ids == tl.load(stop_ids + slot * stop_stride + i), float("-inf"), x)
     x = finite_or_minus_inf(tl.where(ids < num_valid_ids, x, float("-inf")))
 
-    degree = tl.load(temperature + slot)
     if degree >= GREEDY:
         x = tl.div_rn(x, tl.zeros_like(x) + degree)
-        limit = tl.load(top_k + slot)
-        has_top_k = (limit > 0) & (limit < VOCAB)
-        if has_top_k | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0):
+        if has_filter:
             tl.store(tempered + row * (TILES * TILE) + ids, x)
             peaks = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1)
             group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
@@ -148,7 +153,7 @@ def tile_kernel(
             tl.store(to + 3 * TILES, tl.sum(tl.exp(x - or_zero(tl.max(x, 0))), 0))
         else:
             block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-            x = x + gumbel_of_blocks(block, tl.load(seed + slot), tl.load(positions + row), TILE)
+            x = x + gumbel_of_blocks(block, tl.load(seed + slot), position, TILE)
     best = tl.max(x, 0)
     tl.store(to + 2 * TILES, best)
     tl.store(tile_ids + row * TILES + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
@@ -186,9 +191,15 @@ def finish_kernel(
 ):
     """Token and log-probability of one row from what `tile_kernel` left."""
     if PDL:
-        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    degree = tl.load(temperature + slot)
+    limit = tl.load(top_k + slot)
+    share = tl.load(top_p + slot)
+    least = tl.load(min_p + slot)
+    if PDL:
+        gdc_wait()
     tile = tl.arange(0, TILES_BLOCK)
     is_tile = tile < TILES
     floats = tile_floats + row * (4 * TILES) + tile
@@ -199,10 +210,6 @@ def finish_kernel(
     best_ids = tl.load(tile_ids + row * TILES + tile, mask=is_tile, other=_NO_ID)
     best_id = tl.min(tl.where(scores == best, best_ids, _NO_ID), 0)
 
-    degree = tl.load(temperature + slot)
-    limit = tl.load(top_k + slot)
-    share = tl.load(top_p + slot)
-    least = tl.load(min_p + slot)
     has_top_k = (limit > 0) & (limit < VOCAB)
     has_top_p = share < 1.0
     if (degree >= GREEDY) & (has_top_k | has_top_p | (least > 0.0)) & (best > float("-inf")):

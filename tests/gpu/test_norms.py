@@ -45,6 +45,9 @@ def test_norm_rows_do_not_depend_on_each_other(width: int) -> None:
     weight = torch.randn(width, device="cuda").bfloat16()
     check_row_invariance(lambda m: rms_norm(x[:m], weight, EPS), range(1, 257), 256)
     check_row_invariance(lambda m: add_rms_norm(x[:m], residual[:m], weight, EPS), range(1, 257), 256)
+    kept, everything = torch.arange(3, 256, 4, device="cuda"), add_rms_norm(x, residual, weight, EPS)
+    for got, wanted in zip(add_rms_norm(x, residual, weight, EPS, kept), everything, strict=True):
+        assert torch.equal(got, wanted[kept])
     # A single row may come with any stride; it must not select another kernel.
     row = torch.empty_strided((1, width), (1, 1), device="cuda", dtype=torch.bfloat16).copy_(x[:1])
     assert torch.equal(rms_norm(row, weight, EPS), rms_norm(x, weight, EPS)[:1])

@@ -65,6 +65,18 @@ def test_parts_are_added_up_in_order_and_rounded_first(dtype: torch.dtype) -> No
         add_rms_norm(parts.bfloat16(), residual.bfloat16(), weight.bfloat16(), EPS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_rows_are_those_of_all_rows(dtype: torch.dtype) -> None:
+    parts, residual, weight = torch.randn(2, 7, 64), torch.randn(7, 64).to(dtype), torch.randn(64).to(dtype)
+    kept = torch.tensor([6, 0, 3, 3])
+    for x in (parts, parts[0].to(dtype)):
+        everything = add_rms_norm(x, residual, weight, EPS)
+        for got, wanted in zip(add_rms_norm(x, residual, weight, EPS, kept), everything, strict=True):
+            assert torch.equal(got, wanted[kept])
+    with pytest.raises(ValueError, match="kept_rows must have dtype"):
+        add_rms_norm(parts, residual, weight, EPS, kept.int())
+
+
 def make_pair(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     table, hidden = torch.randn(50, width).to(dtype), torch.randn(rows, width).to(dtype)
     weights = torch.randn(2, width).to(dtype).unbind(0)
@@ -96,6 +108,9 @@ def test_a_pair_that_does_not_fit_raises() -> None:
 def test_registration_and_compile() -> None:
     norm_cases = [(torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
     add_cases = [(torch.randn(m, 12), torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
+    kept_case = (*add_cases[0], torch.tensor([2, 0]))
+    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, kept_case)
+    check_compiles(add_rms_norm, [kept_case])
     check_registration(torch.ops.compiled_mtp.rms_norm.default, norm_cases[0])
     check_registration(torch.ops.compiled_mtp.add_rms_norm.default, add_cases[0])
     pair_cases = [(*make_pair(m, 12, torch.float32), EPS) for m in (3, 5)]
@@ -128,6 +143,8 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
     )
     for parts in (x[None].contiguous(), torch.randn(2, 3, width), torch.randn(5, 3, width)):
         args = (parts, residual, weight, EPS)
+        check_launch(launch_add_rms_norm, add_rms_norm_reference, args, rtol=rtol, atol=1e-6)
+        args = (*args, torch.tensor([2, 0]))
         check_launch(launch_add_rms_norm, add_rms_norm_reference, args, rtol=rtol, atol=1e-6)
     table, ids, _, *weights = make_pair(3, width, dtype)
     check_launch(launch_pair_norm, pair_norm_reference, (table, ids, x, *weights, EPS), rtol=rtol, atol=1e-6)

@@ -1,0 +1,135 @@
+"""read_window and accept_window: a round's rows, and its commit, against one request at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.window import accept_window, read_window
+from compiled_mtp.ops.window import reference as specified
+from tests.ops.harness import check_compiles, check_launch, check_registration, clone_args
+from tests.ops.window_cases import (
+    BLOCKS,
+    END,
+    HASH_LIMIT,
+    SLOTS,
+    accept_arguments,
+    make_slots,
+    read_arguments,
+    slot_of,
+)
+
+ORDERS = ([1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0])
+STEPS = range(8)
+
+
+@pytest.mark.parametrize("mtp_step", STEPS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_window_is_the_last_token_and_its_drafts(mtp_step: int, order: list[int]) -> None:
+    slots = make_slots(mtp_step, "cpu")
+    base, start, tokens, positions, kv_slots, sampled, table = read_window(
+        *read_arguments(slots, order, mtp_step)
+    )
+    assert start.tolist() == [int(slots["pos"][slot]) for slot in order]
+    assert base.tolist() == [int(slots["base"][slot]) for slot in order]
+    assert torch.equal(table, slots["block_table"][order])
+    for request, slot in enumerate(order):
+        for k in range(mtp_step + 1):
+            row, wanted = request * (mtp_step + 1) + k, int(slots["pos"][slot]) + k
+            token = slots["drafts"][slot, k - 1] if k else slots["last_token"][slot]
+            place = slot_of(slots["block_table"][slot].tolist(), wanted)
+            assert int(tokens[row]) == int(token)
+            assert (int(positions[row]), int(kv_slots[row])) == place
+            assert int(sampled[row]) == wanted + 1
+
+
+@pytest.mark.parametrize("mtp_step", STEPS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("hash_limit", [-1, 0, HASH_LIMIT, 65536])
+def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int], hash_limit: int) -> None:
+    slots = make_slots(mtp_step, "cpu")
+    before = {name: tensor.clone() for name, tensor in slots.items()}
+    window = read_window(*read_arguments(slots, order, mtp_step))
+    arguments = accept_arguments(slots, window, order, mtp_step, hash_limit)
+    result, row, bonus, positions, kv_slots, chain, chain_slots = accept_window(*arguments)
+    tokens, drawn = arguments[0].view(len(order), -1), arguments[1].view(len(order), -1)
+    assert torch.equal(result[:, 1:], drawn)
+    assert chain.shape == chain_slots.shape == (mtp_step, len(order) + len(order) % 2)
+    for request, slot in enumerate(order):
+        pos, table = int(before["pos"][slot]), before["block_table"][slot].tolist()
+        kept = 0
+        while kept < mtp_step:
+            hashed = (pos + kept + 1) * specified.HASH_FACTOR % 2**32 // 2**16
+            is_right = tokens[request, kept + 1] == drawn[request, kept]
+            if not (is_right if hash_limit < 0 else hashed < hash_limit):
+                break
+            kept += 1
+        num_new = kept + 1 if slot else 0
+        assert int(result[request, 0]) == num_new
+        assert int(row[request]) == request * (mtp_step + 1) + kept
+        last = int(drawn[request, kept]) if slot else 0
+        assert int(bonus[request]) == int(slots["last_token"][slot]) == last
+        assert (int(slots["base"][slot]), int(slots["pos"][slot])) == (pos, pos + num_new)
+        for k in range(mtp_step + 1):
+            at = request * (mtp_step + 1) + k
+            assert (int(positions[at]), int(kv_slots[at])) == slot_of(table, pos + 1 + k)
+        for i in range(mtp_step):
+            place = slot_of(table, pos + num_new + 1 + i)
+            assert (int(chain[i, request]), int(chain_slots[i, request])) == place
+    for slot in set(range(SLOTS)) - set(order):
+        for name in ("base", "pos", "last_token"):
+            assert slots[name][slot] == before[name][slot]
+
+
+def test_the_chain_is_padded_to_even_batches() -> None:
+    slots = make_slots(3, "cpu")
+    window = read_window(*read_arguments(slots, [3, 2, 5], 3))
+    *_, chain, chain_slots = accept_window(*accept_arguments(slots, window, [3, 2, 5], 3, -1))
+    assert chain[:, 3].tolist() == [0] * 3
+    assert chain_slots[:, 3].tolist() == [-1] * 3
+
+
+def test_registration_and_compile() -> None:
+    read, accept = [], []
+    for order in ([1], [6, 3, 8]):
+        slots = make_slots(3, "cpu")
+        read.append(read_arguments(slots, order, 3))
+        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, -1))
+    check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
+    check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
+    check_compiles(read_window, read)
+    check_compiles(accept_window, accept)
+
+
+def test_bad_arguments_raise() -> None:
+    slots = make_slots(3, "cpu")
+    read = read_arguments(slots, [1, 2], 3)
+    accept = accept_arguments(slots, read_window(*read), [1, 2], 3, -1)
+    for arguments, index, value, message in (
+        (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
+        (read, 2, slots["pos"].int(), "pos must have dtype"),
+        (read, 4, slots["drafts"][:, :2], "drafts must hold 3 ids a slot, got 2"),
+        (read, 6, 8, "mtp_step must be 0 to 7, got 8"),
+        (read, 8, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
+        (accept, 0, accept[0][:-1], "tokens must have shape"),
+        (accept, 4, accept[4][:1], "table must have shape"),
+        (accept, 5, torch.zeros(SLOTS, 2, dtype=torch.int64)[:, 0], "base must be contiguous"),
+    ):
+        changed = [*arguments[:index], value, *arguments[index + 1 :]]
+        with pytest.raises(ValueError, match=message):
+            (read_window if arguments is read else accept_window)(*changed)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize("hash_limit", [-1, HASH_LIMIT])
+def test_kernels_in_interpreter(interpreter: None, mtp_step: int, order: list[int], hash_limit: int) -> None:
+    from compiled_mtp.ops.window.kernel import launch_accept_window, launch_read_window
+
+    slots = make_slots(mtp_step, "cpu")
+    read = read_arguments(slots, order, mtp_step)
+    check_launch(launch_read_window, specified.read_window, read, rtol=0, atol=0)
+    accept = accept_arguments(slots, specified.read_window(*read), order, mtp_step, hash_limit)
+    check_launch(
+        launch_accept_window, specified.accept_window, clone_args(accept), rtol=0, atol=0, mutated=(5, 6, 7)
+    )
