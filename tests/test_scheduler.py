@@ -165,6 +165,9 @@ def test_streams_are_complete_whatever_is_accepted(delay: int, mtp_step: int, ac
         assert mine[-1].finish_reason == ("stop" if tokens[-1] == EOS else "length")
         assert mine[-1].metrics.output_tokens == len(tokens)
         assert mine[-1].metrics.prompt_tokens == request.prompt_len
+        # One object for all of them, as its docstring says.
+        assert all(output.metrics is request.metrics for output in mine)
+        assert mine[-1].metrics.rounds == sum(len(output.new_token_ids) > 0 for output in mine) - 1
     assert scheduler.pool.num_used == 0
 
 
@@ -257,6 +260,18 @@ def test_the_worst_case_is_reached_and_never_exceeded(delay: int, mtp_step: int,
         most = max(most, scheduler.pool.num_used)
         scheduler.update(result)
     assert most == blocks
+
+
+def test_results_must_come_in_the_order_of_their_launches() -> None:
+    scheduler = make_scheduler(max_in_flight=1)
+    runner = FakeRunner(scheduler, 1, accept=0)
+    scheduler.add(make_request("a", 3, 20, ignore_eos=True))
+    step(scheduler, runner)
+    step(scheduler, runner)
+    late = scheduler.schedule()
+    assert late is not None
+    with pytest.raises(AssertionError, match=r"the result of step 1 is due, got 2"):
+        scheduler.update(StepResult(late, [[1]]))
 
 
 @pytest.mark.parametrize("steps", range(6))

@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
-    parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or both")
+    parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead, auto or both")
     parser.add_argument("--fp8", action="store_true", help="block-128 FP8 weights, as an FP8 release has")
     parser.add_argument(
         "--export", type=Path, metavar="FILE", help="time the start alone and write a graph cache"
@@ -395,6 +395,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
 
     runner = Runner(config, model, model.vocab_size, None, fill)
     startup_s = time.perf_counter() - loaded[0]
+    mode = str(runner.graph_mode)  # what "auto" stands for
     if arguments.export:
         begin = time.perf_counter()
         runner.programs.save(directory / PROGRAMS_NAME)

@@ -4,6 +4,8 @@ bit."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_
 
 pytestmark = pytest.mark.gpu
 
-DEFAULT = Path(__file__).parents[2] / "compiled_mtp" / "default_model"
+ROOT = Path(__file__).parents[2]
+DEFAULT = ROOT / "compiled_mtp" / "default_model"
 COUNT = 40
 COMPILED_BATCHES = (1, 3, 8)
 # Eight requests of 512 tokens in blocks of 64, and the padding's.
@@ -162,6 +165,29 @@ def test_same_tokens_compiled(
             finally:
                 # The engine is shared: back to the class's own method.
                 del engine.runner.programs.decode
+
+
+def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_path: Path) -> None:
+    """From a GiB of weights on; a cache, which cannot hold trees, is replayed."""
+    model, file = tmp_path / "large", tmp_path / "large.graphs"
+    write_checkpoint(model, hidden_size=2048, intermediate_size=24576)
+    options = {"mtp_step": 3, "max_batch": 3, "num_blocks": 25, "max_model_len": 512}
+    options |= {"prefill_chunk": 128, "block_size": 64}
+    command = [sys.executable, str(ROOT / "tools" / "export_graphs.py"), "--device=cuda", f"--model={model}"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    exported = subprocess.Popen([*command, "--batch-sizes=1,3", f"--out={file}"])
+    streams = []
+    for graph_mode in ("reduce-overhead", "replay"):
+        cached: dict[str, Any] = {"graph_cache": file} if graph_mode == "replay" else {}
+        if cached:
+            assert exported.wait() == 0
+        engine = gpu_engine(model, **options, batch_sizes=(1, 3), **cached)
+        assert engine.runner.graph_mode == graph_mode
+        with torch.compiler.set_stance("fail_on_recompile"):
+            streams.append([decode_mixed(engine, batch, batch) for batch in (1, 3)])
+        engine.close()
+    assert streams[0] == streams[1]
+    assert streams[0][0] == streams[0][1]
 
 
 def verify(step: Step, state_index: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ MUTATED = {
     "gdn_verify": {"state", "ring_k", "ring_u", "ring_g"},
     "gdn_commit": {"state"},
     "gdn_prefill": {"state"},
+    "accept_window": {"base", "pos", "last_token"},
 }
 
 
