@@ -5,9 +5,9 @@
 Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row:
 milliseconds a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
 step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
-a step (median and most), the share of the step in which the GPU idles, kernels a step, tokens a second, and
-milliseconds a token of one request. Nothing is printed for a shape whose decode rows are not bit-equal
-between the buckets that are timed.
+a step (median, least and most: what shares the cores shows in it), the share of the step in which the GPU
+idles, kernels a step, tokens a second, and milliseconds a token of one request. Nothing is printed for a
+shape whose decode rows are not bit-equal between the buckets that are timed.
 """
 
 from __future__ import annotations
@@ -256,6 +256,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
         "floor_ms": round(floor_ms, 3),
         "ratio": round(step_ms / floor_ms, 3),
         "host_us": round(statistics.median(host_times), 1),
+        "host_min_us": round(min(host_times), 1),
         "host_max_us": round(max(host_times), 1),
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "tokens_per_s": round(tokens / total, 1),
@@ -419,7 +420,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         print(
             f"S={mtp_step} {mode:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "
             f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
-            f"host {row['host_us']:5.1f} us, most {row['host_max_us']:5.0f}  "
+            f"host {row['host_us']:5.1f} us ({row['host_min_us']:.0f} to {row['host_max_us']:.0f})  "
             f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
             f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
         )
