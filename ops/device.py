@@ -30,7 +30,7 @@ class Device:
     A fence is a kernel launched without `launch_pdl`, or one whose programs wait before they execute
     `gdc_launch_dependents()`: linear and the gated norm. What is launched after a fence starts once
     everything before the fence is complete (not the fence itself). So a kernel may read before it waits what
-    is older than the last fence before it:
+    is older than the last fence before it (tests/test_fences.py checks the order of a whole step):
 
     - spec_conv1d reads conv_ring and the cursors, gdn_verify reads and stores states and records as well:
       in_proj, a linear, is launched right before spec_conv1d and writes none of them, and all that does write
