@@ -298,8 +298,8 @@ class Request:
         `is_round` says that a verify round emitted them: all but the last were drafts. `now_s` is the time by
         time.monotonic(). Sets finish_reason.
         """
-        kept, text, metrics = token_ids, "", self.metrics
-        room = self.max_output - len(self.output_token_ids)
+        kept, text, metrics, output = token_ids, "", self.metrics, self.output_token_ids
+        room = self.max_output - len(output)
         if len(kept) >= room:
             kept = kept[:room]
             self.finish_reason = "length"
@@ -309,12 +309,13 @@ class Request:
             self.finish_reason = "stop"
         if self.detokenizer is not None:
             kept, text = self._take_text(kept, self.detokenizer)
-        self.output_token_ids += kept
-        metrics.output_tokens = len(self.output_token_ids)
+        output.extend(kept)
+        metrics.output_tokens = len(output)
         metrics.total_s = now_s - self.arrival_s
         if is_round:
             # All but the last were drafts, unless a stop cut that one off.
-            metrics.rounds_by_accepted[min(len(token_ids) - 1, len(kept))] += 1
+            is_cut = len(kept) < len(token_ids)
+            metrics.rounds_by_accepted[len(kept) if is_cut else len(kept) - 1] += 1
         else:
             metrics.time_to_first_token_s = metrics.total_s
         if self.finish_reason is not None:
