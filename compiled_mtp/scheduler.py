@@ -151,10 +151,8 @@ class Scheduler:
                 assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
             if result.error is not None:
                 self._take_error(plan, result.error)
-            elif plan.kind == "decode":
-                self._take_round(plan, result.token_ids)
-            elif plan.is_last:
-                self._take_first_token(plan, result.token_ids[0])
+            elif plan.kind == "decode" or plan.is_last:
+                self._take_tokens(plan, result.token_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -278,38 +276,27 @@ class Scheduler:
         request.block_ids += new
         return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
-    def _take_round(self, plan: StepPlan, token_ids: list[list[int]]) -> None:
-        running, outputs, width = self._running, self._outputs, self.mtp_step + 1
+    def _take_tokens(self, plan: StepPlan, token_ids: list[list[int]]) -> None:
+        running, outputs, is_round = self._running, self._outputs, plan.kind == "decode"
+        most = self.mtp_step + 1 if is_round else 1
         now_s = time.monotonic()
         for slot, generation, new in zip(plan.slots, plan.generations, token_ids, strict=True):
             request = running.get(slot)
             if request is None or request.generation != generation:
                 continue
-            assert 1 <= len(new) <= width, f"a round emitted {len(new)} tokens"
-            kept, text = request.append(new, True, now_s)
+            assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
+            if not is_round:
+                request.is_first_token_due = False
+            kept, text = request.append(new, is_round, now_s)
             reason = request.finish_reason
             if reason is not None:
                 self._release(request)
             outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
 
-    def _take_first_token(self, plan: StepPlan, token_ids: list[int]) -> None:
-        request = self._running.get(plan.slots[0])
-        if request is None or request.generation != plan.generations[0]:
-            return
-        request.is_first_token_due = False
-        kept, text = request.append(token_ids, False, time.monotonic())
-        reason = request.finish_reason
-        if reason is not None:
-            self._release(request)
-        self._outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
-
     def _take_error(self, plan: StepPlan, error: str) -> None:
-        owners = dict(self._running)
-        if self._prefilling is not None:
-            owners[self._prefilling.slot] = self._prefilling
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
-            request = owners.get(slot)
-            if request is not None and request.generation == generation:
+            request = self._running.get(slot, self._prefilling)
+            if request is not None and (request.slot, request.generation) == (slot, generation):
                 self._end(request, "error", error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:

@@ -188,6 +188,7 @@ class Step(nn.Module):
                 )
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
+            # Drafts past max_model_len take the last position's noise: no request has room for them.
             token = self._sample(logits, token, chain_positions[i, :batch], rows.state_index)
             if self.draft_ids is not None:
                 token = self.draft_ids[token]

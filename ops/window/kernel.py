@@ -9,11 +9,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.variants import KernelVariant
-from compiled_mtp.ops.window.reference import HASH_FACTOR
+from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP
 
 TABLE_BLOCK = 1024
 # Of the longest window and what its chain adds: one binary for every mtp_step.
-LANES = 16
+LANES = 2 * (MAX_MTP_STEP + 1)
 UNSPECIALIZED = ("window", "max_blocks", "end", "table_stride", "drafts_stride", "chain_stride", "hash_limit")
 
 

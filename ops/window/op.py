@@ -10,8 +10,6 @@ from compiled_mtp.ops.checks import check_dtype, check_shape, fail
 from compiled_mtp.ops.registry import register
 from compiled_mtp.ops.window import reference
 
-MAX_MTP_STEP = 7
-
 
 def _check(
     state_index: torch.Tensor,
@@ -30,8 +28,8 @@ def _check(
         if not tensor.is_contiguous():
             raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")
     check_dtype("block table", table, (torch.int32,), "keep block ids in int32")
-    if not 0 <= mtp_step <= MAX_MTP_STEP:
-        raise fail("mtp_step", f"be 0 to {MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
+    if not 0 <= mtp_step <= reference.MAX_MTP_STEP:
+        raise fail("mtp_step", f"be 0 to {reference.MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
     if end < 1 or table.shape[1] * block_size < end:
         raise fail(
             "end",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+MAX_MTP_STEP = 7
 # Knuth's multiplicative hash, of a draft's position.
 HASH_FACTOR = 2654435761
 
