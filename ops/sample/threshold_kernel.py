@@ -129,7 +129,8 @@ def fine_threshold(
     x = candidates(tempered, groups, num_groups, 0, GROUP, CHUNK_GROUPS)
     x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
     if num_chunks > 1:
-        number_low = SIZE + 1.0
+        # Only a bound, until a digit is not 0; it must hold, for `interval` has SIZE places.
+        number_low = (num_groups * GROUP).to(tl.float32)
         while (step >= 0) & (number_low - number_end > SIZE):
             mass1 = tl.zeros((SIZE,), tl.float32)
             mass2 = tl.zeros((SIZE,), tl.float32)

@@ -75,6 +75,21 @@ def test_flat_logits_give_the_reference_tokens() -> None:
     assert_reference_tokens(mixed_case(8, 1, scale=0.5) | {"logits": torch.randn(8, VOCAB)})
 
 
+def test_a_peak_above_flat_logits_gives_the_reference_tokens() -> None:
+    """The threshold lies in another quarter than the peak, among tens of thousands of values."""
+    logits = torch.randn(8, VOCAB) * torch.tensor([[0.5], [1.0], [1.5], [2.0]]).repeat(2, 1)
+    logits[:, 77] = 12.0
+    case = make_case(
+        logits - 3,
+        8,
+        temperature=[1.0, 1.0, 1.0, 1.5] * 2,
+        top_p=[0.5, 0.9, 0.99, 0.999, 1.0, 1.0, 0.95, 1.0],
+        top_k=[0, 0, 0, 0, 300, 20000, 100000, 200000],
+        seed=torch.randint(-(2**62), 2**62, (8,)),
+    )
+    assert_reference_tokens(case)
+
+
 @pytest.mark.parametrize("vocab", [37, 64, 2100, 5000])
 def test_every_processor_gives_the_reference_tokens(vocab: int) -> None:
     assert_reference_tokens(full_case(vocab, 3))

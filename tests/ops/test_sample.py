@@ -272,6 +272,36 @@ def test_kernel_searches_flat_rows_in_interpreter(interpreter: None) -> None:
     assert torch.equal(token, reference(*case.values())[0])
 
 
+def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threshold is then in the lowest quarter of the first interval, beside more values than a chunk."""
+    from compiled_mtp.ops.sample import kernel
+
+    rows, vocab = 4, 12288
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(vocab, generator=generator) * 0.5 - 4).expand(rows, vocab).contiguous()
+    logits[:, 77] = 3.0
+    filters = {"top_p": [0.5, 0.9, 1.0, 1.0], "top_k": [0, 0, 300, 9000]}
+    case = make_case(logits, rows, temperature=1.0, seed=list(range(rows)), **filters)
+    interval = (rows, kernel.CHUNK_GROUPS * kernel.GROUP)
+    empty, guards = torch.empty, []
+
+    def guarded_empty(shape: Any, **options: Any) -> torch.Tensor:
+        if tuple(shape) != interval:
+            return empty(shape, **options)
+        size = interval[0] * interval[1]
+        whole = empty((size + rows * vocab,), **options).fill_(float("nan"))
+        guards.append(whole[size:])
+        return whole[:size].view(interval)
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    token, _ = kernel.launch(*case.values())
+    assert guards
+    assert guards[0].isnan().all()
+    assert torch.equal(token, reference(*case.values())[0])
+
+
 def test_registration_and_compile() -> None:
     cases = [tuple(part_of(full_case(37, 2), 0, requests).values()) for requests in (3, 12)]
     check_registration(torch.ops.compiled_mtp.sample.default, cases[0])
