@@ -30,3 +30,9 @@ def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the last dimension of `tensor` has stride 1 (earlier strides are free)."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise fail(name, "have a last dimension of stride 1", list(tensor.stride()), "make it contiguous")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless `tensor` lies in one piece, in order."""
+    if not tensor.is_contiguous():
+        raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")

@@ -131,13 +131,16 @@ class Recorder(TorchDispatchMode):
         given |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
         mutated = {a.name for a in func._schema.arguments if a.is_write}
         if namespace != NAMESPACE:
+            self.launches += not func.is_view
             for value in (*outputs, *(given[name] for name in mutated)):
                 if isinstance(value, torch.Tensor) and (mutated or not func.is_view):
-                    self.written.pop(place(value), None)  # by torch: complete before anything of ours begins
+                    self.written[place(value)] = self.launches
             return result
         assert name in LAUNCHES or name in PLAIN, f"{name}: say how it is launched"
-        kernels = LAUNCHES.get(name, ())
-        for kernel in kernels:
+        if name in PLAIN:
+            self.launches += 1
+            self.fence = self.launches
+        for kernel in LAUNCHES.get(name, ()):
             self.launches += 1
             self.check(name, kernel, given)
             if KERNELS[kernel].is_fence:
@@ -147,10 +150,7 @@ class Recorder(TorchDispatchMode):
                 self.read[place(value)] = self.launches
         for value in (*outputs, *(given[name] for name in mutated)):
             if isinstance(value, torch.Tensor):
-                if kernels:
-                    self.written[place(value)] = self.launches
-                else:
-                    self.written.pop(place(value), None)
+                self.written[place(value)] = self.launches
         return result
 
     def check(self, name: str, kernel: str, given: dict[str, Any]) -> None:
@@ -204,14 +204,17 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
 
 
 def test_the_check_can_fail() -> None:
-    x, weight = torch.randn(3, 8), torch.randn(8)
+    x, weight, matrix = torch.randn(3, 8), torch.randn(8), torch.randn(8, 8)
     with Recorder() as recorder:
         add_norm = torch.ops.compiled_mtp.add_rms_norm.default
         _, residual = add_norm(x, x, weight, 1e-6)
         add_norm(x, residual, weight, 1e-6)
     assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
     with Recorder() as recorder:
+        add_norm(x, x * 2, weight, 1e-6)
+    assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
+    with Recorder() as recorder:
         _, residual = add_norm(x, x, weight, 1e-6)
-        made = torch.ops.compiled_mtp.linear.default(x, torch.randn(8, 8), None, False, False)
+        made = torch.ops.compiled_mtp.linear.default(x, matrix, None, False, False)
         add_norm(made, residual, weight, 1e-6)
     assert recorder.wrong == []

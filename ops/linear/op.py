@@ -63,6 +63,7 @@ def _check_linear(
             "pass one scale per 128 x 128 block",
         )
         check_dtype("weight_scale", weight_scale, (torch.float32,), "cast the scales")
+        check_last_contiguous("weight_scale", weight_scale)
     else:
         check_dtype("weight", weight, (x.dtype,), "use one dtype for activations and weights")
         if weight_scale is not None:

@@ -71,6 +71,7 @@ def _check_paged_attention(
         raise fail("rows", f"be a multiple of the {block_table.shape[0]} requests", rows, "pass W rows each")
     check_shape("positions", positions, (rows,), "pass one position a row")
     check_dtype("positions", positions, (torch.int64,), "pass int64")
+    check_last_contiguous("positions", positions)
     if first_key < 0:
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
 

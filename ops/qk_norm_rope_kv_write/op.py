@@ -68,6 +68,7 @@ def _check_qk_norm_rope_kv_write(
     for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
         check_shape(name, index, (rows,), "pass one entry a row")
         check_dtype(name, index, (torch.int64,), "pass int64")
+        check_last_contiguous(name, index)
     check_last_contiguous("kv", kv)
     if kv_scale is None:
         check_dtype("kv", kv, (qkv.dtype,), "store the dtype of qkv, or float8_e4m3fn with kv_scale")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.checks import check_dtype, check_last_contiguous, check_shape, fail
+from compiled_mtp.ops.checks import check_contiguous, check_dtype, check_last_contiguous, check_shape, fail
 from compiled_mtp.ops.registry import register
 from compiled_mtp.ops.spec_conv1d import reference
 
@@ -144,6 +144,9 @@ def _check(
     check_shape("conv_ring", conv_ring, (None, None, channels), remedy)
     check_dtype("conv_ring", conv_ring, (proj.dtype,), "store raw inputs in the dtype of proj")
     check_dtype("conv_weight", conv_weight, (proj.dtype,), "cast it when loading")
+    tensors = {"conv_weight": conv_weight, "a_log": a_log, "dt_bias": dt_bias, "conv_ring": conv_ring}
+    for name, tensor in tensors.items():
+        check_contiguous(name, tensor)
 
 
 def spec_conv1d(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.checks import check_dtype, check_shape, fail
+from compiled_mtp.ops.checks import check_contiguous, check_dtype, check_last_contiguous, check_shape, fail
 from compiled_mtp.ops.registry import register
 from compiled_mtp.ops.window import reference
 
@@ -22,12 +22,13 @@ def _check(
     """What both operators ask of the slots' rows."""
     check_shape("state_index", state_index, (None,), "pass one slot a request")
     check_dtype("state_index", state_index, (torch.int32,), "cast it")
+    check_contiguous("state_index", state_index)
     for name, tensor in cursors.items():
         check_shape(name, tensor, (None,), "pass the rows of SlotState")
         check_dtype(name, tensor, (torch.int64,), "keep cursors and token ids in int64")
-        if not tensor.is_contiguous():
-            raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")
+        check_contiguous(name, tensor)
     check_dtype("block table", table, (torch.int32,), "keep block ids in int32")
+    check_last_contiguous("block table", table)
     if not 0 <= mtp_step <= reference.MAX_MTP_STEP:
         raise fail("mtp_step", f"be 0 to {reference.MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
     if end < 1 or table.shape[1] * block_size < end:
@@ -78,6 +79,7 @@ def _check_read_window(
     _check(state_index, cursors, block_table, mtp_step, block_size, end)
     check_shape("drafts", drafts, (pos.shape[0], None), "pass SlotState.drafts")
     check_dtype("drafts", drafts, (torch.int64,), "keep token ids in int64")
+    check_last_contiguous("drafts", drafts)
     if drafts.shape[1] < mtp_step:
         raise fail("drafts", f"hold {mtp_step} ids a slot", drafts.shape[1], "make SlotState for that depth")
 
@@ -160,8 +162,7 @@ def _check_accept_window(
     check_shape("start", start, (batch,), "pass what read_window returned")
     for name, tensor in (("tokens", tokens), ("sampled", sampled)):
         check_shape(name, tensor, (batch * (mtp_step + 1),), "pass mtp_step + 1 rows a request")
-    if not table.is_contiguous():
-        raise fail("table", "be contiguous", list(table.stride()), "pass what read_window returned")
+    check_contiguous("table", table)
 
 
 _accept_window = register(
