@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ENV_PREFIX = "COMPILED_MTP_"
@@ -59,16 +60,13 @@ def _check(ok: bool, name: str, rule: str, got: object, remedy: str) -> None:
         raise _fail(name, rule, got, remedy)
 
 
-def _split_names(value: Any) -> Any:
-    """'a,b' as the environment and the command line give it -> ('a', 'b')."""
-    return (
-        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-    )
-
-
-def _split_numbers(value: Any) -> Any:
-    """'1,4' as the environment and the command line give it -> ('1', '4'), which pydantic makes numbers."""
-    return _split_names(value) if isinstance(value, str) else value
+def _split(value: Any) -> Any:
+    """Part at commas 'a,b', as the environment gives it, or each of ['a,b', 'c'], as a repeated flag does."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple):
+        return tuple(p for entry in value for p in (_split(entry) if isinstance(entry, str) else (entry,)))
+    return value
 
 
 class EngineConfig(BaseSettings):
@@ -101,7 +99,7 @@ class EngineConfig(BaseSettings):
         default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
-    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_split_numbers)] = Field(
+    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
         default=None,
         description="batches that get a compiled shape of their own, separated by commas; default: doubling "
         "up to max_batch",
@@ -120,8 +118,9 @@ class EngineConfig(BaseSettings):
     prefill_chunk: int = Field(
         default=512,
         ge=64,
+        le=65536,
         multiple_of=64,
-        description="tokens of a prefill chunk, a multiple of 64 and of block_size",
+        description="tokens of a prefill chunk, a multiple of 64 and of block_size, at most 65536",
     )
     prefix_cache: bool = Field(default=False, description="False: the prefix cache is not in this version")
     compile: Literal["auto", "off", "on"] = Field(
@@ -153,7 +152,7 @@ class EngineConfig(BaseSettings):
         le=1,
         description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on CUDA",
     )
-    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)] = Field(
+    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         default=(), description="operators put back on their reference, separated by commas"
     )
     num_threads: int | None = Field(
@@ -170,6 +169,16 @@ class EngineConfig(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise ValueError("\n".join(_explain(e) for e in error.errors())) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
+        # To pydantic, as to Python, True is the number 1.
+        entries = value if isinstance(value, list | tuple) else (value,)
+        if info.field_name != "prefix_cache" and any(isinstance(entry, bool) for entry in entries):
+            name = str(info.field_name)
+            raise _fail(name, "not be a bool", value, f"give {cls.model_fields[name].description}")
+        return value
 
     @field_validator("prefix_cache")
     @classmethod
@@ -331,9 +340,10 @@ class ModelConfig:
         top = _read_json(root / "config.json")
         name = top.get("model_type")
         remedy = "other architectures are not supported"
-        _check(name in FAMILIES, "model_type", f"be one of {', '.join(FAMILIES)}", name, remedy)
+        is_known = isinstance(name, str) and name in FAMILIES
+        _check(is_known, "model_type", f"be one of {', '.join(FAMILIES)}", name, remedy)
         family = FAMILIES[top["model_type"]]
-        text = top.get("text_config") or top
+        text = _Keys(top).section("text_config") or top
         inner = str(text.get("model_type", name))
         _check(FAMILIES.get(inner) == family, "text_config.model_type", f"belong to {family}", inner, _FIX)
         generation = _read_json(root / "generation_config.json", optional=True)
@@ -345,7 +355,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise _fail(str(path), "be a readable JSON file", error, "download the file again") from None
     if not isinstance(value, dict):
         raise _fail(str(path), "hold a JSON object", type(value).__name__, "download the file again")
@@ -359,8 +369,9 @@ class _Keys:
     values: dict[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        value: Any = self.values.get(key, default)
+        # By type, for a bool is an int; bounded, for JSON may hold NaN, Infinity and integers without end.
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise _fail(key, "be a positive number", value, _FIX)
         return float(value)
 
@@ -376,15 +387,20 @@ class _Keys:
             raise _fail(key, "be true or false", value, _FIX)
         return value
 
+    def section(self, key: str) -> dict[str, Any]:
+        """The object under `key`, empty where there is none."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise _fail(key, "be an object", repr(value), _FIX)
+        return value or {}
+
 
 def _text_fields(family: str, keys: _Keys, top: dict[str, Any]) -> dict[str, Any]:
     """The fields that describe the model, from the text section `keys` and the top level of config.json."""
     values = keys.values
-    for key, allowed, why in _ONLY:
-        got = values.get(key, allowed[0])
-        _check(got in allowed, key, f"be {json.dumps(allowed[0])}", json.dumps(got), why)
-    window = None if values.get("use_sliding_window") is False else values.get("sliding_window")
-    _check(window is None, "sliding_window", "be null", window, "sliding windows are not supported")
+    # A key that changes results must not pass unseen because it stands beside the text section.
+    for section in (values, top):
+        _check_supported(_Keys(section))
     num_layers, hidden_size = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
     heads, kv_heads = keys.integer("num_attention_heads"), keys.integer("num_key_value_heads")
     _check(heads % kv_heads == 0, "num_attention_heads", f"be a multiple of {kv_heads} KV heads", heads, _FIX)
@@ -395,8 +411,8 @@ def _text_fields(family: str, keys: _Keys, top: dict[str, Any]) -> dict[str, Any
     remedy = "other head sizes are not supported"
     _check(head_dim in (64, 128, 256), "head_dim", "be 64, 128 or 256", head_dim, remedy)
     theta, factor = _rope(keys)
-    rotary_dim = int(head_dim * factor)
-    is_even_part = rotary_dim % 2 == 0 and 0 < rotary_dim <= head_dim
+    rotary_dim = int(head_dim * factor) if factor <= 1 else 0
+    is_even_part = rotary_dim % 2 == 0 and rotary_dim > 0
     _check(is_even_part, "partial_rotary_factor", f"give an even part of head_dim {head_dim}", factor, _FIX)
     gate = values.get("output_gate_type") or "silu"
     is_known = gate in ("silu", "swish", "sigmoid")
@@ -424,12 +440,32 @@ def _text_fields(family: str, keys: _Keys, top: dict[str, Any]) -> dict[str, Any
         "gate_activation": "sigmoid" if gate == "sigmoid" else "silu",
         "dtype": _dtype_name(values, top),
         "max_position_embeddings": keys.integer("max_position_embeddings"),
-        "quantized": _is_fp8(top.get("quantization_config") or values.get("quantization_config")),
+        "quantized": _is_fp8(_Keys(top)) or _is_fp8(keys),
     }
 
 
+def _check_supported(keys: _Keys) -> None:
+    """Refuse what the engine does not compute, in the text section or at the top level."""
+    for key, allowed, why in _ONLY:
+        # As JSON, in which 1, 1.0 and true differ.
+        got = json.dumps(keys.values.get(key, allowed[0]))
+        _check(got in map(json.dumps, allowed), key, f"be {json.dumps(allowed[0])}", got, why)
+    is_off = keys.values.get("use_sliding_window") is False
+    window = None if is_off else keys.values.get("sliding_window")
+    _check(window is None, "sliding_window", "be null", window, "sliding windows are not supported")
+    for key in ("rope_parameters", "rope_scaling"):
+        section = keys.section(key)
+        nested = sorted(name for name, value in section.items() if isinstance(value, dict))
+        remedy = "other rotary embeddings for each type of layer are not supported"
+        _check(not nested, key, "be one for all layers", nested, remedy)
+        kind = section.get("rope_type", section.get("type", "default"))
+        remedy = "YaRN and other rope scalings are not supported"
+        _check(kind == "default", "rope_type", "be default", kind, remedy)
+
+
 def _ffn_fields(family: str, keys: _Keys) -> dict[str, Any]:
-    is_dense = family == "qwen3_5" or (family == "qwen3_next" and keys.values.get("num_experts") == 0)
+    is_next = family == "qwen3_next"
+    is_dense = family == "qwen3_5" or (is_next and keys.integer("num_experts", least=0) == 0)
     if is_dense:
         return {
             "intermediate_size": keys.integer("intermediate_size"),
@@ -452,31 +488,32 @@ def _ffn_fields(family: str, keys: _Keys) -> dict[str, Any]:
         "moe_intermediate_size": size,
         "shared_expert_intermediate_size": shared,
         # Qwen3.5-MoE has no such key and always renormalises.
-        "norm_topk_prob": keys.flag("norm_topk_prob", True) if family == "qwen3_next" else True,
+        "norm_topk_prob": keys.flag("norm_topk_prob", True) if is_next else True,
     }
 
 
 def _layer_pattern(keys: _Keys, num_layers: int) -> tuple[bool, ...]:
     types = keys.values.get("layer_types")
+    # Memory is counted in blocks of a KV cache.
+    no_attention = "models without full attention are not supported"
     if types is None:
         interval = keys.integer("full_attention_interval", 4)
+        rule = f"be at most num_hidden_layers ({num_layers})"
+        _check(interval <= num_layers, "full_attention_interval", rule, interval, no_attention)
         return tuple((i + 1) % interval == 0 for i in range(num_layers))
+    _check(isinstance(types, list), "layer_types", "be a list", repr(types), _FIX)
     unknown = sorted({str(t) for t in types} - {"full_attention", "linear_attention"})
     remedy = "other layers are not supported"
     _check(not unknown, "layer_types", "be full_attention or linear_attention", unknown, remedy)
     rule = f"have num_hidden_layers ({num_layers}) entries"
     _check(len(types) == num_layers, "layer_types", rule, len(types), _FIX)
+    _check("full_attention" in types, "layer_types", "name a full_attention layer", "none", no_attention)
     return tuple(t == "full_attention" for t in types)
 
 
 def _rope(keys: _Keys) -> tuple[float, float]:
     """Theta and the rotary part of a head; M-RoPE sections do not matter to text, whose axes are equal."""
-    nested = keys.values.get("rope_parameters") or {}
-    for section in (nested, keys.values.get("rope_scaling") or {}):
-        kind = section.get("rope_type", section.get("type", "default"))
-        remedy = "YaRN and other rope scalings are not supported"
-        _check(kind == "default", "rope_type", "be default", kind, remedy)
-    rope = _Keys(keys.values | nested)
+    rope = _Keys(keys.values | keys.section("rope_parameters"))
     return rope.number("rope_theta"), rope.number("partial_rotary_factor", 0.25)
 
 
@@ -490,14 +527,16 @@ def _mtp_num_layers(keys: _Keys) -> int:
 
 
 def _dtype_name(text: dict[str, Any], top: dict[str, Any]) -> str:
-    found = [section[key] for section in (text, top) for key in ("dtype", "torch_dtype") if section.get(key)]
+    keys = ("dtype", "torch_dtype")
+    found = [got for section in (text, top) for key in keys if (got := section.get(key)) is not None]
     name = str(found[0]).removeprefix("torch.") if found else "bfloat16"
     names = ("bfloat16", "float16", "float32")
     _check(name in names, "dtype", "be bfloat16, float16 or float32", name, _FIX)
     return name
 
 
-def _is_fp8(quantization: dict[str, Any] | None) -> bool:
+def _is_fp8(keys: _Keys) -> bool:
+    quantization = keys.section("quantization_config")
     if not quantization:
         return False
     remedy = "use the bf16 or the FP8 release of the model"
@@ -515,18 +554,20 @@ def _sampling_fields(
     root: Path, top: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]
 ) -> dict[str, Any]:
     """Default sampling parameters, and the union of all eos ids (a turn ends with another id than a text)."""
+    remedy = "fix the checkpoint's JSON files"
     eos: set[int] = set()
     for section in (top, text, generation):
         ids = section.get("eos_token_id")
-        eos.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        are_ids = all(type(i) is int for i in ids)
+        _check(are_ids, "eos_token_id", "be an integer or a list of integers", ids, remedy)
+        eos.update(ids)
     eos.update(_tokenizer_eos(root))
-    vocab_size = text["vocab_size"]
-    wrong = sorted(i for i in eos if not 0 <= i < vocab_size)
-    if wrong:
-        raise _fail(
-            "eos_token_id", f"lie in the vocabulary of {vocab_size}", wrong, "fix the checkpoint's JSON files"
-        )
+    wrong = sorted(i for i in eos if not 0 <= i < text["vocab_size"])
+    _check(not wrong, "eos_token_id", f"lie in the vocabulary of {text['vocab_size']}", wrong, remedy)
     defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    for key, value in defaults.items():
+        _check(type(value) in (int, float), key, "be a number", repr(value), "fix generation_config.json")
     if generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return {"eos_token_ids": tuple(sorted(eos)), "generation_defaults": defaults}
@@ -542,8 +583,11 @@ def _tokenizer_eos(root: Path) -> list[int]:
     if token is None or not (root / "tokenizer.json").is_file():
         return []
     tokenizer = _read_json(root / "tokenizer.json")
-    ids = {t["content"]: t["id"] for t in tokenizer.get("added_tokens", [])}
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    if token not in ids and token not in vocab:
+    try:
+        ids = {t["content"]: t["id"] for t in tokenizer.get("added_tokens", [])}
+        found = ids.get(token, tokenizer.get("model", {}).get("vocab", {}).get(token))
+    except (AttributeError, KeyError, TypeError):
+        found = None
+    if type(found) is not int:
         raise _fail("eos_token", "be a token of tokenizer.json", repr(token), "fix the tokenizer's files")
-    return [ids[token] if token in ids else vocab[token]]
+    return [found]

@@ -83,6 +83,11 @@ class Tokenizer:
         eos_id = None if eos is None else self._tokenizer.token_to_id(eos)
         return () if eos_id is None else (eos_id,)
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written `text`, or None if there is none."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token stands for; none for special tokens and ids that the tokenizer lacks."""
         found = self._bytes.get(token_id)
@@ -125,7 +130,7 @@ class ChatTemplate:
         config = _read_config(root / "tokenizer_config.json")
         # Templates use bos_token, eos_token and the like; a token is a string or an object around it.
         self.special_tokens = {
-            name: value["content"] if isinstance(value, dict) else value
+            name: _token_text(name, value)
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
@@ -148,28 +153,27 @@ class ChatTemplate:
         scope: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
             return self._template.render(scope | self.special_tokens | variables, messages=plain)
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # A template can raise whatever its expressions do.
+            got = str(error) or type(error).__name__
             raise ValueError(
-                f"messages must satisfy the checkpoint's chat template, got: {error}; change the messages"
+                f"messages must satisfy the checkpoint's chat template, got: {got}; change the messages"
             ) from None
 
     def _compile(self, config: dict[str, Any]) -> Template | None:
-        file = self._root / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-            source = named.get("default")
-        if source is None:
-            return None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        file = self._root / "chat_template.jinja"
         try:
-            return environment.from_string(source)
-        except TemplateError as error:
+            source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+            if isinstance(source, list):
+                named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
+                source = named.get("default")
+            return None if source is None else environment.from_string(source)
+        except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"chat template of {self._root} must be Jinja, got: {error}; download the file again"
             ) from None
@@ -232,6 +236,16 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file} must hold a JSON object, got {type(config).__name__}; download the file again"
         )
     return config
+
+
+def _token_text(name: str, value: Any) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{name} must be a string or an object with content, got {value!r}; download "
+            "tokenizer_config.json again"
+        )
+    return text
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -166,6 +166,39 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}},
         "partial_rotary_factor must give an even part of head_dim 256, got 1.5; fix config.json",
     ),
+    (
+        {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1e308}},
+        "partial_rotary_factor must give an even part of head_dim 256, got 1e+308; fix config.json",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e6}, "rope_theta": 1e7}},
+        "rope_parameters must be one for all layers, got ['full_attention']; other rotary embeddings for",
+    ),
+    (
+        {"layer_types": None, "full_attention_interval": 8},
+        "full_attention_interval must be at most num_hidden_layers (4), got 8; models without full",
+    ),
+    (
+        {"layer_types": ["linear_attention"] * 4},
+        "layer_types must name a full_attention layer, got none; models without full attention are not",
+    ),
+    ({"decoder_sparse_step": True}, "decoder_sparse_step must be 1, got true; layers that mix"),
+    ({"rope_parameters": []}, "rope_parameters must be an object, got []; fix config.json"),
+    ({"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'; fix config.json"),
+    ({"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'; fix config.json"),
+    ({"layer_types": 4}, "layer_types must be a list, got 4; fix config.json"),
+    (
+        {"layer_types": [["full_attention"]] * 4},
+        "layer_types must be full_attention or linear_attention, got",
+    ),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be an integer of at least 1, got True; fix"),
+    ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True; fix config.json"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan; fix config.json"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number, got 1000"),
+    ({"dtype": []}, "dtype must be bfloat16, float16 or float32, got []; fix config.json"),
+    ({"eos_token_id": "511"}, "eos_token_id must be an integer or a list of integers, got ['511']; fix the"),
+    ({"eos_token_id": [[511]]}, "eos_token_id must be an integer or a list of integers, got [[511]]; fix"),
+    ({"eos_token_id": True}, "eos_token_id must be an integer or a list of integers, got [True]; fix the"),
 ]
 
 
@@ -175,6 +208,59 @@ def test_refused_by_name(directory: Path, changes: dict[str, Any], message: str)
     with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
         ModelConfig.from_hf(directory)
     assert "\n" not in str(error.value)
+
+
+TOP_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be default, got yarn; YaRN and"),
+    ({"rope_parameters": {"type": "linear"}}, "rope_type must be default, got linear; YaRN and other"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e6}}},
+        "rope_parameters must be one for all layers, got ['full_attention']; other rotary embeddings for",
+    ),
+    ({"hidden_act": "gelu"}, 'hidden_act must be "silu", got "gelu"; other activations are not supported'),
+    ({"mamba_ssm_dtype": "bfloat16"}, 'mamba_ssm_dtype must be "float32", got "bfloat16"; the recurrent'),
+    ({"sliding_window": 4096}, "sliding_window must be null, got 4096; sliding windows are not supported"),
+    ({"text_config": "x"}, "text_config must be an object, got 'x'; fix config.json"),
+    ({"text_config": []}, "text_config must be an object, got []; fix config.json"),
+    ({"model_type": []}, "model_type must be one of qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe,"),
+    ({"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'; fix config.json"),
+    ({"eos_token_id": "511"}, "eos_token_id must be an integer or a list of integers, got ['511']; fix the"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), TOP_REFUSALS, ids=[m.split(" must")[0] for _, m in TOP_REFUSALS]
+)
+def test_refused_by_name_at_the_top_level(directory: Path, changes: dict[str, Any], message: str) -> None:
+    edit(directory, changes, section=None)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        ModelConfig.from_hf(directory)
+
+
+def test_other_sections_and_ignored_keys_are_no_concern_of_text(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe")
+    config = ModelConfig.from_hf(directory)
+    vision = {"hidden_act": "gelu_pytorch_tanh", "attention_bias": True, "sliding_window": 8}
+    edit(directory, vision | {"rope_parameters": {"rope_type": "yarn"}}, section="vision_config")
+    edit(directory, {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, section=None)
+    # transformers ignores it too.
+    edit(directory, {"norm_topk_prob": False})
+    assert ModelConfig.from_hf(directory) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"eos_token_id": "511"}, "eos_token_id must be an integer or a list of integers, got ['511']; fix"),
+        ({"eos_token_id": [2, False]}, "eos_token_id must be an integer or a list of integers, got [2, Fals"),
+        ({"temperature": "0.6"}, "temperature must be a number, got '0.6'; fix generation_config.json"),
+        ({"top_k": True}, "top_k must be a number, got True; fix generation_config.json"),
+    ],
+)
+def test_generation_config_refused_by_name(directory: Path, content: dict[str, Any], message: str) -> None:
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        ModelConfig.from_hf(directory)
 
 
 MOE_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -236,7 +322,12 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
         ValueError, match=r"model must be a directory with a config.json, got .*; pass a Hugging"
     ):
         ModelConfig.from_hf(tmp_path / "nowhere")
-    for text, message in (("{", "must be a readable JSON file"), ("[]", "must hold a JSON object, got list")):
+    unreadable = "must be a readable JSON file"
+    for text, message in (
+        ("{", unreadable),
+        ("[" * 100_000, unreadable),
+        ("[]", "must hold a JSON object, got list"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             ModelConfig.from_hf(tmp_path)
@@ -254,8 +345,12 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 def test_eos_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tokenizer=True)
-    (directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}}')
-    with pytest.raises(ValueError, match=r"eos_token must be a token of tokenizer.json, got '<eos>'; fix"):
+    for token, got in (('{"content": "<eos>"}', "'<eos>'"), ('["<eos>"]', r"\['<eos>'\]")):
+        (directory / "tokenizer_config.json").write_text(f'{{"eos_token": {token}}}')
+        with pytest.raises(ValueError, match=f"eos_token must be a token of tokenizer.json, got {got}; fix"):
+            ModelConfig.from_hf(directory)
+    (directory / "tokenizer.json").write_text('{"added_tokens": [{}], "model": []}')
+    with pytest.raises(ValueError, match=r"eos_token must be a token of tokenizer.json"):
         ModelConfig.from_hf(directory)
 
 
@@ -277,6 +372,20 @@ def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPa
     c = EngineConfig(mtp_step=1)
     assert (c.mtp_step, c.max_batch, c.num_blocks) == (1, 4, None)
     assert c.reference_ops == ("linear", "gdn_verify")
+
+
+def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
+    c = EngineConfig(batch_sizes=["1,4", "8"], reference_ops=["linear, gdn_verify", "sample"])
+    assert c.batch_sizes == (1, 4, 8)
+    assert c.reference_ops == ("linear", "gdn_verify", "sample")
+    assert EngineConfig(batch_sizes=(2, "4")).batch_sizes == (2, 4)
+
+
+@pytest.mark.parametrize("name", sorted(EngineConfig.model_fields.keys() - {"prefix_cache"}))
+def test_a_bool_is_no_number(name: str) -> None:
+    for value in (True, [True]) if name == "batch_sizes" else (True,):
+        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; give "):
+            EngineConfig(**{name: value})
 
 
 def test_frozen() -> None:
@@ -303,6 +412,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"prefill_chunk": 100},
         "prefill_chunk must be a multiple of 64, got 100; give tokens of a prefill chunk",
+    ),
+    (
+        {"prefill_chunk": 64 * 10**13},
+        "prefill_chunk must be less than or equal to 65536, got 640000000000000; give tokens of a prefill",
     ),
     (
         {"block_size": 384},

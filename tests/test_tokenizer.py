@@ -211,6 +211,25 @@ def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "template, got",
+    [
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{{ range(10 ** 9) }}", "Range too big"),
+        ("{{ 'x'.index('y') }}", "substring not found"),
+        ("{{ messages[0].content.encode('ascii') }}", "'ascii' codec can't encode"),
+        ("{{ missing.attribute.of_it }}", "'missing' is undefined"),
+    ],
+)
+def test_whatever_a_template_raises_is_named(folder: Path, tmp_path: Path, template: str, got: str) -> None:
+    tokenizer = Tokenizer(copy(folder, tmp_path, chat_template__jinja=template))
+    with pytest.raises(
+        ValueError,
+        match=f"^messages must satisfy the checkpoint's chat template, got: {got}.*; change the messages$",
+    ):
+        tokenizer.apply_chat_template([{"role": "user", "content": "ü"}])
+
+
+@pytest.mark.parametrize(
     "files, message",
     [
         (
@@ -222,6 +241,14 @@ def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, tmp_path: Path
         ({"tokenizer_config__json": "{"}, "tokenizer_config.json must be JSON, got an error"),
         ({"tokenizer_config__json": "[]"}, "tokenizer_config.json must hold a JSON object, got list"),
         ({"chat_template__jinja": "{% if %}"}, "chat template of .* must be Jinja, got"),
+        (
+            {"chat_template__jinja": None, "tokenizer_config__json": '{"chat_template": 5}'},
+            "chat template of .* must be Jinja, got",
+        ),
+        (
+            {"tokenizer_config__json": '{"eos_token": {"id": 2}}'},
+            "eos_token must be a string or an object with content, got {'id': 2}; download tokenizer_config",
+        ),
     ],
 )
 def test_bad_files_are_refused_by_name(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from compiled_mtp.config import ModelConfig
 from compiled_mtp.models.fp8 import dequantize, multiplies_fp8
@@ -42,7 +41,7 @@ class _Header:
 
 def has_mtp(path: str | Path) -> bool:
     """Whether the checkpoint directory `path` stores an MTP head; without one only mtp_step 0 is possible."""
-    return any(header.name.startswith("mtp.") for header in _read_headers(Path(path)))
+    return any(_is_mtp(header.name) for header in _read_headers(Path(path)))
 
 
 def kept_fp8(config: ModelConfig, path: str | Path | None, device: torch.device) -> frozenset[str]:
@@ -82,7 +81,7 @@ def load_weights(
     missing, unused, or of another shape or dtype, and every parameter that would not be filled.
     """
     headers = _by_name(_read_headers(Path(path)))
-    if with_mtp and not any(name.startswith("mtp.") for name in headers):
+    if with_mtp and not any(map(_is_mtp, headers)):
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
     kept = {name for name, parameter in parameters.items() if parameter.dtype == torch.float8_e4m3fn}
     layout = checkpoint_layout(config, headers, kept)
@@ -180,9 +179,7 @@ def _by_name(headers: list[_Header]) -> dict[str, _Header]:
     for header in headers:
         if header.name.startswith(_SKIPPED_PREFIXES):
             continue
-        name = next(
-            (header.name.removeprefix(p) for p in _TRUNK_PREFIXES if header.name.startswith(p)), header.name
-        )
+        name = _without_prefix(header.name)
         if name in found:
             raise ValueError(
                 f"model must store each tensor once, got {header.name} in {found[name].file} and "
@@ -192,14 +189,20 @@ def _by_name(headers: list[_Header]) -> dict[str, _Header]:
     return found
 
 
+def _without_prefix(name: str) -> str:
+    return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
+
+
+def _is_mtp(name: str) -> bool:
+    return _without_prefix(name).startswith("mtp.")
+
+
 def _read_headers(root: Path) -> list[_Header]:
     """The tensors of all files, in the order in which they lie in them."""
     files = sorted(root.glob("*.safetensors"))
     index = root / "model.safetensors.index.json"
     if index.is_file():
-        listed = {
-            root / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        }
+        listed = {root / name for name in _read_index(index)}
         absent = sorted(file.name for file in listed - set(files))
         if absent:
             raise ValueError(
@@ -216,20 +219,36 @@ def _read_headers(root: Path) -> list[_Header]:
     return [header for file in files for header in _header(file)]
 
 
-def _is_mtp(name: str) -> bool:
-    return name.startswith("mtp.")
+def _read_index(index: Path) -> list[str]:
+    """The names of the files that the index lists: files of its own folder."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{index} must be a readable JSON file, got {error}; download it again") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{index} must hold a weight_map from tensors to files, got {weight_map!r}; download it again"
+        )
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+            raise ValueError(
+                f"{index} must name files of its own folder, got {name!r} for {tensor}; download it again"
+            )
+    return list(weight_map.values())
 
 
 def _header(file: Path) -> list[_Header]:
     """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
-    with file.open("rb") as stream:
-        try:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            entries = json.loads(stream.read(length))
-        except (struct.error, ValueError, OverflowError, MemoryError) as error:
-            raise ValueError(
-                f"model must hold safetensors files, got {file} ({error}); download it again"
-            ) from None
+    try:
+        # Opening maps the file and checks all that its header says against its length: a download that was
+        # cut short must not come to light only after the parameters are allocated.
+        with safe_open(file, framework="pt", device="cpu"), file.open("rb") as stream:
+            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"model must hold safetensors files, got {file} ({error}); download it again"
+        ) from None
     entries.pop("__metadata__", None)
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
     return [

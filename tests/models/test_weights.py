@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,99 @@ def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
     with pytest.raises(ValueError, match="must hold safetensors files"):
         has_mtp(tmp_path)
+
+
+def file_of(header: Any, rest: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file; `length` is what it says of its header."""
+    content = json.dumps(header).encode()
+    return (len(content) if length is None else length).to_bytes(8, "little") + content + rest
+
+
+def one_tensor(**changes: Any) -> dict[str, Any]:
+    return {"mtp.norm.weight": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]} | changes}
+
+
+BROKEN_FILES = {
+    "cut": file_of(one_tensor(), b"123"),
+    "trailing": file_of(one_tensor(), b"12345"),
+    "span": file_of(one_tensor(shape=[3]), b"1234"),
+    "hole": file_of(one_tensor(data_offsets=[2, 6]), b"123456"),
+    "negative": file_of(one_tensor(shape=[-2]), b"1234"),
+    "dtype": file_of(one_tensor(dtype=5), b"1234"),
+    "list": file_of([]),
+    "entry": file_of({"mtp.norm.weight": 5}),
+    "keys": file_of({"mtp.norm.weight": {"dtype": "BF16"}}),
+    "length": file_of(one_tensor(), b"1234", length=2**33),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_a_broken_file_is_named_from_its_header(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ValueError,
+            match=r"^model must hold safetensors files, got .*model.safetensors \(.+\); download it",
+        ):
+            has_mtp(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_download_cut_short_is_named_before_anything_is_copied(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = ModelConfig.from_hf(directory)
+    parameters = allocate(config)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for read in (
+        lambda: has_mtp(directory),
+        lambda: load_weights(config, directory, parameters, with_mtp=True),
+    ):
+        with pytest.raises(ValueError, match=r"must hold safetensors files, got .*; download it again"):
+            read()
+    assert all(p.isnan().all() for p in parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "must be a readable JSON file, got "),
+        ("[" * 100_000, "must be a readable JSON file, got "),
+        ("[]", "must hold a weight_map from tensors to files, got None"),
+        ("{}", "must hold a weight_map from tensors to files, got None"),
+        ('{"weight_map": ["a"]}', "must hold a weight_map from tensors to files, got ['a']"),
+        ('{"weight_map": {"a": null}}', "must name files of its own folder, got None for a"),
+        ('{"weight_map": {"a": ["b"]}}', "must name files of its own folder, got ['b'] for a"),
+        ('{"weight_map": {"a": ""}}', "must name files of its own folder, got '' for a"),
+        ('{"weight_map": {"a": ".."}}', "must name files of its own folder, got '..' for a"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "must name files of its own folder, got '../b.safe"),
+        ('{"weight_map": {"a": "/b.safetensors"}}', "must name files of its own folder, got '/b.safete"),
+    ],
+)
+def test_a_broken_index_is_named(tmp_path: Path, content: str, message: str) -> None:
+    directory = write_checkpoint(tmp_path)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{index} {message}')}.*; download it again$"):
+        has_mtp(directory)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bool) -> None:
+    directory = write_checkpoint(tmp_path, mtp_file=True, sharded=sharded)
+    config = ModelConfig.from_hf(directory)
+    want = expected(config, directory)
+    file = directory / "mtp.safetensors"
+    save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
+    assert has_mtp(directory)
+    parameters = allocate(config)
+    load_weights(config, directory, parameters, with_mtp=True)
+    for name, w in want.items():
+        assert torch.equal(parameters[name], w.to(parameters[name].dtype)), name
 
 
 def released(family: str, **changes: Any) -> ModelConfig:
