@@ -5,21 +5,28 @@ empty, so that afterwards they hold what the engine's shapes need and nothing el
 cubins, the launch choices of the compiler's own kernels. Beside them lie the programs as Dynamo traced
 them. The file is a zip of all that with the key it was made for, in which the digest of our own source
 stands for what is not traced again. It holds code: load only files that you made or trust.
+
+It is unpacked to <temporary directory>/compiled_mtp_<user id>/<digest of the file>, which only its owner may
+enter. That directory may be deleted whenever no engine runs from it; the next load puts back what is gone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
 import shutil
+import stat
 import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import file_digest, sha256
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 import torch
 
@@ -28,6 +35,15 @@ PROGRAMS_NAME = "programs"
 COMPILER = "g++"
 # What Inductor asks the compiler even if nothing is left to compile; the answers are part of its cache keys.
 COMPILER_QUESTIONS = ("-v", "--version")
+CPUINFO = Path("/proc/cpuinfo")
+# How the instruction sets begin that a compiler may use, as the kernel names them for x86, then for ARM.
+CPU_FLAGS = (
+    *("avx", "sse", "ssse", "fma", "bmi", "f16c", "amx", "adx", "gfni", "vaes", "vpclmul", "sha"),
+    *("popcnt", "movbe", "abm", "xop", "tbm"),
+    *("neon", "asimd", "sve", "sme", "fphp", "i8mm", "bf16", "atomics"),
+)
+# What reading a damaged zip raises; RuntimeError says that it seems to be encrypted.
+DAMAGE = (OSError, EOFError, RuntimeError, UnicodeError, zlib.error, zipfile.BadZipFile)
 
 
 def use_directory(directory: Path) -> None:
@@ -37,18 +53,25 @@ def use_directory(directory: Path) -> None:
 
 
 def machine_key(device: torch.device) -> dict[str, Any]:
-    """What compiled code depends on besides the engine's shapes: device and versions."""
-    if device.type == "cuda":
-        capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    else:
-        capability = torch.backends.cpu.get_cpu_capability()
-    return {
+    """What compiled code depends on besides the engine's shapes: device and versions.
+
+    Torch takes saved programs only for the same full version of Python, CUDA toolkit and name of the GPU
+    (torch/_dynamo/package.py, SystemInfo.check_compatibility). Code for a CPU is compiled with -march=native:
+    one instruction that is missing here kills the process, and torch's "AVX2" covers ten years of processors.
+    """
+    key = {
         "device": device.type,
-        "capability": capability,
-        "python": ".".join(map(str, sys.version_info[:2])),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _triton_version(),
     }
+    if device.type == "cuda":
+        return key | {
+            "capability": "sm_{}{}".format(*torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+            "gpu": torch.cuda.get_device_name(device),
+        }
+    return key | {"capability": torch.backends.cpu.get_cpu_capability(), "cpu": _cpu_digest()}
 
 
 def source_digest(paths: Iterable[Path]) -> str:
@@ -62,16 +85,17 @@ def source_digest(paths: Iterable[Path]) -> str:
 
 
 def save(file: Path, directory: Path, key: Mapping[str, Any]) -> int:
-    """Write what `directory` holds and `key` (JSON values) to `file`; returns its size in bytes."""
-    partial = file.with_name(file.name + ".partial")
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+    """Write what `directory` holds and `key` (JSON values) to `file`; returns its size in bytes.
+
+    `file` is there whole or, if anything fails, as it was before.
+    """
+    with _replacing(file) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(KEY_NAME, json.dumps(dict(key), indent=1, sort_keys=True))
         for question in COMPILER_QUESTIONS:
             archive.writestr(_answer_name(question), _ask_compiler(question))
         for path in sorted(directory.rglob("*")):
             if path.is_file() and path.suffix not in (".lock", ".pch", ".gch"):
                 archive.write(path, path.relative_to(directory))
-    partial.replace(file)
     return file.stat().st_size
 
 
@@ -80,12 +104,13 @@ def read_key(file: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(file) as archive:
             key = json.loads(archive.read(KEY_NAME))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        if not isinstance(key, dict):
+            raise ValueError(f"its {KEY_NAME} is no JSON object")
+    except (*DAMAGE, KeyError, ValueError) as error:
         raise ValueError(
             f"graph_cache must be a file that tools/export_graphs.py wrote, got {file}: {error}; "
             "export it again"
         ) from None
-    assert isinstance(key, dict)
     return key
 
 
@@ -104,38 +129,95 @@ def check_key(file: Path, key: Mapping[str, Any]) -> None:
 def load(file: Path) -> Path:
     """Unpack `file`, let Inductor and Triton use it, and return the directory. The key is checked before.
 
+    What an earlier load unpacked is used again, and repaired if a cleaner of temporary files was there.
     Inductor asks the C++ compiler for its version even if nothing is left to compile. On a machine without
-    one, a script that gives the recorded answer, and refuses to compile, is put in its place.
+    one, a script that gives the recorded answer, and refuses to compile, is put in its place. Raises
+    ValueError for a damaged file, a full disk, and a directory that somebody else could write to.
     """
-    digest = sha256(file.read_bytes()).hexdigest()[:16]
-    directory = Path(tempfile.gettempdir()) / f"compiled_mtp_{os.getuid()}_{digest}"
-    if not directory.is_dir():
-        unpacked = Path(tempfile.mkdtemp(prefix=directory.name + "_", dir=directory.parent))
-        with zipfile.ZipFile(file) as archive:
-            archive.extractall(unpacked)
-        try:
-            unpacked.rename(directory)
-        except OSError:  # Another process was first.
-            shutil.rmtree(unpacked)
+    parent = Path(tempfile.gettempdir()) / f"compiled_mtp_{os.getuid()}"
+    try:
+        _make_private(parent)
+        with file.open("rb") as stream:
+            directory = parent / file_digest(stream, "sha256").hexdigest()[:16]
+            _unpack(stream, directory)
+        if shutil.which(COMPILER) is None:
+            _stand_in_for_compiler(directory)
+    except DAMAGE as error:
+        raise ValueError(
+            f"graph_cache must be whole and have room in {parent}, got {file}: {error}; "
+            "export it again or free space there"
+        ) from None
     use_directory(directory)
-    if shutil.which(COMPILER) is None:
-        _stand_in_for_compiler(directory)
     return directory
+
+
+def _make_private(directory: Path) -> None:
+    """Anyone may create names in the temporary directory, and what lies below this one is run as code."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError(
+            f"{directory} must be a directory of user {os.getuid()} with mode 0700, got "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it or set TMPDIR"
+        )
+
+
+def _unpack(stream: BinaryIO, directory: Path) -> None:
+    """Put back every file of the zip that `directory` lacks or holds in another size.
+
+    First all are unpacked aside, so that a damaged zip changes nothing; then each is moved to its place, so
+    that another process, which may be using the directory or doing the same, never sees half a file.
+    """
+    with zipfile.ZipFile(stream) as archive, tempfile.TemporaryDirectory(dir=directory.parent) as aside:
+        unpacked: list[tuple[str, Path]] = []
+        for member in archive.infolist():
+            name = PurePosixPath(member.filename)
+            if not name.parts or name.is_absolute() or ".." in name.parts:
+                raise ValueError(
+                    f"graph_cache must hold names of files below it, got {member.filename!r} in "
+                    f"{stream.name}; export it again"
+                )
+            target = directory / name
+            if not member.is_dir() and not _has_size(target, member.file_size):
+                unpacked.append((archive.extract(member, aside), target))
+        for source, target in unpacked:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
+
+
+def _has_size(file: Path, size: int) -> bool:
+    # One look: between two a cleaner can take the file.
+    with suppress(FileNotFoundError):
+        return file.stat().st_size == size
+    return False
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A path to write to: it becomes `file` when all went well, and is gone when not."""
+    # Opened in a directory of its own, and not by mkstemp, the file gets the mode that the umask asks for.
+    with tempfile.TemporaryDirectory(dir=file.parent) as aside:
+        partial = Path(aside) / file.name
+        yield partial
+        partial.replace(file)
 
 
 def _stand_in_for_compiler(directory: Path) -> None:
     script = directory / "bin" / COMPILER
     cases = " ".join(
-        f'{question}) exec cat "{directory / _answer_name(question)}";;' for question in COMPILER_QUESTIONS
+        f"{question}) exec cat {shlex.quote(str(directory / _answer_name(question)))};;"
+        for question in COMPILER_QUESTIONS
     )
     script.parent.mkdir(exist_ok=True)
-    script.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in {cases} esac\n'
-        'echo "the graph cache lacks something and there is no C++ compiler: export it again" >&2\n'
-        "exit 1\n"
-    )
-    script.chmod(0o755)
+    with _replacing(script) as partial:
+        partial.write_text(
+            "#!/bin/sh\n"
+            f'case "$*" in {cases} esac\n'
+            'echo "the graph cache lacks something and there is no C++ compiler: export it again" >&2\n'
+            "exit 1\n"
+        )
+        partial.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join((str(script.parent), *os.get_exec_path()))
 
 
@@ -149,6 +231,17 @@ def _ask_compiler(question: str) -> bytes:
 
 def _answer_name(question: str) -> str:
     return f"compiler{question}.txt"
+
+
+def _cpu_digest() -> str:
+    """A digest of the instruction sets that -march=native lets a compiler use on this machine."""
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                used = sorted(flag for flag in flags.split() if flag.startswith(CPU_FLAGS))
+                return sha256(" ".join(used).encode()).hexdigest()[:16]
+    return "unknown"
 
 
 def _triton_version() -> str:

@@ -1,7 +1,7 @@
 """One compiled callable per shape, compiled ahead, replayed without a decision.
 
 Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
-keep the books, which takes the host 300 us a call at 32 layers and up to 800 at 64. "replay" compiles without
+keep the books, which takes the host 200 us a step at 24 layers and 650 at 64. "replay" compiles without
 them and captures the call by hand, once; a replay costs the host about 10 us. On a CPU both mean Inductor's
 C++ code.
 """

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.graphs.artifacts import read_key, source_digest
+from compiled_mtp.graphs import artifacts
+from compiled_mtp.graphs.artifacts import load, machine_key, read_key, save, source_digest
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +47,18 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(autouse=True)
+def temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of a test. What loading sets in the environment goes with it."""
+    directory = tmp_path / "temporaries"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(directory))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    return directory
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cached")
@@ -59,7 +79,7 @@ def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return file
 
 
-def run_second(directory: Path, given: dict[str, object]) -> dict[str, object]:
+def run_second(directory: Path, given: dict[str, object]) -> dict[str, Any]:
     """A process that finds no C++ compiler."""
     tools = directory / "bin"
     tools.mkdir(exist_ok=True)
@@ -80,7 +100,8 @@ def run_second(directory: Path, given: dict[str, object]) -> dict[str, object]:
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def test_a_second_process_compiles_nothing_without_a_compiler(
@@ -93,6 +114,10 @@ def test_a_second_process_compiles_nothing_without_a_compiler(
     assert cached["tokens"] == plain["tokens"]
     assert cached["traced"] == 0
     assert "fxgraph_cache_miss" not in cached["inductor"]
+    (unpacked,) = private_directory().iterdir()
+    before = snapshot(unpacked)
+    assert load(graph_cache) == unpacked
+    assert snapshot(unpacked) == before, "running from the directory must not make the next load repair it"
 
 
 @pytest.mark.parametrize(
@@ -178,10 +203,302 @@ def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
 
 
+NOT_WRITTEN = r"graph_cache must be a file that tools/export_graphs\.py wrote"
+
+
 @pytest.mark.parametrize("content", [None, b"no zip"])
 def test_what_is_no_cache_is_refused(checkpoint: Path, tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "wrong.zip"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"graph_cache must be a file that tools/export_graphs\.py wrote"):
+    with pytest.raises(ValueError, match=NOT_WRITTEN):
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
+
+
+@pytest.mark.parametrize("key", ["[1]", "null", "{"])
+def test_a_key_that_is_no_object_is_refused(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "wrong.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("key.json", key)
+    with pytest.raises(ValueError, match=NOT_WRITTEN):
+        read_key(file)
+
+
+def private_directory() -> Path:
+    return Path(tempfile.gettempdir()) / f"compiled_mtp_{os.getuid()}"
+
+
+def snapshot(directory: Path) -> dict[Path, tuple[int, int]]:
+    """Which files there are; a file that was replaced or written to differs."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A cache of three files that are no code."""
+    directory = tmp_path / "made"
+    for name in ("inductor/a/code.py", "triton/b.cubin", "programs/step"):
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).write_text(name * 100)
+    save(tmp_path / "small.zip", directory, {"device": "cpu"})
+    return tmp_path / "small.zip"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def test_what_a_cleaner_took_is_put_back_and_nothing_else_is_touched(small: Path) -> None:
+    directory = load(small)
+    with zipfile.ZipFile(small) as archive:
+        whole = {name: archive.read(name) for name in archive.namelist()}
+    assert contents(directory) == whole
+    assert list(private_directory().iterdir()) == [directory]
+    before = snapshot(directory)
+    assert load(small) == directory
+    assert snapshot(directory) == before
+
+    (directory / "triton/b.cubin").write_text("half of it")
+    shutil.rmtree(directory / "inductor")
+    assert load(small) == directory
+    assert contents(directory) == whole
+    kept = directory / "programs/step"
+    assert snapshot(directory)[kept] == before[kept]
+
+    for path in before:
+        path.unlink()
+    assert load(small) == directory
+    assert contents(directory) == whole
+    assert list(private_directory().iterdir()) == [directory]
+
+
+def test_the_directory_is_closed_to_others(small: Path) -> None:
+    directory = load(small)
+    assert directory.parent == private_directory()
+    assert directory.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("planted", ["link", "open to the group", "file", "of another user"])
+def test_a_directory_that_others_can_write_to_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    if planted == "of another user":
+        # What this process creates is then another user's.
+        user = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: user)
+    directory = private_directory()
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        directory.symlink_to(tmp_path / "elsewhere")
+    elif planted == "open to the group":
+        directory.mkdir()
+        directory.chmod(0o750)
+    elif planted == "file":
+        directory.touch(mode=0o600)
+    message = rf"{directory} must be a directory of user \d+ with mode 0700, got .*; remove it or set TMPDIR"
+    with pytest.raises(ValueError, match=message):
+        load(small)
+
+
+@pytest.mark.parametrize("name", ["/absolute", "../above", "inductor/../../above", "."])
+def test_a_file_that_would_lie_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "wrong.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("inductor/code.py", "pass")
+        archive.writestr(name, "code")
+    with pytest.raises(ValueError, match=f"graph_cache must hold names of files below it, got '{name}' in"):
+        load(file)
+    assert list(private_directory().iterdir()) == []
+
+
+# Zeros are no deflated stream (zlib.error), and not what a stored file's checksum is of (BadZipFile).
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path: Path, compression: int) -> None:
+    file = tmp_path / "damaged.zip"
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("inductor/a.py", "pass")
+        archive.writestr("inductor/b.so", bytes(range(256)) * 8)
+        offset = archive.getinfo("inductor/b.so").header_offset
+    damaged = bytearray(file.read_bytes())
+    damaged[offset + 50 : offset + 150] = bytes(100)
+    file.write_bytes(damaged)
+    message = rf"graph_cache must be whole and have room in .*, got {file}: .*; export it again or free space"
+    with pytest.raises(ValueError, match=message):
+        load(file)
+    assert list(private_directory().iterdir()) == []
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", fail)
+        with pytest.raises(ValueError, match=f"got {small}: .*No space left on device; .* or free space"):
+            load(small)
+    assert list(private_directory().iterdir()) == []
+    load(small)
+
+
+def test_the_stand_in_for_the_compiler_is_never_there_by_halves(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cat").symlink_to(str(shutil.which("cat")))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", fail)
+        with pytest.raises(ValueError, match="graph_cache must be whole and have room"):
+            load(small)
+    (directory,) = private_directory().iterdir()
+    assert list((directory / "bin").iterdir()) == []
+    script = load(small) / "bin" / "g++"
+    assert shutil.which("g++") == str(script)
+    answer = subprocess.run([script, "--version"], capture_output=True, check=True).stdout
+    assert answer == (directory / "compiler--version.txt").read_bytes()
+    assert subprocess.run([script, "code.cpp"], capture_output=True, check=False).returncode == 1
+
+
+def test_two_exports_to_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, file = tmp_path / "made", tmp_path / "out" / "graphs.zip"
+    directory.mkdir()
+    file.parent.mkdir()
+
+    def save_another(_: str) -> bytes:
+        with monkeypatch.context() as patch:
+            patch.setattr(artifacts, "_ask_compiler", lambda _: b"")
+            save(file, directory, {"export": "inner"})
+        return b""
+
+    monkeypatch.setattr(artifacts, "_ask_compiler", save_another)
+    assert save(file, directory, {"export": "outer"}) == file.stat().st_size
+    assert read_key(file) == {"export": "outer"}
+    assert list(file.parent.iterdir()) == [file]
+    umask = os.umask(0o027)
+    save(file, directory, {})
+    os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_an_export_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, file = tmp_path / "made", tmp_path / "out" / "graphs.zip"
+    directory.mkdir()
+    file.parent.mkdir()
+    file.write_text("as it was")
+
+    def interrupt(_: str) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(artifacts, "_ask_compiler", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(file, directory, {})
+    assert contents(file.parent) == {"graphs.zip": b"as it was"}
+
+
+def test_the_key_holds_what_torch_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    key = machine_key(torch.device("cuda"))
+    assert key["python"] == platform.python_version()
+    assert (key["capability"], key["cuda"], key["gpu"]) == ("sm_90", "13.0", "NVIDIA H200")
+
+
+def test_the_key_of_a_cpu_follows_its_instruction_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(text: str) -> Any:
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(artifacts, "CPUINFO", tmp_path / "cpuinfo")
+        return machine_key(torch.device("cpu"))["cpu"]
+
+    plain = key("processor\t: 0\nflags\t\t: fpu avx avx2 fma\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    assert key("flags : fma avx2 avx hypervisor\n") == plain, "order and other flags say nothing about code"
+    others = {key("flags : avx avx2 fma avx512f\n"), key("Features : fp asimd sve\n")}
+    assert len(others | {plain}) == 3
+    assert key("processor : 0\n") == "unknown"
+    monkeypatch.setattr(artifacts, "CPUINFO", tmp_path / "absent")
+    assert machine_key(torch.device("cpu"))["cpu"] == "unknown"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/export_graphs.py as a module."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("export_graphs", ROOT / "tools" / "export_graphs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_tool(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path) -> object:
+    """The code that it exits with."""
+    monkeypatch.setattr(sys, "argv", ["export_graphs.py", "--device=cpu", f"--out={out}"])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    return end.value.code
+
+
+def test_an_interrupted_export_leaves_nothing(
+    tool: ModuleType,
+    temporaries: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configs: list[EngineConfig] = []
+    bars: list[Any] = []
+
+    class Bar(tool.tqdm):  # type: ignore[name-defined, misc]
+        def __init__(self, *given: object, **named: object) -> None:
+            super().__init__(*given, **named)
+            bars.append(self)
+
+    def start(config: EngineConfig, progress: Any) -> None:
+        configs.append(config)
+        assert list(temporaries.iterdir()) != []
+        for done in (1, 2):
+            progress("shapes", done, 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool, "tqdm", Bar)
+    monkeypatch.setattr(tool, "Engine", start)
+    monkeypatch.setenv("COMPILED_MTP_GRAPH_CACHE", str(tmp_path / "of_the_environment.zip"))
+    (tmp_path / "out").mkdir()
+    assert run_tool(tool, monkeypatch, tmp_path / "out" / "graphs.zip") == 130
+    assert capsys.readouterr().err.endswith("\nexport_graphs: interrupted\n")
+    assert [config.graph_cache for config in configs] == [None]
+    assert [(bar.n, bar.disable) for bar in bars] == [(2, True)], "one bar, closed"
+    assert list(temporaries.iterdir()) == []
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["directory", "file/below"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    tool: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr(tool, "Engine", start)
+    assert run_tool(tool, monkeypatch, tmp_path / name) == 2
+    error = capsys.readouterr().err
+    assert f"--out must be a file that can be written, got {tmp_path / name}: " in error
+    assert error.count("\n") == 1
