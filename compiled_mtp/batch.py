@@ -15,8 +15,8 @@ class SlotState(nn.Module):
 
     base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
     blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
-    prefill chunk; sampling parameters [slots]. Penalty counts and bias are [0, vocab_size]: switched off in
-    this version.
+    prefill chunk; sampling parameters [slots]. Penalty counts and bias are [0, vocab_size], and min_position
+    and stop_ids keep their first values: switched off in this version.
     """
 
     base: torch.Tensor

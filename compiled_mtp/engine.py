@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was created, and what it holds now. Blocks are KV blocks of block_size
-    tokens."""
+    """What the engine holds now, and sums over the requests that have finished since it was created.
+
+    running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
+    """
 
     running: int
     waiting: int
@@ -49,6 +51,8 @@ class Engine:
                 f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "
                 f"{path} has none, pass mtp_step=0 for plain decoding"
             )
+        # A default that no request could use is found before the weights are loaded.
+        SamplingParams().with_defaults(self.model_config.generation_defaults)
         self.tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
@@ -63,6 +67,8 @@ class Engine:
             max_in_flight=self.runner.max_in_flight,
         )
         self._progress = progress
+        self._is_closed = False
+        self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
         self._finished = 0
         self._prompt_tokens = 0
@@ -84,12 +90,16 @@ class Engine:
         ValueError, and queues nothing, for a prompt that is empty or too long, an id out of range, a
         parameter out of range and a request_id in use.
         """
+        self._check_open()
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             raise ValueError(
                 f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
             )
+        _check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
+        _check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
+        _check_type("request_id", request_id, str, "leave it out for one of our own")
         params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
         if params.seed is None and self.config.seed is not None:
             params = params.model_copy(update={"seed": self.config.seed})
@@ -97,12 +107,19 @@ class Engine:
             token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
         else:
             tokenizer = self._require_tokenizer(names[0])
-            text = prompt if prompt is not None else tokenizer.apply_chat_template(list(messages or ()))
-            token_ids = tokenizer.encode(text)
+            text = prompt if prompt is not None else tokenizer.apply_chat_template(_as_chat(messages))
+            # The vocabulary of a tokenizer may have grown beyond the checkpoint's.
+            token_ids = self._check_ids(names[0], tokenizer.encode(text))
+        if params.stop and self.tokenizer is not None:
+            # A special token has no text in which its name could be found.
+            special = (self.tokenizer.special_id(stop) for stop in params.stop)
+            ids = tuple(token_id for token_id in special if token_id is not None)
+            params = params.model_copy(update={"stop_token_ids": params.stop_token_ids + ids})
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._num_requests += 1
+        if any(output.request_id == request_id for output in self._undelivered):
+            raise ValueError(f"request_id must be unused, got {request_id!r}; choose another")
         request = Request(
-            request_id=request_id if request_id is not None else f"request-{self._num_requests}",
+            request_id=request_id if request_id is not None else self._free_id(),
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self._eos_token_ids(),
@@ -114,21 +131,32 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan, run, read: one prefill chunk or one decode round. Returns what became known, maybe nothing.
 
-        With a launch in flight the outputs are those of the step before.
+        With a launch in flight the outputs are those of the step before. A launch that fails ends its
+        requests with finish_reason "error"; the others go on. An exception that leaves a step (Ctrl-C) ends
+        those that had left the queue, since what their launch has done is not known, and the next step says
+        so.
         """
-        plan = self.scheduler.schedule()
-        result = self.runner.run(plan)
-        if self._progress is not None and plan is not None and plan.prompt_len > self.config.prefill_chunk:
-            self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
-        outputs = self.scheduler.update(result)
+        self._check_open()
+        try:
+            plan = self.scheduler.schedule()
+            result = self.runner.run(plan)
+            outputs = self.scheduler.update(result)
+            self._undelivered += outputs
+        except BaseException as error:
+            self.runner.drop_launches()
+            self.scheduler.recover(f"the step was interrupted by {error!r}")
+            raise
         for output in outputs:
             if output.finish_reason is not None:
                 self._count(output)
+        if self._progress is not None and plan is not None and plan.prompt_len > self.config.prefill_chunk:
+            self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_unfinished() or bool(self._undelivered)
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason 'abort', comes from the next step.
@@ -145,8 +173,13 @@ class Engine:
         """Decode all prompts (texts or token ids) to their end; one output each, in order, with all its
         tokens.
 
-        Raises ValueError before anything is decoded if one of them is not valid.
+        Outputs of other requests come from the next `step`. Raises ValueError before anything is decoded if
+        one of the prompts is not valid; whatever is raised, none of them stays behind.
         """
+        if isinstance(prompts, str):
+            raise ValueError(
+                f"prompts must be a list, got the text {reprlib.repr(prompts)}; put it into a list"
+            )
         every = (
             [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         )
@@ -154,27 +187,33 @@ class Engine:
             raise ValueError(
                 f"params must be one or as many as prompts, got {len(every)} for {len(prompts)}; match them"
             )
-        ids: list[str] = []
-        try:
-            for prompt, one in zip(prompts, every, strict=True):
-                given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-                ids.append(self.add_request(params=one, **given))
-        except ValueError:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
-        texts: dict[str, str] = dict.fromkeys(ids, "")
+        tokens: dict[str, list[int]] = {}
+        texts: dict[str, str] = {}
         last: dict[str, RequestOutput] = {}
-        while len(last) < len(ids):
-            for output in self.step():
-                if output.request_id not in tokens:
-                    continue
-                tokens[output.request_id] += output.new_token_ids
-                texts[output.request_id] += output.new_text
-                if output.finish_reason is not None:
-                    last[output.request_id] = output
-        return [dataclasses.replace(last[i], new_token_ids=tokens[i], new_text=texts[i]) for i in ids]
+        others: list[RequestOutput] = []
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
+                given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+                try:
+                    request_id = self.add_request(params=one, **given)
+                except ValueError as error:
+                    raise ValueError(f"prompts[{index}]: {error}") from None
+                tokens[request_id], texts[request_id] = [], ""
+            while len(last) < len(tokens):
+                for output in self.step():
+                    if output.request_id not in tokens:
+                        others.append(output)
+                        continue
+                    tokens[output.request_id] += output.new_token_ids
+                    texts[output.request_id] += output.new_text
+                    if output.finish_reason is not None:
+                        last[output.request_id] = output
+        except BaseException:
+            self.scheduler.forget(tokens)
+            raise
+        finally:
+            self._undelivered = others + [o for o in self._undelivered if o.request_id not in tokens]
+        return [dataclasses.replace(last[i], new_token_ids=tokens[i], new_text=texts[i]) for i in tokens]
 
     @property
     def is_compiled(self) -> bool:
@@ -182,7 +221,7 @@ class Engine:
         return self.runner.programs.mode is not None
 
     def stats(self) -> EngineStats:
-        """Counts since the engine was created, and what it holds now."""
+        """What the engine holds now, and sums over finished requests."""
         pool = self.scheduler.pool
         return EngineStats(
             running=self.scheduler.num_running,
@@ -196,8 +235,23 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Wait for the device. Requests that are not finished are lost."""
+        """Wait for the device and end. Requests that are not finished are lost; nothing can be added."""
+        self._is_closed = True
+        self._undelivered = []
+        self.scheduler.forget([*self.scheduler.request_ids])
         self.runner.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("engine must be open, got one that was closed; make another")
+
+    def _free_id(self) -> str:
+        """An id of our own that no caller has taken."""
+        taken = {*self.scheduler.request_ids, *(output.request_id for output in self._undelivered)}
+        while True:
+            self._num_requests += 1
+            if (request_id := f"request-{self._num_requests}") not in taken:
+                return request_id
 
     def _count(self, output: RequestOutput) -> None:
         metrics = output.metrics
@@ -218,8 +272,13 @@ class Engine:
             )
         return self.tokenizer
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        ids = [int(i) for i in token_ids]
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        try:
+            ids = [_as_id(i) for i in token_ids]
+        except TypeError as error:
+            raise ValueError(
+                f"{name} must hold whole numbers, got {reprlib.repr(token_ids)} ({error}); correct them"
+            ) from None
         wrong = [i for i in ids if not 0 <= i < self.model_config.vocab_size]
         if wrong:
             raise ValueError(
@@ -227,3 +286,24 @@ class Engine:
                 "use the ids of this checkpoint's tokenizer"
             )
         return ids
+
+
+def _as_id(value: Any) -> int:
+    """`value` if it is a whole number of any library; raises TypeError for text, booleans and fractions."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no id")
+    return operator.index(value)
+
+
+def _as_chat(messages: Any) -> list[Mapping[str, Any]]:
+    is_chat = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    if not is_chat or isinstance(messages, str):
+        raise ValueError(
+            f"messages must be a list of mappings, got {reprlib.repr(messages)}; give each a role"
+        )
+    return list(messages)
+
+
+def _check_type(name: str, value: object, kind: type, remedy: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {reprlib.repr(value)}; {remedy}")

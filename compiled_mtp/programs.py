@@ -76,6 +76,7 @@ class Programs:
         bucket = pick(self.buckets, len(slots))
         state_index = self._decode_inputs[bucket]
         if self._batches.get(bucket) != slots:
+            self._batches.pop(bucket, None)  # in case the upload fails
             self._upload(state_index, slots + (0,) * (bucket.groups - len(slots)))
             self._batches[bucket] = slots
         return self._call(self._decode[bucket], (state_index,))
@@ -96,6 +97,10 @@ class Programs:
         if not is_last:
             return self._length
         return self._call(self._first_token, (self._prefill_slot,))
+
+    def forget_batches(self) -> None:
+        """Upload every batch again: an upload may have been interrupted."""
+        self._batches.clear()
 
     @torch.no_grad()
     def warm_up(self, progress: Callable[[int, int], None] | None = None, saved: Path | None = None) -> None:

@@ -26,6 +26,9 @@ _GENERATION_FIELDS = (
     "frequency_penalty",
 )
 
+_ELSE = "default: the checkpoint's, else"
+_FLAGS = ("ignore_eos", "include_stop")
+
 # Known by name, so that they are refused instead of ignored.
 _NOT_IN_THIS_VERSION: dict[str, Any] = {
     "presence_penalty": 0.0,
@@ -41,19 +44,24 @@ _NOT_IN_THIS_VERSION: dict[str, Any] = {
 class SamplingParams(BaseModel):
     """How the tokens of one request are chosen and when they end.
 
-    Names and ranges are OpenAI's where OpenAI has them. temperature 0 is greedy; top_k 0 or -1 is off; a stop
-    string is cut from the text unless include_stop; eos ids end a request unless ignore_eos, `stop_token_ids`
-    always do. Raises ValueError, one line, for an unknown name, a value out of range and for what this
-    version lacks.
+    Names and ranges are OpenAI's where OpenAI has them. What is not set comes from the checkpoint's
+    generation_config.json, if it says it, else it is the default here. temperature 0 is greedy; top_k 0 or -1
+    is off; a stop string is cut from the text unless include_stop, and the name of a special token means its
+    id; eos ids end a request unless ignore_eos, `stop_token_ids` always do. Raises ValueError, one line, for
+    an unknown name, a value out of range and for what this version lacks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: int = Field(default=128, description="most tokens to decode")
-    temperature: float = Field(default=1.0, description="0 (greedy) to 2")
-    top_k: int = Field(default=0, description="keep the k likeliest tokens; 0 or -1 is off")
-    top_p: float = Field(default=1.0, description="keep the likeliest tokens that hold this probability")
-    min_p: float = Field(default=0.0, description="drop tokens below this fraction of the likeliest one")
+    temperature: float = Field(default=1.0, description=f"0 (greedy) to 2; {_ELSE} 1.0")
+    top_k: int = Field(default=0, description=f"keep the k likeliest tokens, 0 or -1 is off; {_ELSE} 0")
+    top_p: float = Field(
+        default=1.0, description=f"keep the likeliest tokens that hold this probability; {_ELSE} 1.0"
+    )
+    min_p: float = Field(
+        default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
+    )
     presence_penalty: float = Field(default=0.0, description="not in this version")
     frequency_penalty: float = Field(default=0.0, description="not in this version")
     repetition_penalty: float = Field(default=1.0, description="not in this version")
@@ -69,7 +77,7 @@ class SamplingParams(BaseModel):
 
     if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
 
-        def __init__(self, **fields: Any) -> None:
+        def __init__(self, /, **fields: Any) -> None:
             try:
                 super().__init__(**fields)
             except ValidationError as error:
@@ -81,6 +89,16 @@ class SamplingParams(BaseModel):
         if value is None:
             return ()
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_bools(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        # To Python True is the number 1; whoever writes it for one of these has mistaken the field.
+        for name, value in fields.items():
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            if name not in _FLAGS and any(isinstance(one, bool) for one in several):
+                raise ValueError(f"{name} must not be a boolean, got {value!r}; give a value of its own type")
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,8 +27,9 @@ from compiled_mtp.graphs.artifacts import (
 )
 from compiled_mtp.graphs.buckets import ladder
 from compiled_mtp.graphs.compile import GraphMode
-from compiled_mtp.memory import CacheShape, MemoryPlan, plan_memory
+from compiled_mtp.memory import CacheShape, MemoryPlan, available_bytes, plan_memory
 from compiled_mtp.models.layers import Linear, rotary_table
+from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
-# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.3 to 0.8 ms a
-# step; the smallest released model, 1.5 GB, loses 0.8 % to it, and one of a few MB half its speed.
+# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
+# a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
 _LEAST_TREE_BYTES = 1 << 30
 # What the saved programs of a graph_cache were traced from, beside this file.
 _TRACED = ("batch.py", "cache", "graphs", "models", "ops", "programs.py", "step.py")
@@ -94,16 +94,25 @@ class Runner:
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
         kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, self.device)
         self.fp8 = kept_fp8(model_config, config.model if fill is None else None, self.device)
+        self._cache = None if config.compile == "off" else config.graph_cache
+        if self._cache is not config.graph_cache:
+            logger.warning("running uncompiled: with compile=off graph_cache is not used")
+        # Whatever can be refused without the weights is refused before they are loaded.
+        key = self._early_key(dtype, num_valid_ids)
+        if self._cache is not None:
+            check_key(self._cache, read_key(self._cache) | key)
         target, draft = self._load(dtype, progress, fill)
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
-        self.num_blocks = self._plan_memory(dtype, kv_dtype).num_blocks
+        draft_ids = self._draft_ids(num_valid_ids)
+        draft_head = 0 if draft_ids is None else len(draft_ids) * model_config.hidden_size * dtype.itemsize
+        self.num_blocks = self._plan_memory(dtype, kv_dtype, draft_head).num_blocks
         self.graph_mode = _graph_mode(config, self.device, sum(p.nbytes for p in target.parameters()))
-        self.cache_key = self._cache_key(dtype, num_valid_ids)
+        self.cache_key = key | self._late_key()
         saved = None
-        if config.graph_cache is not None:
-            check_key(config.graph_cache, self.cache_key)
-            directory = load(config.graph_cache) / PROGRAMS_NAME
+        if self._cache is not None:
+            check_key(self._cache, self.cache_key)
+            directory = load(self._cache) / PROGRAMS_NAME
             # Absent from a cache for CUDA-graph trees, which compile from the other caches.
             saved = directory if directory.is_dir() else None
         slots = config.max_batch + 1
@@ -135,7 +144,7 @@ class Runner:
                 num_valid_ids,
                 self.max_model_len,
                 config.synthetic_acceptance,
-                self._draft_ids(num_valid_ids),
+                draft_ids,
             )
         self.programs = Programs(self.step, self.buckets, config.prefill_chunk, self.graph_mode)
         if self.graph_mode is not None:
@@ -149,23 +158,37 @@ class Runner:
         """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
         flight.
 
-        Without a plan the oldest launch is waited for. Mutates the device's state as the plan says.
+        Without a plan the oldest launch is waited for. Mutates the device's state as the plan says. A launch
+        that fails (memory, the device) has its error as its result, at once; what it mutated is not known.
         """
         if plan is not None:
-            self.step.slots.install(plan)
-            if plan.kind == "decode":
-                output = self.programs.decode(plan.slots)
-            else:
-                output = self.programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.is_last)
-            self._launches.append(self._fetch(plan, output))
+            try:
+                self._launches.append(self._launch(plan))
+            except AssertionError:  # A bug of ours.
+                raise
+            except Exception as error:
+                return _failed(plan, error)
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(self._launches.popleft()) if self._launches and is_due else None
 
+    def drop_launches(self) -> None:
+        """Forget every launch, and what an interrupted one may have left half done."""
+        self._launches.clear()
+        self.programs.forget_batches()
+
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
-        self._launches.clear()
+        self.drop_launches()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _launch(self, plan: StepPlan) -> _Launch:
+        self.step.slots.install(plan)
+        if plan.kind == "decode":
+            output = self.programs.decode(plan.slots)
+        else:
+            output = self.programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.is_last)
+        return self._fetch(plan, output)
 
     def _fetch(self, plan: StepPlan, output: torch.Tensor) -> _Launch:
         """Start the copy of `output` to a host buffer that no unread launch uses."""
@@ -185,7 +208,10 @@ class Runner:
     def _finish(self, launch: _Launch) -> StepResult:
         if launch.ready is not None:
             begin = time.perf_counter()
-            launch.ready.synchronize()
+            try:
+                launch.ready.synchronize()
+            except Exception as error:
+                return _failed(launch.plan, error)
             self.waited_s += time.perf_counter() - begin
         plan, values = launch.plan, launch.output.tolist()
         self._host_buffers[launch.output.shape].append((launch.output, launch.ready))
@@ -213,7 +239,7 @@ class Runner:
     def _row_unit(self, target: TargetModel) -> int:
         if self.device.type == "cuda":
             return 1
-        weights = [module.weight for module in target.modules() if isinstance(module, Linear)]
+        weights = [m.weight for m in target.modules() if isinstance(m, (Linear, Router))]
         widest = {row for unit in (1, 2, 4, 8) for row in self._row_counts(unit)}
         unit = find_row_unit([*weights, target.head_weight], sorted(widest))
         if unit is None:
@@ -225,7 +251,8 @@ class Runner:
         return unit
 
     def _row_counts(self, unit: int) -> list[int]:
-        return [bucket.rows for bucket in ladder(unit, self.config.mtp_step, self.config.max_batch)]
+        config = self.config
+        return [b.rows for b in ladder(unit, config.mtp_step, config.max_batch, config.batch_sizes)]
 
     def _draft_ids(self, num_valid_ids: int) -> torch.Tensor | None:
         """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
@@ -235,14 +262,14 @@ class Runner:
         special = [i for i in sorted(self.model_config.eos_token_ids) if count <= i < num_valid_ids]
         return torch.tensor([*range(count), *special], dtype=torch.int64, device=self.device)
 
-    def _cache_key(self, dtype: torch.dtype, num_valid_ids: int) -> dict[str, Any]:
-        """Everything that compiled code depends on: what a graph_cache must have been made for."""
+    def _early_key(self, dtype: torch.dtype, num_valid_ids: int) -> dict[str, Any]:
+        """What compiled code depends on, but for `_late_key`: what a graph_cache must have been made for."""
         shape = asdict(self.model_config)
         for name in ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized"):
             del shape[name]
         key = {f"model.{name}": value for name, value in shape.items()}
         key |= machine_key(self.device)
-        key |= {
+        return key | {
             "dtype": str(dtype).removeprefix("torch."),
             "kv_dtype": self.config.kv_dtype,
             "fp8_weights": len(self.fp8),
@@ -251,19 +278,20 @@ class Runner:
             "num_valid_ids": num_valid_ids,
             "source": source_digest(Path(__file__).parent / name for name in _TRACED),
             "synthetic_acceptance": self.config.synthetic_acceptance,
-            "batch_sizes": [bucket.groups for bucket in self.buckets],
             "max_batch": self.config.max_batch,
             "max_model_len": self.max_model_len,
             "block_size": self.config.block_size,
-            "num_blocks": self.num_blocks,
             "prefill_chunk": self.config.prefill_chunk,
             "num_threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
         }
-        if self.device.type == "cuda":
-            key["graph_mode"] = self.graph_mode
-        return key
 
-    def _plan_memory(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> MemoryPlan:
+    def _late_key(self) -> dict[str, Any]:
+        """What follows from the weights: the row unit's shapes, the blocks beside them, the graph mode."""
+        sizes = [bucket.groups for bucket in self.buckets]
+        key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": self.num_blocks}
+        return key | ({"graph_mode": self.graph_mode} if self.device.type == "cuda" else {})
+
+    def _plan_memory(self, dtype: torch.dtype, kv_dtype: torch.dtype, other_bytes: int) -> MemoryPlan:
         config, model = self.config, self.model_config
         shape = CacheShape(
             num_attention_layers=model.num_attention_layers + (config.mtp_step > 0),
@@ -281,7 +309,7 @@ class Runner:
             kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
         )
         return plan_memory(
-            int(_free_bytes(self.device) * _CACHE_SHARE),
+            int(_free_bytes(self.device) * _CACHE_SHARE) - other_bytes,
             shape,
             block_size=config.block_size,
             max_batch=config.max_batch,
@@ -291,15 +319,19 @@ class Runner:
 
     def _cached_num_blocks(self) -> int | None:
         """The number of blocks that the graph_cache was made for: code is compiled for the caches' shapes."""
-        file = self.config.graph_cache
-        return None if file is None else read_key(file).get("num_blocks")
+        return None if self._cache is None else read_key(self._cache).get("num_blocks")
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepResult:
+    logger.error("a %s step failed", plan.kind, exc_info=error)
+    return StepResult(plan, [], f"{type(error).__name__}: {error}")
 
 
 def _free_bytes(device: torch.device) -> int:
     """Bytes that nobody uses on `device` now, with the weights loaded."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()
 
 
 def _graph_mode(config: EngineConfig, device: torch.device, weight_bytes: int) -> GraphMode | None:

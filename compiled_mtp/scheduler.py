@@ -13,12 +13,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
 
 # Blocks reserved beyond what the next launch may write.
 _BLOCKS_AHEAD = 8
+# What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
+_MOST_TOP_K = 2**31 - 1
 
 
 class Scheduler:
@@ -67,10 +70,12 @@ class Scheduler:
         self._rounds_ahead = 0
         # Launched, and their results not yet taken; results come in the order of the launches.
         self._unread_rounds: deque[StepPlan] = deque()
-        self._free_slots = list(range(max_batch, 0, -1))
         self._generations = [0] * (max_batch + 1)
+        self._free_slots = self._all_slots()
         self._committed_blocks = 0
         self._released: list[int] = []
+        # A plan was lost, and with it what it would have installed.
+        self._is_install_lost = False
         self._outputs: list[RequestOutput] = []
         self._is_prefill_next = True
         self._next_step_id = 0
@@ -81,7 +86,7 @@ class Scheduler:
         That is: its id is in use, its prompt leaves no room for a token, or its worst case needs more blocks
         than there are.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self.request_ids:
             raise ValueError(f"request_id must be unused, got {request.request_id!r}; choose another")
         room = self.max_model_len - request.prompt_len
         if room < 1:
@@ -114,9 +119,41 @@ class Scheduler:
             )
         self._end(request, "abort")
 
+    def forget(self, request_ids: Collection[str]) -> None:
+        """End those of the requests that have not finished, now and without an output."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.finish("abort")
+                self._release(request)
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+
+    def recover(self, error: str) -> None:
+        """Start over after a step that stopped anywhere (Ctrl-C): of its bookkeeping nothing is believed.
+
+        Requests that were no longer waiting end with `error`; the others go on.
+        """
+        settled = {request.request_id for request in self._waiting}
+        settled |= {output.request_id for output in self._outputs if output.finish_reason is not None}
+        ended = [request for name, request in self._requests.items() if name not in settled]
+        self.pool = BlockPool(self.pool.num_blocks)
+        self._requests = {request.request_id: request for request in self._waiting}
+        self._prefilling, self._running = None, {}
+        self._decoding_slots, self._decoding_generations, self._rounds_ahead = (), (), 0
+        self._unread_rounds.clear()
+        self._free_slots, self._released = self._all_slots(), self._all_slots()
+        self._committed_blocks = 0
+        for request in ended:
+            self._outputs.append(_last_output(request, "error", error))
+
     def has_unfinished(self) -> bool:
         """Return whether a request, or its last output, is still to come."""
         return bool(self._requests or self._outputs)
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The ids in use: of requests that have not finished, or whose last output is still to come."""
+        return {*self._requests, *(output.request_id for output in self._outputs)}
 
     @property
     def num_running(self) -> int:
@@ -133,6 +170,9 @@ class Scheduler:
         if self._prefilling is None:
             self._admit()
         updates = [] if self._rounds_ahead else self._look_ahead()
+        if self._is_install_lost and (self._prefilling is not None or self._decoding_slots):
+            updates = self._all_blocks()
+            self._is_install_lost = False
         if self._prefilling is not None and (self._is_prefill_next or not self._decoding_slots):
             self._is_prefill_next = False
             return self._plan_prefill(self._prefilling, updates)
@@ -142,17 +182,19 @@ class Scheduler:
     def update(self, result: StepResult | None) -> list[RequestOutput]:
         """Take the result of a launch, if there is one, and return what the requests gained since.
 
-        Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch alone.
+        Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch alone;
+        it may come before its turn, since whoever launches knows at once.
         """
         if result is not None:
             plan = result.plan
-            if plan.kind == "decode":
-                oldest = self._unread_rounds.popleft()
-                assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
             if result.error is not None:
                 self._take_error(plan, result.error)
-            elif plan.kind == "decode" or plan.is_last:
-                self._take_tokens(plan, result.token_ids)
+            else:
+                if plan.kind == "decode":
+                    oldest = self._unread_rounds.popleft()
+                    assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
+                if plan.kind == "decode" or plan.is_last:
+                    self._take_tokens(plan, result.token_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -276,6 +318,14 @@ class Scheduler:
         request.block_ids += new
         return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
+    def _all_slots(self) -> list[int]:
+        return list(range(len(self._generations) - 1, 0, -1))
+
+    def _all_blocks(self) -> list[tuple[int, int, int]]:
+        """The block-table entries of everybody who owns a slot."""
+        owners = [*self._running.values(), *([] if self._prefilling is None else [self._prefilling])]
+        return [(r.slot, index, block) for r in owners for index, block in enumerate(r.block_ids)]
+
     def _take_tokens(self, plan: StepPlan, token_ids: list[list[int]]) -> None:
         running, outputs, is_round = self._running, self._outputs, plan.kind == "decode"
         most = self.mtp_step + 1 if is_round else 1
@@ -289,29 +339,28 @@ class Scheduler:
                 request.is_first_token_due = False
             kept, text = request.append(new, is_round, now_s)
             reason = request.finish_reason
+            outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
             if reason is not None:
                 self._release(request)
-            outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
 
     def _take_error(self, plan: StepPlan, error: str) -> None:
+        if plan.kind == "decode":
+            self._unread_rounds.remove(plan)
+            self._rounds_ahead = 0
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
             request = self._running.get(slot, self._prefilling)
             if request is not None and (request.slot, request.generation) == (slot, generation):
                 self._end(request, "error", error)
+        # Nobody knows how much of the plan was installed: the next one says everything again.
+        self._is_install_lost = True
+        owned = set(self._running)
+        if self._prefilling is not None and self._prefilling.num_prefilled:
+            owned.add(self._prefilling.slot)
+        self._released = [slot for slot in self._all_slots() if slot not in owned]
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        text = request.finish(reason)
+        self._outputs.append(_last_output(request, reason, error))
         self._release(request)
-        self._outputs.append(
-            RequestOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                new_text=text,
-                metrics=request.metrics,
-                finish_reason=reason,
-                error=error,
-            )
-        )
 
     def _release(self, request: Request) -> None:
         """Give back slot and blocks, once. A launch in flight may still write them: it runs before the next
@@ -340,7 +389,7 @@ class Scheduler:
             generation=request.generation,
             seed=request.seed,
             temperature=params.temperature,
-            top_k=max(params.top_k, 0),
+            top_k=min(max(params.top_k, 0), _MOST_TOP_K),
             top_p=params.top_p,
             min_p=params.min_p,
         )
@@ -352,3 +401,16 @@ class Scheduler:
     def _step_id(self) -> int:
         self._next_step_id += 1
         return self._next_step_id - 1
+
+
+def _last_output(request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
+    """End the request; what its caller gets when no launch is the cause."""
+    text = request.finish(reason)
+    return RequestOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        new_text=text,
+        metrics=request.metrics,
+        finish_reason=reason,
+        error=error,
+    )

@@ -36,7 +36,10 @@ def make_engine(directory: Path, **options: Any) -> Engine:
                 for buffer in layer.buffers():
                     buffer[init.slot] = nan
             step.slots.last_hidden[init.slot] = nan
-        blocks = torch.tensor([block for _, _, block in plan.block_updates], dtype=torch.int64)
+        # After a launch was lost a plan says again which blocks are owned: those hold keys already.
+        table = step.slots.block_table
+        new = [block for slot, index, block in plan.block_updates if int(table[slot, index]) != block]
+        blocks = torch.tensor(new, dtype=torch.int64)
         draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
         for layer in [*step.kv_cache.layers, *draft]:
             layer.kv[blocks] = nan

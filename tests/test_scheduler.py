@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -47,12 +48,20 @@ class FakeRunner:
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.fail_next = False
+        self.lose_next = False
+        self.has_failed = False
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
+        if plan is not None and self.lose_next:
+            # As a launch that raises: nothing of it happens, and its error comes before its turn.
+            self.lose_next, self.has_failed = False, True
+            self.plans.append(plan)
+            return StepResult(plan, [], "out of memory")
         if plan is not None:
             self._install(plan)
             tokens = self._prefill(plan) if plan.kind == "prefill" else self._decode(plan)
             error = "the device is on fire" if self.fail_next else None
+            self.has_failed |= self.fail_next
             self.fail_next = False
             self.results.append(StepResult(plan, [] if error else tokens, error))
             self.plans.append(plan)
@@ -67,10 +76,15 @@ class FakeRunner:
             assert init.slot not in self.rows, "a slot is given out before it was released"
             self.rows[init.slot] = Row(init.generation, init.seed)
         for slot, index, block_id in plan.block_updates:
-            assert all(block_id not in row.blocks.values() for row in self.rows.values()), (
-                "a block has two owners"
-            )
-            assert index == len(self.rows[slot].blocks)
+            places = [
+                (owner, at)
+                for owner, row in self.rows.items()
+                for at, owned_id in row.blocks.items()
+                if owned_id == block_id
+            ]
+            # After an error a plan says again what may have been lost.
+            assert not places or (self.has_failed and places == [(slot, index)]), "a block has two owners"
+            assert index == len(self.rows[slot].blocks) or places
             self.rows[slot].blocks[index] = block_id
         assert 0 not in plan.slots
         assert len(set(plan.slots)) == len(plan.slots)
@@ -312,6 +326,99 @@ def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
         is_failed = kind == failed.kind
         assert (outputs[name].finish_reason == "error") == is_failed
         assert outputs[name].error == ("the device is on fire" if is_failed else None)
+    assert scheduler.pool.num_used == 0
+
+
+@given(
+    delay=st.integers(0, 1),
+    lost=st.sets(st.integers(0, 60), min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=2, max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_launches_that_are_lost_end_their_own_requests_alone(
+    delay: int, lost: set[int], lengths: list[tuple[int, int]], seed: int
+) -> None:
+    """Whatever a lost plan would have installed for the others reaches the device with a later one."""
+    scheduler = make_scheduler(max_in_flight=delay, num_blocks=101, max_model_len=100, block_size=1)
+    runner = FakeRunner(scheduler, delay, seed)
+    requests = {
+        str(i): make_request(str(i), prompt_len, tokens, seed=i, ignore_eos=True)
+        for i, (prompt_len, tokens) in enumerate(lengths)
+        if prompt_len + tokens + 20 < 100
+    }
+    for request in requests.values():
+        scheduler.add(request)
+    tokens: dict[str, list[int]] = {name: [] for name in requests}
+    reasons: dict[str, str] = {}
+    hit: set[str] = set()
+    for index in itertools.count():
+        if not scheduler.has_unfinished():
+            break
+        assert index < 5000, "the scheduler hangs"
+        runner.lose_next = index in lost
+        owners = {r.slot: name for name, r in requests.items() if r.slot}
+        before = len(runner.plans)
+        outputs = step(scheduler, runner)
+        if runner.has_failed and index in lost and len(runner.plans) > before:
+            owners |= {r.slot: name for name, r in requests.items() if r.slot}
+            hit |= {owners[slot] for slot in runner.plans[-1].slots if slot in owners}
+        runner.lose_next = False
+        for output in outputs:
+            tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                assert output.request_id not in reasons, "a request ended twice"
+                reasons[output.request_id] = output.finish_reason
+    assert reasons.keys() == requests.keys()
+    for name, request in requests.items():
+        expected = expected_tokens(request, 100)
+        if reasons[name] == "error":
+            assert tokens[name] == expected[: len(tokens[name])]
+        else:
+            assert tokens[name] == expected
+            assert name not in hit
+    assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, max_batch=2)
+    runner = FakeRunner(scheduler, delay)
+    requests = {name: make_request(name, 12, 9, seed=5, ignore_eos=True) for name in "abcd"}
+    for request in requests.values():
+        scheduler.add(request)
+    outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
+    scheduler.schedule()  # planned, never launched
+    started = {name for name in requests if name not in {r.request_id for r in scheduler._waiting}}
+    finished = {output.request_id for output in outputs if output.finish_reason}
+    scheduler.recover("interrupted")
+    runner.results.clear()
+    runner.has_failed = True
+    outputs += _stream(scheduler, runner)
+    reasons = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert {name for name, reason in reasons.items() if reason == "error"} == started - finished
+    for name, request in requests.items():
+        tokens = [token for o in outputs if o.request_id == name for token in o.new_token_ids]
+        expected = expected_tokens(request, 40)
+        assert tokens == (expected[: len(tokens)] if reasons[name] == "error" else expected)
+    assert reasons.keys() == requests.keys()
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_it_was_told() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner(scheduler, 0)
+    for name in "abc":
+        scheduler.add(make_request(name, 5, 12, ignore_eos=True))
+    step(scheduler, runner)
+    scheduler.abort("a")
+    with pytest.raises(ValueError, match="request_id must be unused, got 'a'"):
+        scheduler.add(make_request("a", 5, 3))
+    scheduler.abort("b")
+    scheduler.forget(["b", "c", "unknown"])
+    outputs = _stream(scheduler, runner)
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "abort")]
+    scheduler.add(make_request("a", 5, 3))
     assert scheduler.pool.num_used == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import torch
 
@@ -19,7 +20,8 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     None.
 
     weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows,
-    under the present number of threads. BLAS libraries choose their loops by shape, and no documentation of
+    under the present number of threads, and with a result in either dtype: bfloat16 takes another route to a
+    bfloat16 result than to a float32 one. BLAS libraries choose their loops by shape, and no documentation of
     theirs says for which row counts the order of a row's sum stays the same: hence a measurement at load.
     FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows.
     """
@@ -33,14 +35,17 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
         scale = torch.ones(scale_shape(tuple(weight.shape))) if is_fp8 else None
         x = torch.randn(size, weight.shape[1], generator=generator)
         x = x if is_fp8 else x.to(weight.dtype)
-        expected = linear(x[:_CANONICAL_ROWS], weight, scale, True, False)
         counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})
-        for count in counts:
+        kinds = (True, False) if weight.dtype == torch.bfloat16 else (True,)
+        expected = {kind: linear(x[:_CANONICAL_ROWS], weight, scale, kind, False) for kind in kinds}
+        for count, kind in product(counts, kinds):
             if count % CANDIDATES[unit_index]:
                 continue
             common = min(count, _CANONICAL_ROWS)
-            y = linear(x[:count], weight, scale, True, False)
-            while not torch.equal(y[:common], expected[:common]) and count % CANDIDATES[unit_index] == 0:
+            y = linear(x[:count], weight, scale, kind, False)
+            while (
+                not torch.equal(y[:common], expected[kind][:common]) and count % CANDIDATES[unit_index] == 0
+            ):
                 unit_index += 1
                 if unit_index == len(CANDIDATES):
                     return None

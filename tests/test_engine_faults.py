@@ -1,0 +1,309 @@
+"""When a launch fails, a step is interrupted or a caller errs: others go on, and nothing is lost or wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import collect, make_engine, prompt_of, run_to_end
+
+VOCAB = 512
+PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(130, 2, VOCAB), "c": prompt_of(30, 3, VOCAB)}
+PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("faults")
+    write_checkpoint(directory, tokenizer=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def streams(checkpoint: Path) -> dict[str, list[int]]:
+    engine = make_engine(checkpoint, mtp_step=0)
+    outputs = engine.generate(list(PROMPTS.values()), PARAMS)
+    return {name: output.new_token_ids for name, output in zip(PROMPTS, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["0_in_flight", "1_in_flight"])
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
+    """One for many tests: after each it must be as good as new."""
+    return make_engine(checkpoint, mtp_step=3, max_in_flight=request.param, max_batch=2)
+
+
+@contextmanager
+def raising(
+    owner: Any, name: str, call: int, error: BaseException, *, is_late: bool = False
+) -> Iterator[None]:
+    """Let `owner.name` raise once, at its `call`-th call; `is_late`: after it has done its work."""
+    method: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def wrapped(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and not is_late:
+            raise error
+        result = method(*args)
+        if count == call:
+            raise error
+        return result
+
+    setattr(owner, name, wrapped)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+    assert count >= call, f"{name} was called {count} times"
+
+
+def add_all(engine: Engine) -> None:
+    for name, prompt in PROMPTS.items():
+        engine.add_request(prompt_token_ids=prompt, params=PARAMS, request_id=name)
+
+
+def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[RequestOutput]) -> dict[str, str]:
+    """Every request has ended once, with its own tokens or, at an error, the first of them."""
+    reasons: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {}
+    collect(tokens, outputs)
+    for output in outputs:
+        if output.finish_reason is not None:
+            assert output.request_id not in reasons
+            assert (output.error is not None) == (output.finish_reason == "error")
+            reasons[output.request_id] = output.finish_reason
+    assert reasons.keys() == streams.keys()
+    for name, stream in streams.items():
+        is_error = reasons[name] == "error"
+        assert tokens[name] == (stream[: len(tokens[name])] if is_error else stream)
+    assert engine.stats().blocks_used == 0
+    # And the engine goes on as if nothing had been.
+    again = engine.generate([PROMPTS["b"], PROMPTS["a"]], PARAMS)
+    assert [output.new_token_ids for output in again] == [streams["b"], streams["a"]]
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("prefill", 1),
+        ("prefill", 2),
+        ("prefill", 4),
+        ("prefill", 5),
+        ("decode", 1),
+        ("decode", 4),
+        ("decode", 9),
+    ],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_launch_that_fails_ends_its_own_requests_alone(
+    engine: Engine,
+    streams: dict[str, list[int]],
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    call: int,
+    is_late: bool,
+) -> None:
+    outputs: list[RequestOutput] = []
+    with raising(engine.runner.programs, where, call, RuntimeError("out of memory"), is_late=is_late):
+        add_all(engine)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    assert 1 <= len(failed) <= (1 if where == "prefill" else 2)
+    assert {output.error for output in failed} == {"RuntimeError: out of memory"}
+    assert f"a {where} step failed" in caplog.text
+    assert "length" in check_end(engine, streams, outputs).values()
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+def test_an_install_that_fails_costs_the_others_nothing(
+    engine: Engine, streams: dict[str, list[int]], call: int
+) -> None:
+    outputs: list[RequestOutput] = []
+    with raising(engine.runner.step.slots, "install", call, RuntimeError("no pinned memory")):
+        add_all(engine)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    check_end(engine, streams, outputs)
+
+
+@pytest.mark.parametrize(
+    ("owner", "where"),
+    [("programs", "decode"), ("programs", "prefill"), ("runner", "run"), ("scheduler", "update")],
+)
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_ends_what_had_begun_and_those_who_wait_go_on(
+    engine: Engine, streams: dict[str, list[int]], owner: str, where: str, call: int, is_late: bool
+) -> None:
+    owners = {
+        "programs": engine.runner.programs,
+        "runner": engine.runner,
+        "scheduler": engine.scheduler,
+    }
+    outputs: list[RequestOutput] = []
+    interrupts = 0
+    with raising(owners[owner], where, call, KeyboardInterrupt(), is_late=is_late):
+        add_all(engine)
+        while engine.has_unfinished_requests():
+            try:
+                outputs += engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert interrupts == 1
+    errors = [output.error for output in outputs if output.error]
+    assert 1 <= len(errors) <= 2
+    assert all("KeyboardInterrupt" in error for error in errors)
+    assert "length" in check_end(engine, streams, outputs).values()
+
+
+def test_progress_that_raises_loses_no_output(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+    engine = make_engine(checkpoint, mtp_step=3)
+    add_all(engine)
+
+    def progress(what: str, done: int, total: int) -> None:
+        raise RuntimeError("the caller's own")
+
+    engine._progress = progress
+    outputs: list[RequestOutput] = []
+    raised = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs += engine.step()
+        except RuntimeError:
+            raised += 1
+    engine._progress = None
+    assert raised == 3
+    assert set(check_end(engine, streams, outputs).values()) == {"length"}
+
+
+def test_generate_keeps_the_outputs_of_other_requests(
+    checkpoint: Path, streams: dict[str, list[int]]
+) -> None:
+    engine = make_engine(checkpoint, mtp_step=3)
+    engine.add_request(prompt_token_ids=PROMPTS["a"], params=PARAMS, request_id="a")
+    for name in ("b", "c"):
+        assert engine.generate([PROMPTS[name]], PARAMS)[0].new_token_ids == streams[name]
+    assert engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="request_id must be unused, got 'a'"):
+        engine.add_request("x", request_id="a")
+    assert run_to_end(engine) == {"a": streams["a"]}
+    assert engine.stats().finished == 3
+
+
+def test_generate_leaves_nothing_behind(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+    engine = make_engine(checkpoint, mtp_step=3, max_batch=2)
+    engine.add_request(prompt_token_ids=PROMPTS["c"], params=PARAMS, request_id="c")
+    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt_token_ids must hold whole numbers"):
+        engine.generate(["fine", 5], PARAMS)  # type: ignore[list-item]
+    assert engine.stats().waiting == 1
+    assert run_to_end(engine) == {"c": streams["c"]}
+    interrupt = raising(engine.runner.programs, "decode", 3, KeyboardInterrupt())
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPTS["a"], PROMPTS["b"], PROMPTS["c"]], PARAMS)
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    assert engine.generate([PROMPTS["b"]], PARAMS)[0].new_token_ids == streams["b"]
+
+
+def test_a_closed_engine_says_so(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1)
+    add_all(engine)
+    engine.step()
+    engine.step()
+    engine.close()
+    engine.close()
+    assert not engine.has_unfinished_requests()
+    for call in (engine.step, lambda: engine.add_request("x"), lambda: engine.generate(["x"])):
+        with pytest.raises(ValueError, match="engine must be open, got one that was closed"):
+            call()
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": [1, 2]}, r"prompt must be a str, got \[1, 2\]; pass ids as prompt_token_ids"),
+        ({"prompt": b"x"}, "prompt must be a str, got b'x'"),
+        ({"prompt": "x", "params": {"seed": 1}}, "params must be a SamplingParams, got"),
+        ({"prompt": "x", "request_id": 5}, "request_id must be a str, got 5"),
+        ({"messages": 5}, "messages must be a list of mappings, got 5"),
+        ({"messages": ["hi"]}, r"messages must be a list of mappings, got \['hi'\]"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids must hold whole numbers, got 5"),
+        ({"prompt_token_ids": "123"}, "prompt_token_ids must hold whole numbers, got '123'"),
+        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids must hold whole numbers, got \[1.5\]"),
+        ({"prompt_token_ids": [True]}, "a boolean is no id"),
+        ({"prompt_token_ids": [None]}, r"prompt_token_ids must hold whole numbers, got \[None\]"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(
+    checkpoint: Path, arguments: dict[str, Any], message: str
+) -> None:
+    engine = make_engine(checkpoint, mtp_step=0)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(**arguments)
+    with pytest.raises(ValueError, match="prompts must be a list, got the text 'abc'"):
+        engine.generate("abc")
+    assert not engine.has_unfinished_requests()
+
+
+def test_ids_of_our_own_keep_clear_of_the_callers(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=0)
+    engine.add_request("x", PARAMS, request_id="request-2")
+    assert [engine.add_request("x", PARAMS) for _ in range(3)] == ["request-1", "request-3", "request-4"]
+
+
+def test_a_huge_top_k_keeps_every_token(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=3)
+    huge = PARAMS.model_copy(update={"top_k": 2**40})
+    tokens = [output.new_token_ids for output in engine.generate([PROMPTS["a"]] * 2, [huge, PARAMS])]
+    assert tokens[0] == tokens[1]
+
+
+def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    """As when tokens were added to a tokenizer whose checkpoint was not resized."""
+    write_checkpoint(tmp_path, tokenizer=True)
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(file)
+    new = VOCAB + 1 - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<new {index}>" for index in range(new)])
+    tokenizer.save(file)
+    engine = make_engine(tmp_path, mtp_step=0)
+    engine.add_request(f"a<new {new - 2}>b", PARAMS)
+    with pytest.raises(ValueError, match=f"prompt must lie in 0..{VOCAB - 1}, got {VOCAB}; use the ids"):
+        engine.add_request(f"a<new {new - 1}>b")
+
+
+def test_the_name_of_a_special_token_stops_as_its_id_does(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=0)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    token_id = tokenizer.special_id("<|endoftext|>")
+    assert token_id is not None
+    assert tokenizer.special_id("def") is None
+    engine.add_request("x", PARAMS.model_copy(update={"stop": ("<|endoftext|>", "zzz")}))
+    (request,) = engine.scheduler._waiting
+    assert token_id in request._stop_ids
+    assert request.append([7, token_id, 8], False, 0.0)[0] == [7, token_id]
+    assert request.finish_reason == "stop"
+
+
+def test_what_no_request_could_use_is_found_before_the_weights_are_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05}))
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"generation_config\.json of the checkpoint: repetition_penalty"):
+        Engine(EngineConfig(model=tmp_path, device="cpu", mtp_step=0))
