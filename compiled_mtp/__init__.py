@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from compiled_mtp.request import RequestOutput, SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+# torch misses a NumPy that nothing here uses.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 _HOME = {
     "Engine": "engine",

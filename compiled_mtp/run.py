@@ -1,18 +1,19 @@
 """The command line: decode the prompts of a file. `python -m compiled_mtp.run --help` lists the flags.
 
 Standard output carries decoded text and nothing else; progress and the summary go to standard error. torch is
-imported after every flag and every prompt has been checked.
+imported after every flag and every line of the prompts has been checked; what needs a tokenizer or the model
+comes later.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,17 +64,19 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: a request failed, or --compare found other tokens. 2: a flag, file or checkpoint is wrong, one
-    line on standard error says what to do. 130: interrupted, what was decoded is printed and written.
+    0: done. 1: a request failed, --compare found other tokens, or nobody read standard output to its end and
+    there is no --output. 2: a flag, file or checkpoint is wrong, one line on standard error says what to do.
+    130: interrupted, what was decoded is printed and written.
     """
+    if sys.stderr is None:
+        # Closed by the caller, who wants silence; the next file to be opened must not get its number.
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         return _main(argv)
     except KeyboardInterrupt:
-        print("interrupted: nothing was decoded yet", file=sys.stderr)
+        _say("interrupted: nothing more was decoded")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever reads standard output has seen enough. Python must not flush into it on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # Whoever reads standard output has seen enough.
         return EXIT_FAILED
 
 
@@ -86,29 +89,44 @@ def _main(argv: Sequence[str] | None) -> int:
         config = EngineConfig(**settings)
         if flags["compare"] and not config.mtp_step:
             raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
+        # A graph cache holds the shapes of one mtp_step.
+        plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
+        if sys.stdout is None:
+            raise ValueError("standard output must be open, got a closed one; redirect it to /dev/null")
         jobs = read_jobs(flags["prompt_file"], sampling)
-        output = _open_output(flags)
-        try:
-            outcome = decode(config, jobs, _Printer(sys.stdout, sys.stderr, output, len(jobs)))
-        finally:
-            if output is not None:
-                output.close()
-        outcomes = [outcome]
-        if flags["compare"] and not outcome.is_interrupted:
-            print("the same again with mtp_step 0", file=sys.stderr)
-            plain = EngineConfig(**settings | {"mtp_step": 0})
+        if flags["output"] is not None:
+            _check_output(flags["output"], flags["prompt_file"])
+        outcomes = [decode(config, jobs, _Printer(sys.stdout, flags["output"], len(jobs)))]
+        if plain is not None and not outcomes[0].is_interrupted:
+            is_cached = config.graph_cache is not None
+            dropped = f", without graph_cache, which is of mtp_step {config.mtp_step}" if is_cached else ""
+            _say(f"the same again with mtp_step 0{dropped}")
             outcomes.append(decode(plain, [_repeat(job) for job in jobs], None))
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        _say(f"error: {'; '.join(str(error).splitlines())}")
         return EXIT_USAGE
-    print(summarize(outcomes), file=sys.stderr)
+    _say(summarize(outcomes))
     if any(one.is_interrupted for one in outcomes):
         return EXIT_INTERRUPTED
     is_same = len(outcomes) == 1 or find_difference(*outcomes) is None
     is_well = all(job.finish_reason != "error" for one in outcomes for job in one.jobs)
     return EXIT_OK if is_same and is_well else EXIT_FAILED
+
+
+def _say(text: str) -> None:
+    """Print to standard error; that nobody reads it any more ends nothing."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what was and will be written to a stream nowhere: Python flushes it once more on its way out."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -178,16 +196,19 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
     """
     SamplingParams(**sampling)  # So that a bad flag is not blamed on the file.
     try:
-        if path == "-":
-            text = sys.stdin.read()
+        if path != "-":
+            content = Path(path).read_bytes()
+        elif sys.stdin is None:
+            raise ValueError("prompt-file must not be - with standard input closed, got -; name a file")
         else:
-            text = Path(path).read_text(encoding="utf-8")
+            content = sys.stdin.buffer.read()
+        # Not as a text file: the model is to see the line breaks that are there.
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt-file must be UTF-8 text, got {path}: {error}; convert it") from None
     except OSError as error:
-        raise ValueError(
-            f"prompt-file must be readable, got {path}: {error.strerror}; check the path"
-        ) from None
+        reason = error.strerror or error
+        raise ValueError(f"prompt-file must be readable, got {path}: {reason}; check the path") from None
     if path.endswith(".jsonl"):
         lines = enumerate(text.split("\n"), start=1)
         jobs = [_read_line(f"{path} line {number}", line, sampling) for number, line in lines if line.strip()]
@@ -202,7 +223,7 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
 def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be a JSON object, got an error: {error}; fix the line") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where} must be a JSON object, got {line.strip()[:40]}; write {{...}}")
@@ -227,44 +248,60 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
     An interrupt ends it with what was decoded. Raises ValueError, before anything is decoded, if the config,
     the checkpoint or a job is wrong.
     """
-    # torch misses a NumPy that nothing here uses.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from compiled_mtp.engine import Engine
 
-    engine = Engine(config, progress=_Progress(sys.stderr))
+    engine = Engine(config, progress=_Progress())
     by_id: dict[str, Job] = {}
     for index, job in enumerate(jobs):
         try:
             by_id[engine.add_request(params=job.params, request_id=str(index), **job.prompt)] = job
         except ValueError as error:
             raise ValueError(f"{job.where}: {error}") from None
-    start, is_interrupted = time.perf_counter(), False
-    try:
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                by_id[output.request_id].take(output)
-                if printer is not None:
-                    printer.show(jobs, output)
-    except KeyboardInterrupt:
-        is_interrupted = True
-    seconds = time.perf_counter() - start
-    if is_interrupted:
-        for job in jobs:
-            job.finish_reason = job.finish_reason or "abort"
-    else:
-        engine.close()
-    if printer is not None:
-        printer.finish(jobs)
+    # Only now is the output of an earlier run emptied: nothing that a caller can get wrong is left.
+    with printer or contextlib.nullcontext():
+        start, is_interrupted = time.perf_counter(), False
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    by_id[output.request_id].take(output)
+                    if printer is not None:
+                        printer.show(jobs, output)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        seconds = time.perf_counter() - start
+        if is_interrupted:
+            for job in jobs:
+                job.finish_reason = job.finish_reason or "abort"
+        else:
+            engine.close()
+        if printer is not None:
+            printer.finish(jobs)
     return Outcome(config.mtp_step, jobs, seconds, is_interrupted, engine.is_compiled)
 
 
 class _Printer:
-    """Writes texts and output lines: a single job as it is decoded, several in order as each is finished."""
+    """Writes texts and output lines: a single job as it is decoded, several in order as each is finished.
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, output: TextIO | None, num_jobs: int) -> None:
-        self._stdout, self._stderr, self._output = stdout, stderr, output
+    Entering it empties the file `output`, leaving it closes that file.
+    """
+
+    def __init__(self, stdout: TextIO, output: str | None, num_jobs: int) -> None:
+        self._stdout, self._path = stdout, output
+        self._output: TextIO | None = None
         self._is_single = num_jobs == 1
         self._num_printed = 0
+
+    def __enter__(self) -> None:
+        if self._path is not None:
+            self._output = open(self._path, "w", encoding="utf-8")
+
+    def __exit__(self, *_: object) -> None:
+        if self._output is not None:
+            try:
+                self._output.close()
+            except OSError as error:  # The write that failed before, once more.
+                error.filename = self._path
+                raise
 
     def show(self, jobs: list[Job], output: RequestOutput) -> None:
         """Print what can be printed after this output."""
@@ -278,22 +315,30 @@ class _Printer:
         while self._num_printed < len(jobs) and jobs[self._num_printed].finish_reason is not None:
             index, job = self._num_printed, jobs[self._num_printed]
             self._num_printed += 1
-            if self._is_single:
-                if self._stdout.isatty():
-                    print(file=self._stderr)
-            else:
-                print(f"--- {index} ({job.where}): {job.finish_reason}", file=self._stderr, flush=True)
-                self._write(job.text + "\n")
-            if job.error is not None:
-                print(f"error: {job.where}: {job.error}", file=self._stderr)
+            # The file first: whoever reads standard output may be gone.
             if self._output is not None:
                 self._output.write(json.dumps(_to_line(index, job), ensure_ascii=False) + "\n")
                 self._output.flush()
+            if self._is_single:
+                if self._stdout.isatty():
+                    _say("")
+            else:
+                _say(f"--- {index} ({job.where}): {job.finish_reason}")
+                self._write(job.text + "\n")
+            if job.error is not None:
+                _say(f"error: {job.where}: {job.error}")
 
     def _write(self, text: str) -> None:
         encoding = self._stdout.encoding or "utf-8"
-        self._stdout.write(text.encode(encoding, "replace").decode(encoding))
-        self._stdout.flush()
+        try:
+            self._stdout.write(text.encode(encoding, "replace").decode(encoding))
+            self._stdout.flush()
+        except OSError as error:
+            _discard(self._stdout)
+            if self._output is None:
+                error.filename = "standard output"
+                raise
+            _say(f"standard output ended ({error.strerror}): from here on only {self._path} is written")
 
 
 def _to_line(index: int, job: Job) -> dict[str, Any]:
@@ -312,34 +357,30 @@ def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 class _Progress:
-    """Shows how far something is as (what, done, total): a bar in a terminal, else a line when it is done."""
+    """Says how far something is as (what, done, total): a bar in a terminal, else a line when it is done."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._bars: dict[str, Any] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if self._stream.isatty():
+        if sys.stderr.isatty():
             bar = self._bars.get(what)
             if bar is None:
-                bar = self._bars[what] = tqdm(desc=what, total=total, file=self._stream, leave=False)
+                bar = self._bars[what] = tqdm(desc=what, total=total, file=sys.stderr, leave=False)
             bar.update(done - bar.n)
             if done >= total:
                 self._bars.pop(what).close()
         elif done >= total:
-            print(f"{what}: done", file=self._stream, flush=True)
+            _say(f"{what}: done")
 
 
-def _open_output(flags: dict[str, Any]) -> TextIO | None:
-    path = flags["output"]
-    if path is None:
-        return None
-    if path == flags["prompt_file"] or (Path(path).exists() and Path(path).samefile(flags["prompt_file"])):
+def _check_output(path: str, prompt_file: str) -> None:
+    """Raise ValueError for a file that is the prompts' or cannot be written, without touching it."""
+    file, does_exist = Path(path), os.path.exists(path)
+    if does_exist and prompt_file != "-" and os.path.samefile(path, prompt_file):
         raise ValueError(f"output must not be the prompt file, got {path}; choose another")
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"output must be writable, got {path}: {error.strerror}; choose another") from None
+    if file.is_dir() or not os.access(file if does_exist else file.parent, os.W_OK):
+        raise ValueError(f"output must be a file that can be written, got {path}; choose another path")
 
 
 def _repeat(job: Job) -> Job:

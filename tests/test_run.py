@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -148,9 +149,27 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
 def test_standard_input_is_a_prompt(
     engine: type[FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("größe"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größe".encode()), encoding="latin-1"))
     assert run_main("--prompt-file", "-", "--max-tokens", 5) == 0
     assert capsys.readouterr().out == "GRÖSSE"[:5]
+
+
+@pytest.mark.parametrize("is_stdin", [False, True])
+def test_a_prompt_keeps_its_line_breaks_and_loses_its_byte_order_mark(
+    engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stdin: bool
+) -> None:
+    content, file = b"\xef\xbb\xbfa\r\nb\rc\nd\r\n", tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    assert run_main("--prompt-file", "-" if is_stdin else file, "--max-tokens", 1) == 0
+    assert made[0].answers["0"].rstrip(".") == "A\r\nB\rC\nD"
+
+
+def test_lines_written_on_windows_are_read(engine: type[FakeEngine], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\\r\\n"}\r\n{"prompt": "b"}\r\n')
+    assert run_main("--prompt-file", file, "--max-tokens", 1) == 0
+    assert [answer.rstrip(".") for answer in made[0].answers.values()] == ["A\r\n", "B"]
 
 
 def test_several_prompts_are_printed_in_order_and_written(
@@ -200,6 +219,18 @@ def test_only_the_flags_given_are_set(engine: type[FakeEngine], tmp_path: Path) 
     assert (made[0].config.mtp_step, made[0].config.num_blocks) == (2, 50)
 
 
+@pytest.mark.parametrize("flag", ["batch-sizes", "reference-ops"])
+def test_a_list_is_separated_by_commas_or_flags(engine: type[FakeEngine], tmp_path: Path, flag: str) -> None:
+    (tmp_path / "prompt.txt").write_text("x")
+    names, wanted = ("rms_norm", "silu_mul", "sample"), ("rms_norm", "silu_mul", "sample")
+    if flag == "batch-sizes":
+        names, wanted = ("1", "2", "4"), (1, 2, 4)
+    one, two, three = names
+    for flags in ((f"--{flag}", ",".join(names)), (f"--{flag}", f"{one},{two}", f"--{flag}", three)):
+        assert run_main("--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 1, *flags) == 0
+        assert getattr(made[-1].config, flag.replace("-", "_")) == wanted
+
+
 def test_every_field_has_a_flag() -> None:
     flags = {action.dest for action in run.make_parser()._actions}
     assert set(SamplingParams.model_fields) | set(EngineConfig.model_fields) <= flags
@@ -216,6 +247,29 @@ def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identi
     assert [one.config.mtp_step for one in made] == [2, 0]
     first, second = ([request.seed for request in one.requests.values()] for one in made)
     assert first == second
+
+
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_compare_drops_the_graph_cache_of_the_other_mtp_step_and_says_so(
+    engine: type[FakeEngine],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_variable: bool,
+) -> None:
+    flags: tuple[object, ...] = ("--mtp-step", 2, "--graph-cache", tmp_path / "graphs.zip")
+    if is_variable:
+        flags = ()
+        monkeypatch.setenv("COMPILED_MTP_MTP_STEP", "2")
+        monkeypatch.setenv("COMPILED_MTP_GRAPH_CACHE", str(tmp_path / "graphs.zip"))
+    assert run_main("--prompt-file", prompts, "--compare", *flags) == 0
+    assert [(one.config.mtp_step, one.config.graph_cache) for one in made] == [
+        (2, tmp_path / "graphs.zip"),
+        (0, None),
+    ]
+    said = "the same again with mtp_step 0, without graph_cache, which is of mtp_step 2\n"
+    assert said in capsys.readouterr().err
 
 
 def test_compare_that_finds_other_tokens_says_where_and_fails(
@@ -245,7 +299,7 @@ def test_an_interrupt_while_loading_ends_cleanly(
 ) -> None:
     engine.interrupt_after = 0
     assert run_main("--prompt-file", prompts) == 130
-    assert capsys.readouterr() == ("", "interrupted: nothing was decoded yet\n")
+    assert capsys.readouterr() == ("", "interrupted: nothing more was decoded\n")
 
 
 def test_a_request_that_fails_leaves_the_others_and_fails_the_run(
@@ -271,6 +325,9 @@ def test_a_request_that_fails_leaves_the_others_and_fails_the_run(
         ('{"prompt_token_ids": [1, 2.5]}', "{file} line 1: prompt_token_ids must be a list of integers"),
         ('{"prompt": "a", "top_p": 2}', "{file} line 1: top_p must be above 0 and at most 1, got 2.0"),
         ('{"prompt": "a", "topp": 2}', "{file} line 1: topp must be a sampling parameter"),
+        ('{"prompt": "a", "self": 1}', "{file} line 1: self must be a sampling parameter"),
+        ('{"prompt": "a", "max_tokens": true}', "{file} line 1: max_tokens must "),
+        ('{"prompt": ' + "[" * 99999, "{file} line 1 must be a JSON object, got an error: maximum recursion"),
         ('{"prompt": "' + "a" * 41 + '"}', "{file} line 1: prompt must be shorter than max_model_len=40"),
     ],
 )
@@ -306,7 +363,8 @@ def test_a_bad_line_is_named_in_one_line(
             ["--model", "/nowhere"],
             "error: model must be a directory with a config.json, got /nowhere; pass; a",
         ),
-        (["--output", "/nowhere/out"], "error: output must be writable, got /nowhere/out: No such file"),
+        (["--output", "/nowhere/out"], "error: output must be a file that can be written, got /nowhere/out;"),
+        (["--output", "/"], "error: output must be a file that can be written, got /; choose"),
         (["--output", "{file}"], "error: output must not be the prompt file"),
     ],
 )
@@ -328,11 +386,119 @@ def test_a_bad_flag_is_named_in_one_line(
     assert file.read_text() == "x"
 
 
+@pytest.mark.parametrize("flags", [["--model", "/nowhere"], ["--top-p", "2"], []])
+def test_a_mistake_leaves_the_output_of_an_earlier_run(
+    engine: type[FakeEngine], tmp_path: Path, flags: list[str]
+) -> None:
+    prompt, output, new = tmp_path / "prompt.txt", tmp_path / "out.jsonl", tmp_path / "new.jsonl"
+    prompt.write_text("x" if flags else "x" * 41)  # which the engine finds too long
+    output.write_text("kept")
+    for file in (output, new):
+        assert run_main("--prompt-file", prompt, "--output", file, *flags) == 2
+    assert output.read_text() == "kept"
+    assert not new.exists()
+
+
+def test_standard_input_and_an_output_that_exists(
+    engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.jsonl").write_text("old\n" * 99)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab"), encoding="utf-8"))
+    assert run_main("--prompt-file", "-", "--output", tmp_path / "out.jsonl", "--max-tokens", 2) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"] == "AB"
+
+
+def pipe_without_a_reader() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_the_output_is_written_though_nobody_reads_the_rest(
+    engine: type[FakeEngine],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_single: bool,
+) -> None:
+    if is_single:
+        prompts = tmp_path / "prompt.txt"
+        prompts.write_text("first one")
+    output = tmp_path / "out.jsonl"
+    with pipe_without_a_reader() as pipe:
+        monkeypatch.setattr(sys, name, pipe)
+        assert run_main("--prompt-file", prompts, "--output", output, "--max-tokens", 6) == 0
+    texts = [json.loads(line)["text"] for line in output.read_text().splitlines()]
+    assert texts == (["FIRST "] if is_single else ["FIRST ONE", "CHAT..", "A"])
+    if name == "stdout":
+        said = f"standard output ended (Broken pipe): from here on only {output} is written\n"
+        assert capsys.readouterr().err.count(said) == 1
+
+
+def test_without_an_output_a_reader_that_left_ends_the_run_quietly(
+    engine: type[FakeEngine],
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pipe_without_a_reader() as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert run_main("--prompt-file", prompts, "--max-tokens", 6) == 1
+    assert "output tokens" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("is_output", [False, True])
+def test_what_cannot_be_written_is_named(
+    engine: type[FakeEngine],
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_output: bool,
+) -> None:
+    with open("/dev/full", "w") as full:
+        if not is_output:
+            monkeypatch.setattr("sys.stdout", full)
+        flags = ("--output", "/dev/full") if is_output else ()
+        assert run_main("--prompt-file", prompts, "--max-tokens", 6, *flags) == 2
+    name = "/dev/full" if is_output else "standard output"
+    assert capsys.readouterr().err.endswith(f"error: [Errno 28] No space left on device: '{name}'\n")
+
+
+@pytest.mark.parametrize(
+    "name, code, message",
+    [
+        ("stdin", 2, "error: prompt-file must not be - with standard input closed, got -; name a file\n"),
+        ("stdout", 2, "error: standard output must be open, got a closed one; redirect it to /dev/null\n"),
+        ("stderr", 0, ""),
+    ],
+)
+def test_closed_streams(
+    engine: type[FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab"), encoding="utf-8"))
+    monkeypatch.setattr(sys, name, None)
+    assert run_main("--prompt-file", "-", "--max-tokens", 2) == code
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("" if code else "AB", message)
+
+
 def test_missing_and_unreadable_files_are_named(
     engine: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main("--prompt-file", tmp_path / "none.txt") == 2
     assert "prompt-file must be readable, got" in capsys.readouterr().err
+    assert run_main("--prompt-file", tmp_path) == 2
+    assert f"prompt-file must be readable, got {tmp_path}: Is a directory" in capsys.readouterr().err
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
     assert run_main("--prompt-file", tmp_path / "latin.txt") == 2
     assert "prompt-file must be UTF-8 text" in capsys.readouterr().err
@@ -350,14 +516,15 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_bar_in_a_terminal_and_a_line_elsewhere() -> None:
+def test_a_bar_in_a_terminal_and_a_line_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     terminal, pipe = Terminal(), io.StringIO()
     for stream in (terminal, pipe):
-        progress = run._Progress(stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        progress = run._Progress()
         for done in range(1, 4):
             progress("weights", done, 3)
     assert "weights:" in terminal.getvalue()
