@@ -1,4 +1,4 @@
-# Each target sets up what it needs: a fresh clone needs nothing but Python >= 3.11.
+# Each target but gpu sets up what it needs: a fresh clone needs nothing but Python >= 3.11.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
