@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,11 @@ class Engine:
                 f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "
                 f"{path} has none, pass mtp_step=0 for plain decoding"
             )
-        # A default that no request could use is found before the weights are loaded.
-        SamplingParams().with_defaults(self.model_config.generation_defaults)
+        # A default out of range is found before the weights are loaded; one that this version lacks is
+        # refused with the requests that do not set it themselves.
+        SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0).with_defaults(
+            self.model_config.generation_defaults
+        )
         self.tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
@@ -113,10 +116,10 @@ class Engine:
         if params.stop and self.tokenizer is not None:
             # A special token has no text in which its name could be found.
             special = (self.tokenizer.special_id(stop) for stop in params.stop)
-            ids = tuple(token_id for token_id in special if token_id is not None)
+            ids = tuple(i for i in special if i is not None and i < self.model_config.vocab_size)
             params = params.model_copy(update={"stop_token_ids": params.stop_token_ids + ids})
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        if any(output.request_id == request_id for output in self._undelivered):
+        if request_id is not None and self._has_id(request_id):
             raise ValueError(f"request_id must be unused, got {request_id!r}; choose another")
         request = Request(
             request_id=request_id if request_id is not None else self._free_id(),
@@ -136,6 +139,12 @@ class Engine:
         those that had left the queue, since what their launch has done is not known, and the next step says
         so.
         """
+        self._advance()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _advance(self) -> None:
+        """`step`, whose outputs are added to those that nobody has taken yet."""
         self._check_open()
         try:
             plan = self.scheduler.schedule()
@@ -151,8 +160,6 @@ class Engine:
                 self._count(output)
         if self._progress is not None and plan is not None and plan.prompt_len > self.config.prefill_chunk:
             self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -190,29 +197,27 @@ class Engine:
         tokens: dict[str, list[int]] = {}
         texts: dict[str, str] = {}
         last: dict[str, RequestOutput] = {}
-        others: list[RequestOutput] = []
         try:
             for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
                 given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+                # Known here before it is queued: an interrupt may come anywhere.
+                request_id = self._free_id()
+                tokens[request_id], texts[request_id] = [], ""
                 try:
-                    request_id = self.add_request(params=one, **given)
+                    self.add_request(params=one, request_id=request_id, **given)
                 except ValueError as error:
                     raise ValueError(f"prompts[{index}]: {error}") from None
-                tokens[request_id], texts[request_id] = [], ""
             while len(last) < len(tokens):
-                for output in self.step():
-                    if output.request_id not in tokens:
-                        others.append(output)
-                        continue
+                self._advance()
+                for output in self._take(tokens):
                     tokens[output.request_id] += output.new_token_ids
                     texts[output.request_id] += output.new_text
                     if output.finish_reason is not None:
                         last[output.request_id] = output
         except BaseException:
             self.scheduler.forget(tokens)
+            self._take(tokens)
             raise
-        finally:
-            self._undelivered = others + [o for o in self._undelivered if o.request_id not in tokens]
         return [dataclasses.replace(last[i], new_token_ids=tokens[i], new_text=texts[i]) for i in tokens]
 
     @property
@@ -238,20 +243,29 @@ class Engine:
         """Wait for the device and end. Requests that are not finished are lost; nothing can be added."""
         self._is_closed = True
         self._undelivered = []
-        self.scheduler.forget([*self.scheduler.request_ids])
+        self.scheduler.forget_all()
         self.runner.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("engine must be open, got one that was closed; make another")
 
+    def _has_id(self, request_id: str) -> bool:
+        is_untold = any(output.request_id == request_id for output in self._undelivered)
+        return is_untold or self.scheduler.has_id(request_id)
+
     def _free_id(self) -> str:
         """An id of our own that no caller has taken."""
-        taken = {*self.scheduler.request_ids, *(output.request_id for output in self._undelivered)}
         while True:
             self._num_requests += 1
-            if (request_id := f"request-{self._num_requests}") not in taken:
+            if not self._has_id(request_id := f"request-{self._num_requests}"):
                 return request_id
+
+    def _take(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """The outputs of these requests that nobody has taken yet; those of others stay."""
+        taken = [output for output in self._undelivered if output.request_id in request_ids]
+        self._undelivered = [output for output in self._undelivered if output.request_id not in request_ids]
+        return taken
 
     def _count(self, output: RequestOutput) -> None:
         metrics = output.metrics

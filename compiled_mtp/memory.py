@@ -122,7 +122,10 @@ def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
         return []
     rooms = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = f"{line}::".split(":", 2)
+        path = path.removesuffix("::")
+        if not path.startswith("/"):
+            continue
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (cgroups / "memory", _GROUP_V1) if controllers else (cgroups, _GROUP_V2)

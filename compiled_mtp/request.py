@@ -92,9 +92,9 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_bools(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    def _refuse_bools(cls, fields: Any) -> Any:
         # To Python True is the number 1; whoever writes it for one of these has mistaken the field.
-        for name, value in fields.items():
+        for name, value in fields.items() if isinstance(fields, dict) else ():
             several = value if isinstance(value, (list, tuple)) else (value,)
             if name not in _FLAGS and any(isinstance(one, bool) for one in several):
                 raise ValueError(f"{name} must not be a boolean, got {value!r}; give a value of its own type")

@@ -180,7 +180,10 @@ class Runner:
         """Wait for the device and drop every launch; their results are lost."""
         self.drop_launches()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:  # Whoever ran a request has been told already.
+                logger.error("the device failed", exc_info=error)
 
     def _launch(self, plan: StepPlan) -> _Launch:
         self.step.slots.install(plan)

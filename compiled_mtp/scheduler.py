@@ -86,7 +86,7 @@ class Scheduler:
         That is: its id is in use, its prompt leaves no room for a token, or its worst case needs more blocks
         than there are.
         """
-        if request.request_id in self.request_ids:
+        if self.has_id(request.request_id):
             raise ValueError(f"request_id must be unused, got {request.request_id!r}; choose another")
         room = self.max_model_len - request.prompt_len
         if room < 1:
@@ -150,10 +150,14 @@ class Scheduler:
         """Return whether a request, or its last output, is still to come."""
         return bool(self._requests or self._outputs)
 
-    @property
-    def request_ids(self) -> set[str]:
-        """The ids in use: of requests that have not finished, or whose last output is still to come."""
-        return {*self._requests, *(output.request_id for output in self._outputs)}
+    def has_id(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not finished, or its last output is still to come."""
+        return request_id in self._requests or _has_output(self._outputs, request_id)
+
+    def forget_all(self) -> None:
+        """End every request, now and without an output."""
+        self.forget(tuple(self._requests))
+        self._outputs = []
 
     @property
     def num_running(self) -> int:
@@ -414,3 +418,7 @@ def _last_output(request: Request, reason: FinishReason, error: str | None) -> R
         finish_reason=reason,
         error=error,
     )
+
+
+def _has_output(outputs: list[RequestOutput], request_id: str) -> bool:
+    return any(output.request_id == request_id for output in outputs)

@@ -218,6 +218,31 @@ def test_generate_leaves_nothing_behind(checkpoint: Path, streams: dict[str, lis
     assert engine.generate([PROMPTS["b"]], PARAMS)[0].new_token_ids == streams["b"]
 
 
+def test_an_interrupt_inside_generate_takes_nothing_from_others(
+    checkpoint: Path, streams: dict[str, list[int]]
+) -> None:
+    """Whatever statement of generate it meets: here those that look at its own outputs."""
+
+    class Interrupting(dict[str, list[int]]):
+        def __contains__(self, key: object) -> bool:
+            raise KeyboardInterrupt
+
+    engine = make_engine(checkpoint, mtp_step=3)
+    engine.add_request(prompt_token_ids=PROMPTS["a"], params=PARAMS, request_id="a")
+    engine._advance()
+    engine._advance()
+    assert engine._undelivered
+    with pytest.raises(KeyboardInterrupt):
+        engine._take(Interrupting())
+    with (
+        raising(engine.scheduler, "add", 2, KeyboardInterrupt(), is_late=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        engine.generate([PROMPTS["b"], PROMPTS["c"]], PARAMS)
+    assert engine.stats().waiting == 0
+    assert run_to_end(engine) == {"a": streams["a"]}
+
+
 def test_a_closed_engine_says_so(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1)
     add_all(engine)
@@ -281,7 +306,8 @@ def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(tmp_path: 
     tokenizer.add_tokens([f"<new {index}>" for index in range(new)])
     tokenizer.save(file)
     engine = make_engine(tmp_path, mtp_step=0)
-    engine.add_request(f"a<new {new - 2}>b", PARAMS)
+    # A stop that the model cannot draw is never met.
+    engine.add_request(f"a<new {new - 2}>b", PARAMS.model_copy(update={"stop": (f"<new {new - 1}>",)}))
     with pytest.raises(ValueError, match=f"prompt must lie in 0..{VOCAB - 1}, got {VOCAB}; use the ids"):
         engine.add_request(f"a<new {new - 1}>b")
 
@@ -300,10 +326,20 @@ def test_the_name_of_a_special_token_stops_as_its_id_does(checkpoint: Path) -> N
     assert request.finish_reason == "stop"
 
 
-def test_what_no_request_could_use_is_found_before_the_weights_are_read(tmp_path: Path) -> None:
+def test_a_default_out_of_range_is_found_before_the_weights_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 3.0}))
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"generation_config\.json of the checkpoint: repetition_penalty"):
+    with pytest.raises(ValueError, match=r"generation_config\.json of the checkpoint: temperature must"):
         Engine(EngineConfig(model=tmp_path, device="cpu", mtp_step=0))
+
+
+def test_a_default_that_this_version_lacks_can_be_set_aside_by_a_request(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05}))
+    engine = make_engine(tmp_path, mtp_step=0)
+    with pytest.raises(ValueError, match="repetition_penalty is not in this version"):
+        engine.generate([[1, 2]], PARAMS)
+    neutral = SamplingParams(max_tokens=3, repetition_penalty=1.0, ignore_eos=True)
+    assert len(engine.generate([[1, 2]], neutral)[0].new_token_ids) == 3
