@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from compiled_mtp.graphs.compile import (
     load_program,
     mark_static,
     save_program,
+    without_collector,
 )
 from compiled_mtp.step import Step
 
@@ -111,6 +113,12 @@ class Programs:
         saved programs were made for tensors of another layout.
         """
         assert self.mode is not None
+        with ExitStack() as stack:
+            if saved is not None:
+                stack.enter_context(without_collector())
+            self._prepare_all(progress, saved)
+
+    def _prepare_all(self, progress: Callable[[int, int], None] | None, saved: Path | None) -> None:
         self._mark_static()
         if saved is not None:
             self._check_layout(saved)

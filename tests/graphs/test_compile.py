@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from compiled_mtp.graphs.buckets import Bucket
-from compiled_mtp.graphs.compile import compile_program, compiler_settings
+from compiled_mtp.graphs.compile import compile_program, compiler_settings, without_collector
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
@@ -89,3 +90,17 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         pytest.raises(RuntimeError, match="recompil"),
     ):
         program(torch.zeros(3, dtype=torch.int32))
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    assert gc.isenabled()
+    with without_collector():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
