@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.runner import Progress, Runner

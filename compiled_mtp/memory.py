@@ -122,8 +122,7 @@ def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
         return []
     rooms = []
     for line in lines:
-        _, controllers, path = f"{line}::".split(":", 2)
-        path = path.removesuffix("::")
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not path.startswith("/"):
             continue
         if controllers and "memory" not in controllers.split(","):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,9 +113,7 @@ class Programs:
         saved programs were made for tensors of another layout.
         """
         assert self.mode is not None
-        with ExitStack() as stack:
-            if saved is not None:
-                stack.enter_context(without_collector())
+        with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved)
 
     def _prepare_all(self, progress: Callable[[int, int], None] | None, saved: Path | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
 from compiled_mtp.cache.state_cache import StateCache, ring_length
-from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
     check_key,
@@ -28,6 +28,7 @@ from compiled_mtp.graphs.artifacts import (
 from compiled_mtp.graphs.buckets import ladder
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, MemoryPlan, available_bytes, plan_memory
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.model_config import ModelConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
 
 

@@ -30,8 +30,9 @@ import torch
 from bench_op import read_bandwidth
 from op_cases import SHAPES
 
-from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.request import Request, SamplingParams

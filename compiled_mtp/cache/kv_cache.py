@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.fp8 import converts_fp8
 
 KV_SCALE_BYTES = 4

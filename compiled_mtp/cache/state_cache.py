@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 
 
 def ring_length(mtp_step: int, conv_kernel: int) -> int:

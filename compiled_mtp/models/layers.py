@@ -14,7 +14,7 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.cache.state_cache import GDNLayer
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.ops.fp8 import scale_shape

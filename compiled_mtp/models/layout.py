@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.fp8 import FP8_BLOCK, scale_shape
 
 SCALE_SUFFIX = "_scale_inv"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.fp8 import scale_shape
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.moe_experts import moe_experts

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows
 from compiled_mtp.ops.rms_norm import pair_norm

@@ -8,7 +8,7 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.fp8 import below
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows, empty_parameter
 from compiled_mtp.ops.linear import linear

@@ -43,9 +43,9 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
                 continue
             common = min(count, _CANONICAL_ROWS)
             y = linear(x[:count], weight, scale, kind, False)
-            while (
-                not torch.equal(y[:common], expected[kind][:common]) and count % CANDIDATES[unit_index] == 0
-            ):
+            if torch.equal(y[:common], expected[kind][:common]):
+                continue
+            while count % CANDIDATES[unit_index] == 0:
                 unit_index += 1
                 if unit_index == len(CANDIDATES):
                     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.fp8 import dequantize, multiplies_fp8
 from compiled_mtp.models.layout import SCALE_SUFFIX, Stored, checkpoint_layout, fp8_parameters
 from compiled_mtp.ops.fp8 import scale_shape

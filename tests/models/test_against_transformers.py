@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.config import EngineConfig, ModelConfig
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.runner import Runner
 from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiled_mtp.config import ModelConfig
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.fp8 import dequantize
 from compiled_mtp.models.layout import checkpoint_layout, fp8_parameters
 from compiled_mtp.models.mtp import DraftModel
