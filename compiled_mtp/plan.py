@@ -17,7 +17,7 @@ class Place(NamedTuple):
     """Where the rows of a request lie: in a slot of the device, a checkpoint of the device, a host record."""
 
     tier: Literal["slot", "checkpoint", "host"]
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ Move: TypeAlias = Admit | Release | Copy
 
 
 class BlockUpdate(NamedTuple):
-    """One entry of the block table: block_id stands at `index` of the slot's row."""
+    """One entry of the block table: block_id stands at `column` of the slot's row."""
 
     slot: int
-    index: int
+    column: int
     block_id: int
 
 
