@@ -44,18 +44,25 @@ class _Shape:
 class Programs:
     """Runs decode rounds and prefill chunks of `step` in fixed shapes.
 
-    With a graph mode, `warm_up` compiles every shape and nothing compiles afterwards; without one the step
-    runs uncompiled and prefill chunks are not padded. Inputs are copied to the device only when they
-    change.
+    Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
+    not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. Inputs are
+    copied to the device only when they change.
     """
 
     def __init__(
-        self, step: Step, buckets: Sequence[Bucket], prefill_chunk: int, mode: GraphMode | None
+        self,
+        step: Step,
+        buckets: Sequence[Bucket],
+        prefill_chunk: int,
+        *,
+        is_compiled: bool,
+        graph_mode: GraphMode | None,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
         self.lengths = prefill_lengths(prefill_chunk)
-        self.mode = mode
+        self.is_compiled = is_compiled
+        self.graph_mode = graph_mode
         self.device = step.slots.pos.device
         self._batches: dict[Bucket, tuple[int, ...]] = {}
         self._decode_inputs = {b: self._zeros(b.groups, torch.int32) for b in self.buckets}
@@ -89,7 +96,7 @@ class Programs:
         length = pick_prefill_length(self.lengths, count)
         buffer = self._prefill_inputs[length]
         # Beyond `count` an uncompiled chunk ends; a compiled one has padding that Step.prefill masks.
-        tokens = buffer if self.mode is not None else buffer[:count]
+        tokens = buffer if self.is_compiled else buffer[:count]
         self._upload(buffer[:count], token_ids)
         self._upload(self._prefill_slot, (slot,))
         self._upload(self._start, (start,))
@@ -112,7 +119,7 @@ class Programs:
         nothing that a request reads. Calls progress(done, count) after each shape. Raises ValueError if the
         saved programs were made for tensors of another layout.
         """
-        assert self.mode is not None
+        assert self.is_compiled
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved)
 
@@ -146,7 +153,7 @@ class Programs:
         CUDA-graph trees live in the process that recorded them: with "reduce-overhead" nothing is written,
         and what the compiler cached has to do.
         """
-        if self.mode == "reduce-overhead" and self.device.type == "cuda":
+        if self.graph_mode == "reduce-overhead":
             return
         self._mark_static()
         directory.mkdir()
@@ -166,18 +173,16 @@ class Programs:
             yield _Shape(f"prefill_{length}", Step.prefill, inputs, length)
 
     def _prepare(self, shape: _Shape, pool: Any, saved: Path | None) -> Program:
-        assert self.mode is not None
         # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
-        is_graph = self.device.type == "cuda" and shape.method is not Step.prefill
+        graph_mode = None if shape.method is Step.prefill else self.graph_mode
         if saved is not None:
             program = load_program(saved / shape.name, self.step)
         else:
             bound = partial(shape.method, self.step)
-            program = compile_program(bound, shape.name, self.mode, is_graph=is_graph)
-        is_captured = is_graph and self.mode == "replay"
-        for _ in range(_WARM_UP_CALLS if is_graph and not is_captured else 1):
+            program = compile_program(bound, shape.name, graph_mode)
+        for _ in range(_WARM_UP_CALLS if graph_mode == "reduce-overhead" else 1):
             self._call(program, shape.inputs)
-        return capture(program, shape.inputs, pool) if is_captured else torch.no_grad()(program)
+        return capture(program, shape.inputs, pool) if graph_mode == "replay" else torch.no_grad()(program)
 
     def _mark_static(self) -> None:
         mark_static([*self.step.parameters(), *self.step.buffers()])
@@ -199,7 +204,7 @@ class Programs:
                 )
 
     def _call(self, program: Program, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        if self.mode == "reduce-overhead":
+        if self.graph_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         return program(*inputs)
 

@@ -2,8 +2,8 @@
 
 Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
 keep the books, which takes the host 200 us a step at 24 layers and 650 at 64. "replay" compiles without
-them and captures the call by hand, once; a replay costs the host about 10 us. On a CPU both mean Inductor's
-C++ code.
+them and captures the call by hand, once; a replay costs the host about 10 us. Code that becomes no graph,
+all of it on a CPU, has no graph mode.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def compile_program(function: Program, name: str, mode: GraphMode, *, is_graph: bool) -> Program:
+def compile_program(function: Program, name: str, graph_mode: GraphMode | None) -> Program:
     """Return `function` compiled for the one shape it will be called with.
 
     `name` becomes part of the code's name: programs then never share a cache entry of Dynamo, so a call
-    checks the guards of its own shape alone. `is_graph` says whether the program is replayed as a CUDA
-    graph.
+    checks the guards of its own shape alone. graph_mode says how it becomes a CUDA graph: "replay" leaves
+    that to `capture`.
     """
     declare_operators()
     return torch.compile(
         _with_own_code(function, name),
         fullgraph=True,
         dynamic=False,
-        mode="reduce-overhead" if is_graph and mode == "reduce-overhead" else None,
+        mode="reduce-overhead" if graph_mode == "reduce-overhead" else None,
     )
 
 

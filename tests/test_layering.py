@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Longest prefix wins. A module may import modules of lower floors, and modules of its own package.
 FLOORS = {
     "compiled_mtp.request": 0,
+    "compiled_mtp.plan": 0,
     "compiled_mtp.model_config": 0,
     "compiled_mtp.config": 0,
     "compiled_mtp.memory": 0,
@@ -38,12 +39,13 @@ FLOORS = {
     "compiled_mtp.spec": 5,
     "compiled_mtp.step": 6,
     "compiled_mtp.programs": 7,
-    "compiled_mtp.runner": 8,
-    "compiled_mtp.scheduler": 8,
-    "compiled_mtp.engine": 9,
-    "compiled_mtp.run": 10,
-    "compiled_mtp.server": 10,
-    "tools": 10,
+    "compiled_mtp.build": 8,
+    "compiled_mtp.runner": 9,
+    "compiled_mtp.scheduler": 9,
+    "compiled_mtp.engine": 10,
+    "compiled_mtp.run": 11,
+    "compiled_mtp.server": 11,
+    "tools": 11,
 }
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"

@@ -399,14 +399,14 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
 
     runner = Runner(config, model, model.vocab_size, None, fill)
     startup_s = time.perf_counter() - loaded[0]
-    mode = str(runner.graph_mode)  # what "auto" stands for
+    mode = str(runner.programs.graph_mode)  # what "auto" stands for
     if arguments.export:
         begin = time.perf_counter()
         runner.programs.save(directory / PROGRAMS_NAME)
         size = save(arguments.export, directory, runner.cache_key)
         export_s = time.perf_counter() - begin
         print(
-            f"S={mtp_step} {mode} {len(runner.buckets)} buckets: cold start {startup_s:.1f} s, "
+            f"S={mtp_step} {mode} {len(runner.programs.buckets)} buckets: cold start {startup_s:.1f} s, "
             f"{size / 1e6:.1f} MB written in {export_s:.1f} s"
         )
         return
@@ -418,7 +418,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
             print_kernels(kernels)
         fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
         row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
-        row |= {"buckets": len(runner.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
+        row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
         row |= {"total_s": round(time.perf_counter() - begin, 1)}
         print(
             f"S={mtp_step} {mode:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "

@@ -182,7 +182,7 @@ def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_p
         if cached:
             assert exported.wait() == 0
         engine = gpu_engine(model, **options, batch_sizes=(1, 3), **cached)
-        assert engine.runner.graph_mode == graph_mode
+        assert engine.runner.programs.graph_mode == graph_mode
         with torch.compiler.set_stance("fail_on_recompile"):
             streams.append([decode_mixed(engine, batch, batch) for batch in (1, 3)])
         engine.close()
@@ -212,7 +212,7 @@ def test_compiled_hidden_states_are_bit_equal_between_buckets(dtype: str) -> Non
     with torch.no_grad(), compiler_settings():
         for groups in COMPILED_BATCHES:
             state_index = torch.tensor([1] + [0] * (groups - 1), dtype=torch.int32, device="cuda")
-            program = compile_program(partial(verify, step), f"verify_{groups}", "replay", is_graph=False)
+            program = compile_program(partial(verify, step), f"verify_{groups}", None)
             hidden.append(program(state_index)[:4])
         plain = verify(step, torch.ones(1, dtype=torch.int32, device="cuda"))
         logits, plain_logits = step.target.logits(hidden[0]), step.target.logits(plain)

@@ -26,7 +26,7 @@ def generated_code(step: Step, groups: int) -> str:
     """The code Inductor makes of a decode bucket."""
     torch._dynamo.reset()
     with compiler_settings(), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        program = compile_program(step.decode, f"decode_{groups}", "replay", is_graph=False)
+        program = compile_program(step.decode, f"decode_{groups}", None)
         _, code = run_and_get_code(program, torch.zeros(groups, dtype=torch.int32))
     return "\n".join(code)
 
