@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
+from compiled_mtp.cache.moves import Moves
+from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import (
@@ -27,7 +28,7 @@ from compiled_mtp.graphs.artifacts import (
     read_key,
     source_digest,
 )
-from compiled_mtp.graphs.buckets import Bucket, ladder
+from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
@@ -49,7 +50,7 @@ _CACHE_SHARE = 0.85
 # a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
 _LEAST_TREE_BYTES = 1 << 30
 # What the saved programs of a graph_cache were traced from, beside this file.
-_TRACED = ("batch.py", "cache", "graphs", "models", "ops", "programs.py", "step.py")
+_TRACED = ("cache", "graphs", "models", "ops", "programs.py", "step.py", "step_output.py")
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
 # dtype, max_model_len, batch_sizes, num_blocks, graph_mode and num_threads.
 _CONFIG_APART = frozenset(
@@ -66,6 +67,22 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
+class Features:
+    """What a runner can do that EngineConfig does not ask for.
+
+    depths: the numbers of drafts that a round may verify or leave, mtp_step alone if empty; uncompiled, any
+    up to the deepest. with_halves: rounds may run as two halves. with_drafts: results carry the next round's
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    """
+
+    depths: tuple[int, ...] = ()
+    with_halves: bool = False
+    with_drafts: bool = False
+    host_records: int = 0
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True)
 class Assembly:
     """What a runner runs on, ready to use. fp8 names the parameters that stay in FP8."""
 
@@ -75,15 +92,22 @@ class Assembly:
     fp8: frozenset[str]
     step: Step
     programs: Programs
+    moves: Moves
     cache_key: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What follows from the configs before anything is loaded. cache: the graph_cache that is used."""
+    """What follows from the configs before anything is loaded.
+
+    depths: of the rounds that will run, the last the deepest. cache: the graph_cache that is used.
+    """
 
     config: EngineConfig
     model: ModelConfig
+    features: Features
+    is_compiled: bool
+    depths: tuple[int, ...]
     num_valid_ids: int
     device: torch.device
     dtype: torch.dtype
@@ -97,6 +121,7 @@ def build(
     config: EngineConfig,
     model_config: ModelConfig,
     num_valid_ids: int,
+    features: Features,
     progress: Progress | None = None,
     fill: Fill | None = None,
 ) -> Assembly:
@@ -105,18 +130,18 @@ def build(
     `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
     at hand). Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
-    settings = _resolve(config, model_config, num_valid_ids, is_checkpoint=fill is None)
+    settings = _resolve(config, model_config, features, num_valid_ids, is_checkpoint=fill is None)
     key = _early_key(settings)
     if settings.cache is not None:
         check_key(settings.cache, read_key(settings.cache) | key)
     target, draft = _load(settings, progress, fill)
     unit = _row_unit(settings, target)
-    buckets = ladder(unit, config.mtp_step, config.max_batch, config.batch_sizes)
+    buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     draft_ids = _draft_ids(settings)
-    num_blocks = _count_blocks(settings, 0 if draft_ids is None else len(draft_ids))
-    is_compiled = _is_compiled(config, settings.device)
+    half_rows = max(bucket.rows for bucket in buckets) if features.with_halves else 0
+    num_blocks = _count_blocks(settings, 0 if draft_ids is None else len(draft_ids), half_rows)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
-    graph_mode = _graph_mode(config, settings.device, weight_bytes) if is_compiled else None
+    graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = None
     if settings.cache is not None:
@@ -124,9 +149,18 @@ def build(
         directory = load(settings.cache) / PROGRAMS_NAME
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
-    step = _make_step(settings, target, draft, num_blocks, draft_ids)
-    programs = Programs(step, buckets, config.prefill_chunk, is_compiled=is_compiled, graph_mode=graph_mode)
-    if is_compiled:
+    step = _make_step(settings, target, draft, num_blocks, draft_ids, half_rows)
+    moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
+    moves.allocate_host(features.host_records, features.host_blocks)
+    programs = Programs(
+        step,
+        buckets,
+        config.prefill_chunk,
+        is_compiled=settings.is_compiled,
+        graph_mode=graph_mode,
+        with_halves=features.with_halves,
+    )
+    if settings.is_compiled:
         programs.warm_up(None if progress is None else partial(progress, "compiled shapes"), saved)
     return Assembly(
         device=settings.device,
@@ -135,14 +169,22 @@ def build(
         fp8=settings.fp8,
         step=step,
         programs=programs,
+        moves=moves,
         cache_key=key,
     )
 
 
 def _resolve(
-    config: EngineConfig, model_config: ModelConfig, num_valid_ids: int, *, is_checkpoint: bool
+    config: EngineConfig,
+    model_config: ModelConfig,
+    features: Features,
+    num_valid_ids: int,
+    *,
+    is_checkpoint: bool,
 ) -> _Settings:
     device = _resolve_device(config.device)
+    is_compiled = _is_compiled(config, device)
+    depths = sorted({*features.depths} or {config.mtp_step})
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     use_reference(config.reference_ops)
@@ -155,6 +197,9 @@ def _resolve(
     return _Settings(
         config=config,
         model=model_config,
+        features=features,
+        is_compiled=is_compiled,
+        depths=tuple(depths if is_compiled else range(depths[-1] + 1)),
         num_valid_ids=num_valid_ids,
         device=device,
         dtype=dtype,
@@ -170,7 +215,7 @@ def _load(
 ) -> tuple[TargetModel, DraftModel | None]:
     model, place = settings.model, (settings.dtype, settings.device, settings.fp8)
     target = TargetModel(model, *place)
-    draft = DraftModel(model, *place) if settings.config.mtp_step else None
+    draft = DraftModel(model, *place) if settings.depths[-1] else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -190,13 +235,14 @@ def _make_step(
     draft: DraftModel | None,
     num_blocks: int,
     draft_ids: torch.Tensor | None,
+    half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
-    slots, block_size = config.max_batch + 1, config.block_size
+    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.depths[-1]
     kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
     slot_state = SlotState(
         slots,
-        config.mtp_step,
+        mtp_step,
         -(-settings.max_model_len // block_size),
         model.hidden_size,
         model.vocab_size,
@@ -207,14 +253,15 @@ def _make_step(
         target,
         draft,
         kv_cache,
-        StateCache(model, slots, config.mtp_step, settings.dtype, device),
+        StateCache(model, slots, mtp_step, settings.dtype, device),
         slot_state,
         rotary_table(model, settings.max_model_len, device),
-        config.mtp_step,
+        mtp_step,
         settings.num_valid_ids,
         settings.max_model_len,
         config.synthetic_acceptance,
         draft_ids,
+        half_rows,
     )
 
 
@@ -224,8 +271,9 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
         return 1
     config = settings.config
     weights = [m.weight for m in target.modules() if isinstance(m, (Linear, Router))]
-    ladders = [ladder(u, config.mtp_step, config.max_batch, config.batch_sizes) for u in (1, 2, 4, 8)]
-    row_counts = sorted({bucket.rows for buckets in ladders for bucket in buckets})
+    units = (1, 2, 4, 8)
+    each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
+    row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     unit = find_row_unit([*weights, target.head_weight], row_counts)
     if unit is None:
         logger.warning(
@@ -239,17 +287,17 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
 def _draft_ids(settings: _Settings) -> torch.Tensor | None:
     """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
     count, num_valid_ids = settings.config.draft_vocab, settings.num_valid_ids
-    if count is None or count >= num_valid_ids or not settings.config.mtp_step:
+    if count is None or count >= num_valid_ids or not settings.depths[-1]:
         return None
     special = [i for i in sorted(settings.model.eos_token_ids) if count <= i < num_valid_ids]
     return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
 
 
-def _count_blocks(settings: _Settings, draft_head_rows: int) -> int:
-    """How many blocks fit beside the weights, the states and a draft head of its own."""
+def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> int:
+    """How many blocks fit beside the weights, the states, a draft head of its own and the rows of halves."""
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (config.mtp_step > 0),
+        num_attention_layers=model.num_attention_layers + (settings.depths[-1] > 0),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         kv_bytes=kv_dtype.itemsize,
@@ -260,14 +308,15 @@ def _count_blocks(settings: _Settings, draft_head_rows: int) -> int:
         value_head_dim=model.linear_value_head_dim,
         conv_dim=model.linear_conv_dim,
         conv_bytes=dtype.itemsize,
-        ring_length=ring_length(config.mtp_step, model.conv_kernel),
+        ring_length=ring_length(settings.depths[-1], model.conv_kernel),
         kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
     )
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
-    draft_head_bytes = draft_head_rows * model.hidden_size * dtype.itemsize
+    other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
+    other_bytes += half_rows * model.vocab_size * torch.float32.itemsize
     return plan_memory(
-        int(_free_bytes(settings.device) * _CACHE_SHARE) - draft_head_bytes,
+        int(_free_bytes(settings.device) * _CACHE_SHARE) - other_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
@@ -292,6 +341,8 @@ def _early_key(settings: _Settings) -> dict[str, Any]:
         **given,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "fp8_weights": len(settings.fp8),
+        "depths": settings.depths,
+        "with_halves": settings.features.with_halves,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,
         "source": source_digest(Path(__file__).parent / name for name in _TRACED),
@@ -303,7 +354,8 @@ def _late_key(
     settings: _Settings, buckets: tuple[Bucket, ...], num_blocks: int, graph_mode: GraphMode | None
 ) -> dict[str, Any]:
     """What follows from the weights: the row unit's shapes, the blocks beside them, the graph mode."""
-    key: dict[str, Any] = {"batch_sizes": [bucket.groups for bucket in buckets], "num_blocks": num_blocks}
+    sizes = [bucket.groups for bucket in buckets]
+    key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": num_blocks}
     return key | ({"graph_mode": graph_mode} if settings.device.type == "cuda" else {})
 
 

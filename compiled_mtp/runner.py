@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_mtp.build import Fill, Progress, build
+from compiled_mtp.build import Features, Fill, Progress, build
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.request import StepPlan, StepResult
+from compiled_mtp.plan import Copy, StepPlan, StepResult
+from compiled_mtp.step_output import StepOutput
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Launch:
-    """A step the device may still be working on. `output` lies in host memory once `ready` has happened."""
+@dataclass(frozen=True)
+class _HostBuffer:
+    """Where a launch's packed output lands, None for one without, once `ready` has happened."""
 
-    plan: StepPlan
-    output: torch.Tensor
+    packed: torch.Tensor | None
     ready: torch.Event | None
 
 
@@ -30,8 +30,9 @@ class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
     `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
-    of the checkpoint's loader (benchmarks: no weights of that size are at hand). Raises ValueError while it
-    is created for a checkpoint that does not fit its config.
+    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `features` are those that
+    EngineConfig does not know. Raises ValueError while it is created for a checkpoint that does not fit its
+    config.
     """
 
     def __init__(
@@ -41,21 +42,26 @@ class Runner:
         num_valid_ids: int,
         progress: Progress | None = None,
         fill: Fill | None = None,
+        features: Features | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
-        assembly = build(config, model_config, num_valid_ids, progress, fill)
+        self.features = features if features is not None else Features()
+        assembly = build(config, model_config, num_valid_ids, self.features, progress, fill)
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
         self.fp8 = assembly.fp8
         self.step = assembly.step
         self.programs = assembly.programs
+        self.moves = assembly.moves
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
-        self._launches: deque[_Launch] = deque()
-        self._host_buffers: dict[torch.Size, list[tuple[torch.Tensor, torch.Event | None]]] = {}
+        # Launched, and not yet read.
+        self._launches: deque[tuple[StepPlan, _HostBuffer]] = deque()
+        # Of each shape, those that no unread launch uses.
+        self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
@@ -66,13 +72,13 @@ class Runner:
         """
         if plan is not None:
             try:
-                self._launches.append(self._launch(plan))
+                self._launches.append((plan, self._launch(plan)))
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:
                 return _failed(plan, error)
         is_due = len(self._launches) > self.max_in_flight or plan is None
-        return self._finish(self._launches.popleft()) if self._launches and is_due else None
+        return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
     def drop_launches(self) -> None:
         """Forget every launch, and what an interrupted one may have left half done."""
@@ -88,45 +94,69 @@ class Runner:
             except RuntimeError as error:  # Whoever ran a request has been told already.
                 logger.error("the device failed", exc_info=error)
 
-    def _launch(self, plan: StepPlan) -> _Launch:
-        self.step.slots.install(plan)
+    def _launch(self, plan: StepPlan) -> _HostBuffer:
+        self.moves.carry_out(plan)
+        return self._fetch(self._start(plan))
+
+    def _start(self, plan: StepPlan) -> torch.Tensor | None:
+        """Queue the plan's programs; returns the packed StepOutput of those that have one."""
+        programs, depth = self.programs, (plan.verify_step, plan.draft_step)
         if plan.kind == "decode":
-            output = self.programs.decode(plan.slots)
-        else:
-            output = self.programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.is_last)
-        return self._fetch(plan, output)
+            return programs.decode(plan.slots, *depth)
+        if plan.kind == "prefill":
+            programs.prefill(plan.slots[0], plan.token_ids, plan.start)
+            return programs.first_token(plan.draft_step) if plan.is_last else None
+        if plan.kind == "accept":
+            return programs.accept(plan.slots, *depth)
+        if plan.kind == "verify":
+            programs.verify(plan.slots, *depth)
+        return None
 
-    def _fetch(self, plan: StepPlan, output: torch.Tensor) -> _Launch:
+    def _fetch(self, output: torch.Tensor | None) -> _HostBuffer:
         """Start the copy of `output` to a host buffer that no unread launch uses."""
-        free = self._host_buffers.setdefault(output.shape, [])
-        if free:
-            host, ready = free.pop()
-        else:
-            is_cuda = self.device.type == "cuda"
-            host = torch.empty(output.shape, dtype=torch.int64, pin_memory=is_cuda)
-            # torch.cuda.Event would ask for the current stream in Python, at every step.
-            ready = torch.Event(self.device) if is_cuda else None
-        host.copy_(output, non_blocking=True)
-        if ready is not None:
-            ready.record()
-        return _Launch(plan, host, ready)
+        shape = None if output is None else output.shape
+        free = self._free_buffers.setdefault(shape, [])
+        buffer = free.pop() if free else self._make_buffer(shape)
+        if output is not None and buffer.packed is not None:
+            buffer.packed.copy_(output, non_blocking=True)
+        if buffer.ready is not None:
+            buffer.ready.record()
+        return buffer
 
-    def _finish(self, launch: _Launch) -> StepResult:
-        if launch.ready is not None:
+    def _make_buffer(self, shape: torch.Size | None) -> _HostBuffer:
+        is_cuda = self.device.type == "cuda"
+        packed = None if shape is None else torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
+        # torch.cuda.Event would ask for the current stream in Python, at every step.
+        return _HostBuffer(packed, torch.Event(self.device) if is_cuda else None)
+
+    def _finish(self, plan: StepPlan, buffer: _HostBuffer) -> StepResult:
+        if buffer.ready is not None:
             begin = time.perf_counter()
             try:
-                launch.ready.synchronize()
+                buffer.ready.synchronize()
             except Exception as error:
-                return _failed(launch.plan, error)
+                return _failed(plan, error)
             self.waited_s += time.perf_counter() - begin
-        plan, values = launch.plan, launch.output.tolist()
-        self._host_buffers[launch.output.shape].append((launch.output, launch.ready))
-        if plan.kind == "prefill":
-            return StepResult(plan, [[values[0]] if plan.is_last else []])
-        tokens = [row[1 : 1 + row[0]] for row in values[: len(plan.slots)]]
-        return StepResult(plan, tokens)
+        result = self._read(plan, buffer.packed)
+        self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
+        return result
+
+    def _read(self, plan: StepPlan, packed: torch.Tensor | None) -> StepResult:
+        """What the packed StepOutput of a plan means for its slots."""
+        copies_done = tuple(move.copy_id for move in plan.moves if isinstance(move, Copy))
+        if packed is None:
+            return StepResult(plan, [[] for _ in plan.slots], copies_done=copies_done)
+        output = StepOutput.unpack(packed, 1 if plan.kind == "prefill" else plan.verify_step + 1)
+        num_finite, tokens = output.num_finite.tolist(), output.tokens.tolist()
+        count = len(plan.slots)
+        token_ids = [row[:end] for row, end in zip(tokens[:count], num_finite, strict=False)]
+        not_finite: tuple[int, ...] = ()
+        if (num_new := output.num_new.tolist()) != num_finite:
+            not_finite = tuple(i for i in range(count) if num_finite[i] < num_new[i])
+        drafts = output.drafts[:count].tolist() if self.features.with_drafts else ()
+        return StepResult(plan, token_ids, not_finite, drafts, copies_done)
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:
     logger.error("a %s step failed", plan.kind, exc_info=error)
-    return StepResult(plan, [], f"{type(error).__name__}: {error}")
+    return StepResult(plan, error=f"{type(error).__name__}: {error}")

@@ -21,7 +21,8 @@ import torch
 from compiled_mtp.ops.registry import overloads
 
 GraphMode = Literal["reduce-overhead", "replay"]
-Program = Callable[..., torch.Tensor]
+Program = Callable[..., Any]
+"""Takes the static inputs of its shape; returns a tensor, or None for one that only mutates."""
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Program:
+def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
     `program` has run before, so nothing compiles inside. The replay returns the same output tensor each time,
@@ -120,7 +121,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Pr
     with torch.cuda.graph(graph, pool=pool):
         output = program(*inputs)
 
-    def replay(*arguments: torch.Tensor) -> torch.Tensor:
+    def replay(*arguments: torch.Tensor | int) -> Any:
         assert all(given is static for given, static in zip(arguments, inputs, strict=True))
         graph.replay()
         return output
@@ -128,7 +129,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Pr
     return replay
 
 
-def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor, ...], file: Path) -> None:
+def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor | int, ...], file: Path) -> None:
     """Compile `function(owner, *inputs)` for the shapes of `inputs` and write the result to `file`.
 
     Nothing of `owner` is written: its tensors are read from the owner that `load_program` is given.
@@ -161,7 +162,7 @@ def load_program(file: Path, owner: Any) -> Program:
 
 
 def _with_own_code(function: Program, name: str) -> Program:
-    def program(*arguments: torch.Tensor) -> torch.Tensor:
+    def program(*arguments: torch.Tensor | int) -> Any:
         return function(*arguments)
 
     code = program.__code__.replace(co_name=name)

@@ -198,8 +198,10 @@ def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path
     with zipfile.ZipFile(graph_cache) as source, zipfile.ZipFile(file, "w") as target:
         for member in source.namelist():
             content = source.read(member)
-            target.writestr(member, content[:100] if member == "programs/first_token" else content)
-    with pytest.raises(ValueError, match=r"graph_cache must hold programs .* from first_token; export it"):
+            target.writestr(member, content[:100] if member == "programs/first_token_0_drafts" else content)
+    with pytest.raises(
+        ValueError, match=r"graph_cache must hold programs .* from first_token_0_drafts; export it"
+    ):
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
 
 
