@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compiled_mtp.build import Progress
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
-from compiled_mtp.runner import Progress, Runner
+from compiled_mtp.runner import Runner
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
@@ -224,7 +225,7 @@ class Engine:
     @property
     def is_compiled(self) -> bool:
         """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
-        return self.runner.programs.mode is not None
+        return self.runner.programs.is_compiled
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and sums over finished requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,76 +33,127 @@ _LAYOUT_NAME = "layout.json"
 
 @dataclass(frozen=True)
 class _Shape:
-    """One program: a method of Step, and the static inputs it is compiled for."""
+    """One program: a method of Step, the static inputs it is compiled for, and where it is kept."""
 
     name: str
-    method: Callable[..., torch.Tensor]
-    inputs: tuple[torch.Tensor, ...]
-    key: Bucket | int | None = None
+    method: Callable[..., torch.Tensor | None]
+    inputs: tuple[torch.Tensor | int, ...]
+    programs: dict[Any, Program]
+    key: Hashable
 
 
 class Programs:
-    """Runs decode rounds and prefill chunks of `step` in fixed shapes.
+    """Runs decode rounds, their halves and prefill chunks of `step` in fixed shapes.
 
-    With a graph mode, `warm_up` compiles every shape and nothing compiles afterwards; without one the step
-    runs uncompiled and prefill chunks are not padded. Inputs are copied to the device only when they
+    Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
+    not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
+    one of `buckets`, and as two halves with with_halves only. Inputs are copied to the device only when they
     change.
     """
 
     def __init__(
-        self, step: Step, buckets: Sequence[Bucket], prefill_chunk: int, mode: GraphMode | None
+        self,
+        step: Step,
+        buckets: Sequence[Bucket],
+        prefill_chunk: int,
+        *,
+        is_compiled: bool,
+        graph_mode: GraphMode | None,
+        with_halves: bool = False,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
         self.lengths = prefill_lengths(prefill_chunk)
-        self.mode = mode
+        self.is_compiled = is_compiled
+        self.graph_mode = graph_mode
+        self.with_halves = with_halves
         self.device = step.slots.pos.device
-        self._batches: dict[Bucket, tuple[int, ...]] = {}
-        self._decode_inputs = {b: self._zeros(b.groups, torch.int32) for b in self.buckets}
+        self._batches: dict[int, tuple[int, ...]] = {}
+        sizes = {bucket.groups for bucket in self.buckets}
+        self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
         self._prefill_slot = self._zeros(1, torch.int32)
         self._start, self._length = self._zeros(1, torch.int64), self._zeros(1, torch.int64)
         # A captured graph records no gradients anyhow: only what runs as code has to be told.
         without_gradients = torch.no_grad()
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.decode))
+        halves = self.buckets if with_halves else ()
+        self._verify: dict[tuple[int, int], Program] = dict.fromkeys(
+            [(b.rows, b.verify_step) for b in halves], without_gradients(step.verify_half)
+        )
+        self._accept: dict[Bucket, Program] = dict.fromkeys(halves, without_gradients(step.accept_half))
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, without_gradients(step.prefill))
-        self._first_token: Program = without_gradients(step.first_token)
+        self._first_token: dict[int, Program] = dict.fromkeys(
+            sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
+        )
+        # The slots and depth whose forward the buffers between the halves hold.
+        self._verified: tuple[tuple[int, ...], int] | None = None
 
     @property
     def count(self) -> int:
         """Number of shapes that `warm_up` compiles."""
-        return len(self.buckets) + len(self.lengths) + 1
+        rounds = len(self._decode) + len(self._verify) + len(self._accept)
+        return rounds + len(self._prefill) + len(self._first_token)
 
-    def decode(self, slots: tuple[int, ...]) -> torch.Tensor:
+    def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
-        bucket = pick(self.buckets, len(slots))
-        state_index = self._decode_inputs[bucket]
-        if self._batches.get(bucket) != slots:
-            self._batches.pop(bucket, None)  # in case the upload fails
-            self._upload(state_index, slots + (0,) * (bucket.groups - len(slots)))
-            self._batches[bucket] = slots
-        return self._call(self._decode[bucket], (state_index,))
+        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        state_index = self._upload_slots(bucket, slots)
+        return self._call(self._decode[bucket], (state_index, verify_step, draft_step))
 
-    def prefill(self, slot: int, token_ids: Sequence[int], start: int, is_last: bool) -> torch.Tensor:
-        """One chunk of the prompt in `slot`; returns y_0 [1] after the last one, else an unread [1]."""
+    def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
+        """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
+        self._check_halves()
+        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        state_index = self._upload_slots(bucket, slots)
+        self._call(self._verify[bucket.rows, verify_step], (state_index, verify_step))
+        self._verified = (slots, verify_step)
+
+    def accept(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
+        """The second half of the round of the last `verify`; returns what `Step.decode` does.
+
+        Raises ValueError unless that was of the same slots and depth.
+        """
+        self._check_halves()
+        if self._verified != (slots, verify_step):
+            raise ValueError(
+                f"accept must follow the verify of its own round, got slots {slots} and verify_step "
+                f"{verify_step} after {self._verified}; plan both halves of a round alike"
+            )
+        self._verified = None
+        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        state_index = self._upload_slots(bucket, slots)
+        return self._call(self._accept[bucket], (state_index, verify_step, draft_step))
+
+    def prefill(self, slot: int, token_ids: Sequence[int], start: int) -> None:
+        """One chunk of the prompt in `slot`."""
         count = len(token_ids)
         length = pick_prefill_length(self.lengths, count)
         buffer = self._prefill_inputs[length]
         # Beyond `count` an uncompiled chunk ends; a compiled one has padding that Step.prefill masks.
-        tokens = buffer if self.mode is not None else buffer[:count]
+        tokens = buffer if self.is_compiled else buffer[:count]
         self._upload(buffer[:count], token_ids)
         self._upload(self._prefill_slot, (slot,))
         self._upload(self._start, (start,))
         self._upload(self._length, (count,))
-        inputs = (tokens, self._prefill_slot, self._start, self._length)
-        self._call(self._prefill[length], inputs)
-        if not is_last:
-            return self._length
-        return self._call(self._first_token, (self._prefill_slot,))
+        self._call(self._prefill[length], (tokens, self._prefill_slot, self._start, self._length))
+
+    def first_token(self, draft_step: int) -> torch.Tensor:
+        """What follows the last chunk, in the slot of the last `prefill`; returns what Step.first_token does.
+
+        Raises ValueError for a depth that no program was made for.
+        """
+        if draft_step not in self._first_token:
+            raise ValueError(
+                f"draft_step must be one of {list(self._first_token)}, got {draft_step}; name it when the "
+                "programs are made"
+            )
+        return self._call(self._first_token[draft_step], (self._prefill_slot, draft_step))
 
     def forget_batches(self) -> None:
-        """Upload every batch again: an upload may have been interrupted."""
+        """Upload every batch again: an upload may have been interrupted. No round is half done."""
         self._batches.clear()
+        self._verified = None
 
     @torch.no_grad()
     def warm_up(self, progress: Callable[[int, int], None] | None = None, saved: Path | None = None) -> None:
@@ -112,7 +163,7 @@ class Programs:
         nothing that a request reads. Calls progress(done, count) after each shape. Raises ValueError if the
         saved programs were made for tensors of another layout.
         """
-        assert self.mode is not None
+        assert self.is_compiled
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved)
 
@@ -123,18 +174,14 @@ class Programs:
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         if self.device.type == "cuda":
             # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
-            self.step.decode(self._decode_inputs[self.buckets[-1]])
-            self.step.first_token(self._prefill_slot)
+            largest = max(self.buckets)
+            state_index = self._state_indices[largest.groups]
+            self.step.decode(state_index, largest.verify_step, largest.draft_step)
+            self.step.first_token(self._prefill_slot, largest.draft_step)
         self._length.fill_(1)
         with compiler_settings():
             for done, shape in enumerate(self._shapes()):
-                program = self._prepare(shape, pool, saved)
-                if isinstance(shape.key, Bucket):
-                    self._decode[shape.key] = program
-                elif shape.key is None:
-                    self._first_token = program
-                else:
-                    self._prefill[shape.key] = program
+                shape.programs[shape.key] = self._prepare(shape, pool, saved)
                 if progress is not None:
                     progress(done + 1, self.count)
         self.step.slots.clear_padding_row()
@@ -146,7 +193,7 @@ class Programs:
         CUDA-graph trees live in the process that recorded them: with "reduce-overhead" nothing is written,
         and what the compiler cached has to do.
         """
-        if self.mode == "reduce-overhead" and self.device.type == "cuda":
+        if self.graph_mode == "reduce-overhead":
             return
         self._mark_static()
         directory.mkdir()
@@ -157,31 +204,41 @@ class Programs:
 
     def _shapes(self) -> Iterator[_Shape]:
         """The largest first, so that the pool of the CUDA graphs need not grow again."""
-        for bucket in reversed(self.buckets):
-            name = f"decode_{bucket.rows}_rows_{bucket.mtp_step}_drafts"
-            yield _Shape(name, Step.decode, (self._decode_inputs[bucket],), bucket)
-        yield _Shape("first_token", Step.first_token, (self._prefill_slot,))
+        slot = self._prefill_slot
+        for bucket in sorted(self.buckets, reverse=True):
+            rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
+            inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
+            name = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts"
+            yield _Shape(f"decode_{name}", Step.decode, inputs, self._decode, bucket)
+            if self.with_halves:
+                yield _Shape(f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
+        for key in sorted(self._verify, reverse=True):
+            rows, verify_step = key
+            state_index = self._state_indices[rows // (verify_step + 1)]
+            name = f"verify_{rows}_rows_{verify_step}_drafts"
+            yield _Shape(name, Step.verify_half, (state_index, verify_step), self._verify, key)
+        for draft_step in self._first_token:
+            name = f"first_token_{draft_step}_drafts"
+            yield _Shape(name, Step.first_token, (slot, draft_step), self._first_token, draft_step)
         for length in reversed(self.lengths):
-            inputs = (self._prefill_inputs[length], self._prefill_slot, self._start, self._length)
-            yield _Shape(f"prefill_{length}", Step.prefill, inputs, length)
+            chunk = (self._prefill_inputs[length], slot, self._start, self._length)
+            yield _Shape(f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
 
     def _prepare(self, shape: _Shape, pool: Any, saved: Path | None) -> Program:
-        assert self.mode is not None
         # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
-        is_graph = self.device.type == "cuda" and shape.method is not Step.prefill
+        graph_mode = None if shape.method is Step.prefill else self.graph_mode
         if saved is not None:
             program = load_program(saved / shape.name, self.step)
         else:
             bound = partial(shape.method, self.step)
-            program = compile_program(bound, shape.name, self.mode, is_graph=is_graph)
-        is_captured = is_graph and self.mode == "replay"
-        for _ in range(_WARM_UP_CALLS if is_graph and not is_captured else 1):
+            program = compile_program(bound, shape.name, graph_mode)
+        for _ in range(_WARM_UP_CALLS if graph_mode == "reduce-overhead" else 1):
             self._call(program, shape.inputs)
-        return capture(program, shape.inputs, pool) if is_captured else torch.no_grad()(program)
+        return capture(program, shape.inputs, pool) if graph_mode == "replay" else torch.no_grad()(program)
 
     def _mark_static(self) -> None:
         mark_static([*self.step.parameters(), *self.step.buffers()])
-        mark_static([*self._decode_inputs.values(), *self._prefill_inputs.values()])
+        mark_static([*self._state_indices.values(), *self._prefill_inputs.values()])
         mark_static([self._prefill_slot, self._start, self._length])
 
     def _layout(self) -> dict[str, Any]:
@@ -198,8 +255,22 @@ class Programs:
                     "it again with tools/export_graphs.py"
                 )
 
-    def _call(self, program: Program, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        if self.mode == "reduce-overhead":
+    def _check_halves(self) -> None:
+        if not self.with_halves:
+            raise ValueError("with_halves must be True for half a round, got False; ask for the programs")
+
+    def _upload_slots(self, bucket: Bucket, slots: tuple[int, ...]) -> torch.Tensor:
+        """The static input of a bucket, which holds `slots` and then padding."""
+        size = bucket.groups
+        state_index = self._state_indices[size]
+        if self._batches.get(size) != slots:
+            self._batches.pop(size, None)  # in case the upload fails
+            self._upload(state_index, slots + (0,) * (size - len(slots)))
+            self._batches[size] = slots
+        return state_index
+
+    def _call(self, program: Program, inputs: tuple[torch.Tensor | int, ...]) -> Any:
+        if self.graph_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         return program(*inputs)
 

@@ -16,7 +16,8 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.request import FinishReason, Request, RequestOutput, SlotInit, StepPlan, StepResult
+from compiled_mtp.plan import Admit, BlockUpdate, Release, StepPlan, StepResult
+from compiled_mtp.request import FinishReason, Request, RequestOutput
 
 # Blocks reserved beyond what the next launch may write.
 _BLOCKS_AHEAD = 8
@@ -198,7 +199,7 @@ class Scheduler:
                     oldest = self._unread_rounds.popleft()
                     assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
                 if plan.kind == "decode" or plan.is_last:
-                    self._take_tokens(plan, result.token_ids)
+                    self._take_tokens(plan, result)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -215,7 +216,7 @@ class Scheduler:
         request.generation = self._generations[request.slot]
         self._prefilling = request
 
-    def _look_ahead(self) -> list[tuple[int, int, int]]:
+    def _look_ahead(self) -> list[BlockUpdate]:
         """Choose who decodes, reserve the blocks of their next rounds, and count these.
 
         Return the block-table entries that the next plan must carry.
@@ -225,7 +226,7 @@ class Scheduler:
             owner for plan in self._unread_rounds for owner in zip(plan.slots, plan.generations, strict=True)
         )
         decoding: list[Request] = []
-        updates: list[tuple[int, int, int]] = []
+        updates: list[BlockUpdate] = []
         rounds = sys.maxsize
         for request in self._running.values():
             in_flight = unread[request.slot, request.generation]
@@ -248,7 +249,7 @@ class Scheduler:
         self._rounds_ahead = max(rounds, 1) if decoding else 0
         return updates
 
-    def _plan_prefill(self, request: Request, updates: list[tuple[int, int, int]]) -> StepPlan:
+    def _plan_prefill(self, request: Request, updates: list[BlockUpdate]) -> StepPlan:
         start = request.num_prefilled
         end = min(start + self.prefill_chunk, request.prompt_len)
         is_last = end == request.prompt_len
@@ -266,17 +267,16 @@ class Scheduler:
             kind="prefill",
             slots=(request.slot,),
             generations=(request.generation,),
-            mtp_step=self.mtp_step,
+            draft_step=self.mtp_step,
             token_ids=tuple(request.prompt_token_ids[start:end]),
             start=start,
             is_last=is_last,
             prompt_len=request.prompt_len,
             block_updates=tuple(updates),
-            admitted=admitted,
-            released=self._take_released(),
+            moves=(*self._take_released(), *admitted),
         )
 
-    def _plan_decode(self, updates: list[tuple[int, int, int]]) -> StepPlan:
+    def _plan_decode(self, updates: list[BlockUpdate]) -> StepPlan:
         assert len(self._unread_rounds) <= self.max_in_flight, f"{len(self._unread_rounds)} results are late"
         self._rounds_ahead -= 1
         plan = StepPlan(
@@ -284,9 +284,10 @@ class Scheduler:
             kind="decode",
             slots=self._decoding_slots,
             generations=self._decoding_generations,
-            mtp_step=self.mtp_step,
+            verify_step=self.mtp_step,
+            draft_step=self.mtp_step,
             block_updates=tuple(updates),
-            released=self._take_released(),
+            moves=self._take_released(),
         )
         self._unread_rounds.append(plan)
         return plan
@@ -309,7 +310,7 @@ class Scheduler:
     def _blocks_up_to(self, position: int) -> int:
         return min(position, self.max_model_len - 1) // self.block_size + 1
 
-    def _reserve(self, request: Request, position: int) -> list[tuple[int, int, int]]:
+    def _reserve(self, request: Request, position: int) -> list[BlockUpdate]:
         """Block-table entries that make every position up to `position` writable, and several blocks more.
 
         Within what the request was admitted with. Most steps then hand out none, and copy nothing to the
@@ -320,27 +321,37 @@ class Scheduler:
         assert needed <= most, f"{needed} blocks are needed of {most}"
         new = self.pool.allocate(max(min(needed + _BLOCKS_AHEAD, most) - owned, 0))
         request.block_ids += new
-        return [(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
+        return [BlockUpdate(request.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
     def _all_slots(self) -> list[int]:
         return list(range(len(self._generations) - 1, 0, -1))
 
-    def _all_blocks(self) -> list[tuple[int, int, int]]:
+    def _all_blocks(self) -> list[BlockUpdate]:
         """The block-table entries of everybody who owns a slot."""
         owners = [*self._running.values(), *([] if self._prefilling is None else [self._prefilling])]
-        return [(r.slot, index, block) for r in owners for index, block in enumerate(r.block_ids)]
+        return [BlockUpdate(r.slot, index, block) for r in owners for index, block in enumerate(r.block_ids)]
 
-    def _take_tokens(self, plan: StepPlan, token_ids: list[list[int]]) -> None:
+    def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
         running, outputs, is_round = self._running, self._outputs, plan.kind == "decode"
         most = self.mtp_step + 1 if is_round else 1
         now_s = time.monotonic()
-        for slot, generation, new in zip(plan.slots, plan.generations, token_ids, strict=True):
+        owners = zip(plan.slots, plan.generations, result.token_ids, strict=True)
+        for index, (slot, generation, given) in enumerate(owners):
             request = running.get(slot)
             if request is None or request.generation != generation:
                 continue
-            assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
+            new = list(given)
+            is_finite = index not in result.not_finite
+            assert is_finite <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             if not is_round:
                 request.is_first_token_due = False
+            if not is_finite:
+                position = request.prompt_len + len(request.output_token_ids) + len(new)
+                if new:
+                    kept, text = request.append(new, is_round, now_s)
+                    outputs.append(RequestOutput(request.request_id, kept, text, request.metrics))
+                self._end(request, "error", f"the logits of position {position} are not finite")
+                continue
             kept, text = request.append(new, is_round, now_s)
             reason = request.finish_reason
             outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
@@ -386,11 +397,10 @@ class Scheduler:
         request.block_ids = []
         request.slot = 0
 
-    def _slot_init(self, request: Request) -> SlotInit:
+    def _slot_init(self, request: Request) -> Admit:
         params = request.params
-        return SlotInit(
+        return Admit(
             slot=request.slot,
-            generation=request.generation,
             seed=request.seed,
             temperature=params.temperature,
             top_k=min(max(params.top_k, 0), _MOST_TOP_K),
@@ -398,8 +408,8 @@ class Scheduler:
             min_p=params.min_p,
         )
 
-    def _take_released(self) -> tuple[int, ...]:
-        released, self._released = tuple(self._released), []
+    def _take_released(self) -> tuple[Release, ...]:
+        released, self._released = tuple(Release(slot) for slot in self._released), []
         return released
 
     def _step_id(self) -> int:

@@ -1,8 +1,9 @@
-"""A token's whole life on the device. Read this first.
+"""A token's whole life on the device. Read this first: `Step.decode` is one round.
 
-Notation: S = mtp_step drafted tokens, W = S + 1 rows a request is verified on, B requests of a bucket.
-`pos` of a request is the absolute position of its last token, which is emitted but not yet processed;
-`base` is the position up to which its stored GDN state is folded. Rows are request-major: row b * W + k.
+Notation: a round verifies S1 = verify_step drafts, on W = S1 + 1 rows a request, and makes S2 = draft_step
+new ones; B requests of a bucket. `pos` of a request is the absolute position of its last token, which is
+emitted but not yet processed; `base` is the position up to which its stored GDN state is folded. Rows are
+request-major: row b * W + k.
 
 The one invariant: length, KV, conv inputs, GDN state and emitted ids all advance by the same num_accepted +
 1. Nothing here depends on a value on the host, so that `torch.compile(fullgraph=True)` takes each step
@@ -12,12 +13,14 @@ whole.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.layers import Rows
 from compiled_mtp.models.mtp import DraftModel
@@ -25,15 +28,57 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.sample import sample
 from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
+from compiled_mtp.step_output import StepOutput
+
+
+class Window(NamedTuple):
+    """The W rows that verify each request's drafts: its last token, then the drafts.
+
+    state_index [B] int32; base, start (its `pos`) [B], tokens, positions, kv_slots, and sampled_positions of
+    the tokens that the rows sample [B * W] int64; block_table [B, blocks] int32.
+    """
+
+    state_index: torch.Tensor
+    base: torch.Tensor
+    start: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    sampled_positions: torch.Tensor
+    block_table: torch.Tensor
+
+
+class Accepted(NamedTuple):
+    """What a round keeps, all int64. The draft goes on from it.
+
+    num_new, num_finite [B] and tokens [B, W] as in StepOutput; row [B]: the last new token's among B * W, and
+    that token, `bonus` [B]. positions, kv_slots [B * W]: of the pairs (token k, hidden k).
+    """
+
+    num_new: torch.Tensor
+    num_finite: torch.Tensor
+    tokens: torch.Tensor
+    row: torch.Tensor
+    bonus: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    chain_positions: torch.Tensor
+    chain_slots: torch.Tensor
 
 
 class Step(nn.Module):
     """Models, caches and slot rows, bound together so that the compiler sees their buffers at static
-    addresses."""
+    addresses.
+
+    mtp_step is the most drafts that a round verifies or makes. half_rows is the most rows of a round that
+    runs as two halves, 0 for none: the buffers between the halves are as long.
+    """
 
     cos_sin: torch.Tensor
     draft_head: torch.Tensor | None
     draft_ids: torch.Tensor | None
+    verified_hidden: torch.Tensor
+    verified_logits: torch.Tensor
 
     def __init__(
         self,
@@ -48,6 +93,7 @@ class Step(nn.Module):
         max_model_len: int,
         synthetic_acceptance: float | None = None,
         draft_ids: torch.Tensor | None = None,
+        half_rows: int = 0,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -59,6 +105,7 @@ class Step(nn.Module):
         self.kv_cache = kv_cache
         self.state_cache = state_cache
         self.slots = slots
+        self.slot_tensors = SlotTensors([*slots.slot_tensors(), *state_cache.slot_tensors()])
         self.register_buffer("cos_sin", cos_sin)
         self.mtp_step = mtp_step
         self.num_valid_ids = num_valid_ids
@@ -68,38 +115,147 @@ class Step(nn.Module):
         # A cut head costs acceptance where the target draws another id, and never a token.
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
+        vocab_size, hidden_size = target.head_weight.shape
+        hidden = slots.last_hidden.new_zeros((half_rows, hidden_size))
+        self.register_buffer("verified_hidden", hidden)
+        logits = slots.last_hidden.new_zeros((half_rows, vocab_size), dtype=torch.float32)
+        self.register_buffer("verified_logits", logits)
 
-    def decode(self, state_index: torch.Tensor) -> torch.Tensor:
-        """Verify S drafts of each request and draft S new ones.
+    def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
+        """One round: verify the S1 first drafts of each request and leave S2 new ones.
 
-        state_index [B] int32, 0 for padding. Returns [B, 1 + W] int64: num_new, then the W sampled tokens
-        of which the first num_new are the request's. num_new is 0 for padding. Mutates the caches and the
-        slots' cursors, last tokens and drafts.
+        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = S1 + 1 and S = S2. Mutates
+        the caches and the slots' cursors, last tokens and first S2 drafts. With S2 = 0 the draft's KV still
+        follows, so that a later round can draft again.
         """
-        slots, mtp_step = self.slots, self.mtp_step
-        place = (mtp_step, self.kv_cache.block_size, self.max_model_len)
-        base, pos, tokens, positions, kv_slots, sampled_positions, table = read_window(
+        window = self.read_window(state_index, verify_step)
+        hidden, logits = self.verify(window)
+        return self._conclude(window, hidden, logits, draft_step)
+
+    def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
+        """The first half of `decode`: leaves hidden states and logits in buffers that other launches keep."""
+        window = self.read_window(state_index, verify_step)
+        hidden, logits = self.verify(window)
+        self.verified_hidden[: hidden.shape[0]] = hidden
+        self.verified_logits[: logits.shape[0]] = logits
+
+    def accept_half(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
+        """The second half of `decode`, of the round that `verify_half` has left; returns what `decode` does.
+
+        The requests of state_index must be as they were then: the window is read once more.
+        """
+        window = self.read_window(state_index, verify_step)
+        rows = window.tokens.shape[0]
+        return self._conclude(window, self.verified_hidden[:rows], self.verified_logits[:rows], draft_step)
+
+    def _conclude(
+        self, window: Window, hidden: torch.Tensor, logits: torch.Tensor, draft_step: int
+    ) -> torch.Tensor:
+        """What follows the forward of a round."""
+        sampled = self.sample(logits, window.tokens, window.sampled_positions, window.state_index)
+        accepted = self.accept_and_commit(window, sampled, logits, draft_step)
+        drafts = self.extend_and_draft(window, sampled, hidden, accepted, draft_step)
+        return StepOutput(accepted.num_new, accepted.num_finite, accepted.tokens, drafts).pack()
+
+    def read_window(self, state_index: torch.Tensor, verify_step: int) -> Window:
+        """The rows of a round, from the slots' cursors and drafts."""
+        slots = self.slots
+        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        rows = read_window(
             state_index, slots.base, slots.pos, slots.last_token, slots.drafts, slots.block_table, *place
         )
-        # 1. One forward of the target over [last token, d_1 .. d_S] at positions p .. p + S.
-        rows = Rows(positions, kv_slots, table, state_index, pos, base, pos, is_prefill=False)
-        hidden = self.target(tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
-        # 2. y_k is the request's token at position p + k + 1, given that the k drafts before it are right.
-        sampled = self._sample(self.target.logits(hidden), tokens, sampled_positions, state_index)
-        # 3. Keep the leading drafts that agree; y_{num_accepted} is the bonus token.
-        # 4. Commit. The GDN layers have just folded their state up to the old `pos`.
-        result, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots = accept_window(
-            tokens, sampled, state_index, pos, table, slots.base, slots.pos, slots.last_token,
-            *place, self.hash_limit,
-        )  # fmt: skip
-        # 5. and 6. Make the draft's KV true for every row, then draft from the accepted one.
-        if self.draft is not None:
-            rows = replace(rows, positions=positions, slot_mapping=kv_slots)
-            drafted = self._draft_forward(sampled, hidden, rows, accepted_row)
-            drafts = self._draft_chain(drafted, bonus, rows, chain_positions, chain_slots)
-            index, is_live = state_index.to(torch.int64), state_index > 0
-            slots.drafts[index] = torch.where(is_live[:, None], drafts, 0)
-        return result
+        return Window(state_index, *rows)
+
+    def verify(self, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+        """1. One forward of the target over [last token, d_1 .. d_S1] at positions p .. p + S1.
+
+        Returns hidden [B * W, H] and logits [B * W, V]. The GDN layers fold their state up to `pos`.
+        """
+        rows = self._decode_rows(window)
+        hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
+        return hidden, self.target.logits(hidden)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        state_index: torch.Tensor,
+    ) -> torch.Tensor:
+        """2. Draw y_k [M] from each row of logits.
+
+        It is the request's token at position p + k + 1, given that the k drafts before it are right.
+        """
+        slots = self.slots
+        return sample(
+            logits,
+            tokens,
+            positions,
+            state_index,
+            slots.temperature,
+            slots.top_p,
+            slots.min_p,
+            slots.repetition_penalty,
+            slots.presence_penalty,
+            slots.frequency_penalty,
+            slots.top_k,
+            slots.seed,
+            slots.output_counts,
+            slots.prompt_seen,
+            slots.bias,
+            slots.min_position,
+            slots.stop_ids,
+            min(self.num_valid_ids, logits.shape[1]),
+        )[0]
+
+    def accept_and_commit(
+        self, window: Window, sampled: torch.Tensor, logits: torch.Tensor, draft_step: int
+    ) -> Accepted:
+        """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
+        4. Commit: base becomes the old pos, pos and the last token move past the new tokens. One launch.
+        """
+        slots, block_size = self.slots, self.kv_cache.block_size
+        verify_step = window.tokens.shape[0] // window.start.shape[0] - 1
+        result, row, bonus, positions, kv_slots, *chain = accept_window(
+            window.tokens,
+            sampled,
+            window.state_index,
+            window.start,
+            window.block_table,
+            slots.base,
+            slots.pos,
+            slots.last_token,
+            verify_step,
+            block_size,
+            self.max_model_len,
+            self.hash_limit,
+        )
+        num_new = result[:, 0]
+        if draft_step > verify_step:
+            # The operator places a chain as deep as the window.
+            end = window.start + num_new
+            chain = [*place_chain(end, draft_step, self.max_model_len, window.block_table, block_size)]
+        num_finite = _count_finite(logits, num_new)
+        return Accepted(num_new, num_finite, result[:, 1:], row, bonus, positions, kv_slots, *chain)
+
+    def extend_and_draft(
+        self,
+        window: Window,
+        sampled: torch.Tensor,
+        hidden: torch.Tensor,
+        accepted: Accepted,
+        draft_step: int,
+    ) -> torch.Tensor:
+        """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
+        if self.draft is None:
+            return accepted.tokens[:, :0]
+        rows = replace(
+            self._decode_rows(window), positions=accepted.positions, slot_mapping=accepted.kv_slots
+        )
+        drafted = self._draft_forward(sampled, hidden, rows, accepted.row)
+        chain = (accepted.chain_positions, accepted.chain_slots)
+        drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
+        return self._keep_drafts(window.state_index, drafts)
 
     def prefill(
         self,
@@ -129,26 +285,29 @@ class Step(nn.Module):
         slots.pos[index] = start + length
         return last_hidden
 
-    def first_token(self, state_index: torch.Tensor) -> torch.Tensor:
+    def first_token(self, state_index: torch.Tensor, draft_step: int) -> torch.Tensor:
         """Sample y_0 after the last chunk of a prompt and draft from it: the first round is a real one.
 
-        state_index [1] int32. Returns y_0 [1] int64. Mutates the slot's last token and drafts, and the
-        draft's KV.
+        state_index [1] int32. Returns a packed StepOutput with W = 1 and S = draft_step. Mutates the slot's
+        last token and first drafts, and the draft's KV.
         """
         slots = self.slots
         index = state_index.to(torch.int64)
         hidden, pos = slots.last_hidden[index], slots.pos[index]
         logits = self.target.logits(hidden, is_prefill=True)
-        token = self._sample(logits, slots.last_token[index], pos, state_index)
+        token = self.sample(logits, slots.last_token[index], pos, state_index)
         slots.last_token[index] = token
+        drafts = token.new_empty((1, 0))
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
             drafted = self._draft_forward(token, hidden, rows)
             chain = place_chain(
-                pos, self.mtp_step, self.max_model_len, rows.block_table, self.kv_cache.block_size
+                pos, draft_step, self.max_model_len, rows.block_table, self.kv_cache.block_size
             )
-            slots.drafts[index] = self._draft_chain(drafted, token, rows, *chain)
-        return token
+            drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
+            drafts = self._keep_drafts(state_index, drafts)
+        num_new = torch.ones_like(token)
+        return StepOutput(num_new, _count_finite(logits, num_new), token[:, None], drafts).pack()
 
     def _draft_forward(
         self,
@@ -169,18 +328,19 @@ class Step(nn.Module):
         rows: Rows,
         chain_positions: torch.Tensor,
         chain_slots: torch.Tensor,
+        draft_step: int,
     ) -> torch.Tensor:
         """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos`, the last `token`
-        [B].
+        [B]; S = draft_step.
 
-        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, which chain_slots [S, >= B]
-        names, past the accepted tail, where the next extend overwrites them. The draft samples with the
-        request's own noise: it then agrees with the target far more often than its argmax would (Daliri,
-        Musco, Suresh, arXiv 2408.07978).
+        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, which chain_slots
+        [>= S, >= B] names, past the accepted tail, where the next extend overwrites them. The draft samples
+        with the request's own noise: it then agrees with the target far more often than its argmax would
+        (Daliri, Musco, Suresh, arXiv 2408.07978).
         """
-        drafts, batch = [], hidden.shape[0]
+        drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
         head = self.target.head_weight if self.draft_head is None else self.draft_head
-        for i in range(self.mtp_step):
+        for i in range(draft_step):
             if i:
                 # The pair of the draft before.
                 chained = replace(
@@ -189,40 +349,30 @@ class Step(nn.Module):
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
-            token = self._sample(logits, token, chain_positions[i, :batch], rows.state_index)
+            token = self.sample(logits, token, chain_positions[i, :batch], rows.state_index)
             if self.draft_ids is not None:
                 token = self.draft_ids[token]
-            drafts.append(token)
-        return torch.stack(drafts, dim=1)
+            drafts.append(token[:, None])
+        return torch.cat(drafts, dim=1)
 
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        state_index: torch.Tensor,
-    ) -> torch.Tensor:
-        slots = self.slots
-        return sample(
-            logits,
-            tokens,
-            positions,
-            state_index,
-            slots.temperature,
-            slots.top_p,
-            slots.min_p,
-            slots.repetition_penalty,
-            slots.presence_penalty,
-            slots.frequency_penalty,
-            slots.top_k,
-            slots.seed,
-            slots.output_counts,
-            slots.prompt_seen,
-            slots.bias,
-            slots.min_position,
-            slots.stop_ids,
-            min(self.num_valid_ids, logits.shape[1]),
-        )[0]
+    def _keep_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Store drafts [B, S] as the slots' first S, zeros for padding; returns them."""
+        is_live = state_index > 0
+        kept = self.slots.drafts[:, : drafts.shape[1]]
+        kept[state_index.to(torch.int64)] = torch.where(is_live[:, None], drafts, 0)
+        return drafts
+
+    def _decode_rows(self, window: Window) -> Rows:
+        return Rows(
+            positions=window.positions,
+            slot_mapping=window.kv_slots,
+            block_table=window.block_table,
+            state_index=window.state_index,
+            start=window.start,
+            base=window.base,
+            length=window.start,
+            is_prefill=False,
+        )
 
     def _rows(
         self,
@@ -256,3 +406,9 @@ class Step(nn.Module):
             length=start if length is None else length,
             is_prefill=length is not None,
         )
+
+
+def _count_finite(logits: torch.Tensor, num_new: torch.Tensor) -> torch.Tensor:
+    """How many of the first num_new [B] rows of each request come before one that is not finite [B] int64."""
+    rows = logits.isfinite().all(dim=1).view(num_new.shape[0], -1)
+    return torch.minimum(rows.to(torch.int64).cumprod(dim=1).sum(dim=1), num_new)

@@ -2,8 +2,8 @@
 
 Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
 keep the books, which takes the host 200 us a step at 24 layers and 650 at 64. "replay" compiles without
-them and captures the call by hand, once; a replay costs the host about 10 us. On a CPU both mean Inductor's
-C++ code.
+them and captures the call by hand, once; a replay costs the host about 10 us. Code that becomes no graph,
+all of it on a CPU, has no graph mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from compiled_mtp.ops.registry import overloads
 
 GraphMode = Literal["reduce-overhead", "replay"]
-Program = Callable[..., torch.Tensor]
+Program = Callable[..., Any]
+"""Takes the static inputs of its shape; returns a tensor, or None for one that only mutates."""
 
 
 @contextmanager
@@ -59,19 +60,19 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def compile_program(function: Program, name: str, mode: GraphMode, *, is_graph: bool) -> Program:
+def compile_program(function: Program, name: str, graph_mode: GraphMode | None) -> Program:
     """Return `function` compiled for the one shape it will be called with.
 
     `name` becomes part of the code's name: programs then never share a cache entry of Dynamo, so a call
-    checks the guards of its own shape alone. `is_graph` says whether the program is replayed as a CUDA
-    graph.
+    checks the guards of its own shape alone. graph_mode says how it becomes a CUDA graph: "replay" leaves
+    that to `capture`.
     """
     declare_operators()
     return torch.compile(
         _with_own_code(function, name),
         fullgraph=True,
         dynamic=False,
-        mode="reduce-overhead" if is_graph and mode == "reduce-overhead" else None,
+        mode="reduce-overhead" if graph_mode == "reduce-overhead" else None,
     )
 
 
@@ -110,7 +111,7 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Program:
+def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
     `program` has run before, so nothing compiles inside. The replay returns the same output tensor each time,
@@ -120,7 +121,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Pr
     with torch.cuda.graph(graph, pool=pool):
         output = program(*inputs)
 
-    def replay(*arguments: torch.Tensor) -> torch.Tensor:
+    def replay(*arguments: torch.Tensor | int) -> Any:
         assert all(given is static for given, static in zip(arguments, inputs, strict=True))
         graph.replay()
         return output
@@ -128,7 +129,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor, ...], pool: Any) -> Pr
     return replay
 
 
-def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor, ...], file: Path) -> None:
+def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor | int, ...], file: Path) -> None:
     """Compile `function(owner, *inputs)` for the shapes of `inputs` and write the result to `file`.
 
     Nothing of `owner` is written: its tensors are read from the owner that `load_program` is given.
@@ -161,7 +162,7 @@ def load_program(file: Path, owner: Any) -> Program:
 
 
 def _with_own_code(function: Program, name: str) -> Program:
-    def program(*arguments: torch.Tensor) -> torch.Tensor:
+    def program(*arguments: torch.Tensor | int) -> Any:
         return function(*arguments)
 
     code = program.__code__.replace(co_name=name)

@@ -11,7 +11,9 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.request import RequestOutput, StepPlan
+from compiled_mtp.plan import Admit, StepPlan
+from compiled_mtp.request import RequestOutput
+from compiled_mtp.step import Step
 from tests import tiny
 
 
@@ -27,26 +29,32 @@ def make_engine(directory: Path, **options: Any) -> Engine:
     engine = Engine(EngineConfig(model=directory, **(defaults | options)))
     step = engine.runner.step
     tiny.poison(step)
-    install = step.slots.install
+    carry_out = engine.runner.moves.carry_out
 
-    def poison_then_install(plan: StepPlan) -> None:
-        nan = float("nan")
-        for init in plan.admitted:
+    def poison_then_carry_out(plan: StepPlan) -> None:
+        poison_new(step, plan)
+        carry_out(plan)
+
+    engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
+    return engine
+
+
+def poison_new(step: Step, plan: StepPlan) -> None:
+    """Fill with NaN what a plan gives to a request: the rows of its slot and the blocks."""
+    nan = float("nan")
+    for move in plan.moves:
+        if isinstance(move, Admit):
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
-                    buffer[init.slot] = nan
-            step.slots.last_hidden[init.slot] = nan
-        # After a launch was lost a plan says again which blocks are owned: those hold keys already.
-        table = step.slots.block_table
-        new = [block for slot, index, block in plan.block_updates if int(table[slot, index]) != block]
-        blocks = torch.tensor(new, dtype=torch.int64)
-        draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
-        for layer in [*step.kv_cache.layers, *draft]:
-            layer.kv[blocks] = nan
-        install(plan)
-
-    step.slots.install = poison_then_install  # type: ignore[method-assign]
-    return engine
+                    buffer[move.slot] = nan
+            step.slots.last_hidden[move.slot] = nan
+    # After a launch was lost a plan says again which blocks are owned: those hold keys already.
+    table = step.slots.block_table
+    new = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]
+    blocks = torch.tensor(new, dtype=torch.int64)
+    draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
+    for layer in [*step.kv_cache.layers, *draft]:
+        layer.kv[blocks] = nan
 
 
 Chooser = Callable[[str, int], int]
@@ -60,16 +68,16 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
     step, programs = engine.runner.step, engine.runner.programs
     decode = programs.decode
 
-    def forced(slots: tuple[int, ...]) -> torch.Tensor:
+    def forced(slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         for slot in slots:
             request = engine.scheduler._running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)
-            for k in range(step.mtp_step):
+            for k in range(verify_step):
                 following = stream[done + k] if done + k < len(stream) else 0
                 step.slots.drafts[slot, k] = following if k < right else (following + 1) % step.num_valid_ids
-        return decode(slots)
+        return decode(slots, verify_step, draft_step)
 
     programs.decode = forced  # type: ignore[method-assign]
 

@@ -273,7 +273,7 @@ def test_an_fp8_cache_is_refused_where_kernels_cannot_read_it(
     ):
         resolve_kv_dtype("float8_e4m3fn", torch.bfloat16, cuda)
     # The engine asks before it reads weights or plans memory.
-    monkeypatch.setattr("compiled_mtp.runner._resolve_device", lambda name: cuda)
+    monkeypatch.setattr("compiled_mtp.build._resolve_device", lambda name: cuda)
     with pytest.raises(ValueError, match="kv_dtype must be auto below"):
         Engine(EngineConfig(model=checkpoint, kv_dtype="float8_e4m3fn"))
 

@@ -132,7 +132,7 @@ def test_an_install_that_fails_costs_the_others_nothing(
     engine: Engine, streams: dict[str, list[int]], call: int
 ) -> None:
     outputs: list[RequestOutput] = []
-    with raising(engine.runner.step.slots, "install", call, RuntimeError("no pinned memory")):
+    with raising(engine.runner.moves, "carry_out", call, RuntimeError("no pinned memory")):
         add_all(engine)
         while engine.has_unfinished_requests():
             outputs += engine.step()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.build import _graph_mode, _is_compiled
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import KEY_NAME
-from compiled_mtp.runner import _graph_mode
 
 SMALL, LARGE = 10 << 20, 2 << 30
 
@@ -24,15 +24,28 @@ SMALL, LARGE = 10 << 20, 2 << 30
         ({}, "cuda", SMALL, "replay"),
         ({"graph_mode": "replay"}, "cuda", LARGE, "replay"),
         ({"graph_mode": "reduce-overhead"}, "cuda", SMALL, "reduce-overhead"),
-        ({"compile": "off"}, "cuda", LARGE, None),
-        ({}, "cpu", LARGE, None),
-        ({"compile": "on"}, "cpu", LARGE, "replay"),
+        ({"graph_mode": "replay"}, "cpu", LARGE, None),
     ],
 )
 def test_the_form_follows_the_config_and_then_the_model(
     options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
 ) -> None:
     assert _graph_mode(EngineConfig(**options), torch.device(device), weight_bytes) == mode
+
+
+@pytest.mark.parametrize(
+    "options, device, is_compiled",
+    [
+        ({}, "cuda", True),
+        ({"compile": "off"}, "cuda", False),
+        ({}, "cpu", False),
+        ({"compile": "on"}, "cpu", True),
+        ({"graph_cache": Path("made.zip")}, "cpu", True),
+        ({"graph_cache": Path("made.zip"), "compile": "off"}, "cpu", False),
+    ],
+)
+def test_a_cpu_compiles_only_when_told_to(options: dict[str, Any], device: str, is_compiled: bool) -> None:
+    assert _is_compiled(EngineConfig(**options), torch.device(device)) is is_compiled
 
 
 @pytest.mark.parametrize("made_for", ["replay", "reduce-overhead"])

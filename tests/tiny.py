@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.moves import Moves
+from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.request import SlotInit, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Release, StepPlan
 from compiled_mtp.step import Step
+from compiled_mtp.step_output import StepOutput
 
 BLOCK_SIZE = 16
 
@@ -158,31 +160,41 @@ def install(
     temperature: float = 0.0,
 ) -> None:
     """Admit a request to `slot` with the given (slot, index, block) entries of its block table."""
-    init = SlotInit(slot, 0, seed, temperature, 0, 1.0, 0.0)
-    step.slots.install(
-        StepPlan(
-            0, "decode", (), (), step.mtp_step, released=(slot,), admitted=(init,), block_updates=updates
-        )
-    )
+    moves = (Release(slot), Admit(slot, seed, temperature, 0, 1.0, 0.0))
+    blocks = tuple(BlockUpdate(*update) for update in updates)
+    executor = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
+    executor.carry_out(StepPlan(0, "move", moves=moves, block_updates=blocks))
 
 
 @torch.no_grad()
-def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64) -> int:
-    """Prefill a prompt in chunks and return its first token."""
+def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_step: int | None = None) -> int:
+    """Prefill a prompt in chunks and return its first token; drafts follow, as many as can be."""
     device = step.slots.pos.device
     index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
         part = torch.tensor(prompt[start : start + chunk], device=device)
         where = (torch.tensor([start], device=device), torch.tensor([len(part)], device=device))
         step.prefill(part, index, *where)
-    return int(step.first_token(index))
+    packed = step.first_token(index, step.mtp_step if draft_step is None else draft_step)
+    return int(StepOutput.unpack(packed, 1).tokens)
 
 
 @torch.no_grad()
-def decode(step: Step, slots: list[int]) -> list[list[int]]:
-    """One decode round; the new tokens of each slot (padding slots are 0)."""
+def decode(
+    step: Step, slots: list[int], verify_step: int | None = None, draft_step: int | None = None
+) -> list[list[int]]:
+    """One decode round; the new tokens of each slot (padding slots are 0). Depths are the deepest unless
+    given."""
+    depths = [step.mtp_step if depth is None else depth for depth in (verify_step, draft_step)]
     index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
-    return [row[1 : 1 + row[0]] for row in step.decode(index).tolist()]
+    return new_tokens(step.decode(index, *depths), depths[0])
+
+
+def new_tokens(packed: torch.Tensor, verify_step: int) -> list[list[int]]:
+    """The tokens that a packed output gives each request; all of them must be of finite logits."""
+    output = StepOutput.unpack(packed, verify_step + 1)
+    assert torch.equal(output.num_new, output.num_finite)
+    return [row[:count] for row, count in zip(output.tokens.tolist(), output.num_new.tolist(), strict=True)]
 
 
 @contextmanager

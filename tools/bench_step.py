@@ -240,9 +240,9 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
         host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
         last = now
     total = last - begin
-    slots = tuple(sorted(loop.scheduler._running))
+    slots, depth = tuple(sorted(loop.scheduler._running)), (runner.config.mtp_step,) * 2
     assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
-    runner.programs.decode(slots)
+    runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
     gpu_ms = gpu_time_ms(runner, slots)
     items = floor_bytes(
@@ -272,12 +272,12 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
 @torch.no_grad()
 def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
     """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
-    spans = []
+    spans, depth = [], (runner.config.mtp_step,) * 2
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(8):
-            runner.programs.decode(slots)
+            runner.programs.decode(slots, *depth)
         end.record()
         end.synchronize()
         spans.append(start.elapsed_time(end) / 8)
@@ -294,11 +294,11 @@ def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, f
     from torch.profiler import ProfilerActivity, profile
 
     loop = start_loop(runner, batch, context)
-    slots = tuple(sorted(loop.scheduler._running))
-    runner.programs.decode(slots)
+    slots, depth = tuple(sorted(loop.scheduler._running)), (runner.config.mtp_step,) * 2
+    runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        runner.programs.decode(slots)
+        runner.programs.decode(slots, *depth)
         torch.cuda.synchronize()
     events = [event for event in trace.events() if str(event.device_type).endswith("CUDA")]
     spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in events)
@@ -399,14 +399,14 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
 
     runner = Runner(config, model, model.vocab_size, None, fill)
     startup_s = time.perf_counter() - loaded[0]
-    mode = str(runner.graph_mode)  # what "auto" stands for
+    mode = str(runner.programs.graph_mode)  # what "auto" stands for
     if arguments.export:
         begin = time.perf_counter()
         runner.programs.save(directory / PROGRAMS_NAME)
         size = save(arguments.export, directory, runner.cache_key)
         export_s = time.perf_counter() - begin
         print(
-            f"S={mtp_step} {mode} {len(runner.buckets)} buckets: cold start {startup_s:.1f} s, "
+            f"S={mtp_step} {mode} {len(runner.programs.buckets)} buckets: cold start {startup_s:.1f} s, "
             f"{size / 1e6:.1f} MB written in {export_s:.1f} s"
         )
         return
@@ -418,7 +418,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
             print_kernels(kernels)
         fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
         row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
-        row |= {"buckets": len(runner.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
+        row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
         row |= {"total_s": round(time.perf_counter() - begin, 1)}
         print(
             f"S={mtp_step} {mode:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "

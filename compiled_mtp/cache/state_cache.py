@@ -9,9 +9,12 @@ with mtp_step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
+from compiled_mtp.cache.slot_tensors import SlotTensor
 from compiled_mtp.model_config import ModelConfig
 
 
@@ -71,3 +74,8 @@ class StateCache(nn.Module):
         self.layers = nn.ModuleList(
             GDNLayer(config, slots, self.ring_length, dtype, device) for _ in range(config.num_gdn_layers)
         )
+
+    def slot_tensors(self) -> Iterator[SlotTensor]:
+        """What is moved with a request: states, rings and conv inputs of every layer."""
+        for name, tensor in self.named_buffers():
+            yield SlotTensor(f"gdn.{name}", tensor)

@@ -15,7 +15,6 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -182,7 +181,7 @@ def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_p
         if cached:
             assert exported.wait() == 0
         engine = gpu_engine(model, **options, batch_sizes=(1, 3), **cached)
-        assert engine.runner.graph_mode == graph_mode
+        assert engine.runner.programs.graph_mode == graph_mode
         with torch.compiler.set_stance("fail_on_recompile"):
             streams.append([decode_mixed(engine, batch, batch) for batch in (1, 3)])
         engine.close()
@@ -212,7 +211,7 @@ def test_compiled_hidden_states_are_bit_equal_between_buckets(dtype: str) -> Non
     with torch.no_grad(), compiler_settings():
         for groups in COMPILED_BATCHES:
             state_index = torch.tensor([1] + [0] * (groups - 1), dtype=torch.int32, device="cuda")
-            program = compile_program(partial(verify, step), f"verify_{groups}", "replay", is_graph=False)
+            program = compile_program(partial(verify, step), f"verify_{groups}", None)
             hidden.append(program(state_index)[:4])
         plain = verify(step, torch.ones(1, dtype=torch.int32, device="cuda"))
         logits, plain_logits = step.target.logits(hidden[0]), step.target.logits(plain)
@@ -244,7 +243,7 @@ def test_hidden_states_are_bit_equal_between_buckets(directories: dict[str, Path
 
         step.target.logits = keep  # type: ignore[method-assign]
         step.slots.drafts[1] = 5
-        tiny.decode(step, [1] + [0] * (Bucket(max_batch * (mtp_step + 1), mtp_step).groups - 1))
+        tiny.decode(step, [1] + [0] * (max_batch - 1))
         hidden.append(kept[0][: mtp_step + 1])
     assert all(torch.equal(hidden[0], other) for other in hidden[1:])
 
@@ -256,9 +255,9 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
     tiny.prefill(step, 1, [1, 2, 3])
     index = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        step.decode(index)
+        step.decode(index, 3, 3)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step.decode(index)
+            step.decode(index, 3, 3)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -35,12 +35,12 @@ from torch._dynamo.utils import counters
 import torch
 given = json.loads(sys.argv[1])
 engine = Engine(EngineConfig(device="cpu", **given))
-with torch.compiler.set_stance("fail_on_recompile" if engine.runner.programs.mode else "default"):
+with torch.compiler.set_stance("fail_on_recompile" if engine.is_compiled else "default"):
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     tokens = engine.generate([[1, 2, 3]], params)[0].new_token_ids
 print(json.dumps({
     "tokens": tokens,
-    "mode": engine.runner.programs.mode,
+    "is_compiled": engine.is_compiled,
     "inductor": dict(counters["inductor"]),
     "traced": counters["stats"]["calls_captured"],
 }))
@@ -108,9 +108,9 @@ def test_a_second_process_compiles_nothing_without_a_compiler(
     checkpoint: Path, graph_cache: Path, tmp_path: Path
 ) -> None:
     plain = run_second(tmp_path, {"model": str(checkpoint), **SHAPE})
-    assert plain["mode"] is None
+    assert not plain["is_compiled"]
     cached = run_second(tmp_path, {"model": str(checkpoint), "graph_cache": str(graph_cache), **SHAPE})
-    assert cached["mode"] == "replay"
+    assert cached["is_compiled"]
     assert cached["tokens"] == plain["tokens"]
     assert cached["traced"] == 0
     assert "fxgraph_cache_miss" not in cached["inductor"]
@@ -198,8 +198,10 @@ def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path
     with zipfile.ZipFile(graph_cache) as source, zipfile.ZipFile(file, "w") as target:
         for member in source.namelist():
             content = source.read(member)
-            target.writestr(member, content[:100] if member == "programs/first_token" else content)
-    with pytest.raises(ValueError, match=r"graph_cache must hold programs .* from first_token; export it"):
+            target.writestr(member, content[:100] if member == "programs/first_token_0_drafts" else content)
+    with pytest.raises(
+        ValueError, match=r"graph_cache must hold programs .* from first_token_0_drafts; export it"
+    ):
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
 
 

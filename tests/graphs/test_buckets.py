@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.graphs.buckets import Bucket, ladder, pick, pick_prefill_length, prefill_lengths
+from compiled_mtp.graphs.buckets import Bucket, ladder, ladders, pick, pick_prefill_length, prefill_lengths
 
 
 @given(unit=st.integers(1, 16), mtp_step=st.integers(0, 8), max_batch=st.integers(1, 300))
@@ -18,12 +18,12 @@ def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step:
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1].rows == ceil(max_batch * query_len / step) * step
     for bucket in buckets:
-        assert bucket.mtp_step == mtp_step
+        assert bucket.verify_step == bucket.draft_step == mtp_step
         assert bucket.rows % unit == 0
         assert bucket.groups * query_len == bucket.rows
     assert len(buckets) <= 2 + ceil(max_batch * query_len / step).bit_length()
     for num_requests in range(1, max_batch + 1):
-        bucket = pick(buckets, num_requests)
+        bucket = pick(buckets, num_requests, mtp_step, mtp_step)
         assert bucket.groups >= num_requests
         assert all(other.groups < num_requests for other in buckets if other < bucket)
         if num_requests >= step // query_len:
@@ -57,17 +57,29 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
     assert length == 64 or length < 2 * num_tokens
 
 
+def test_buckets_of_several_depths_are_told_apart() -> None:
+    buckets = ladders(1, (3, 0, 3), 4)
+    assert {(b.verify_step, b.draft_step) for b in buckets} == {(0, 0), (0, 3), (3, 0), (3, 3)}
+    assert len(set(buckets)) == len(buckets) == 12
+    assert pick(buckets, 3, 0, 3) == Bucket(4, 0, 3)
+    assert pick(buckets, 3, 3, 0) == Bucket(16, 3, 0)
+    with pytest.raises(ValueError, match=r"^verify_step and draft_step must be depths .*, got 3 and 1; name"):
+        pick(buckets, 3, 3, 1)
+
+
 def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^draft_step must be at least 0, got -1"):
+        ladder(1, 3, 8, draft_step=-1)
     with pytest.raises(ValueError, match=r"^unit must be at least 1, got 0"):
         ladder(0, 3, 8)
-    with pytest.raises(ValueError, match=r"^mtp_step must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"^verify_step must be at least 0, got -1"):
         ladder(1, -1, 8)
     with pytest.raises(ValueError, match=r"^max_batch must be at least 1, got 0"):
         ladder(1, 3, 0)
     with pytest.raises(ValueError, match=r"^num_requests must be at most 2, got 3; raise max_batch"):
-        pick((Bucket(8, 3),), 3)
+        pick((Bucket(8, 3, 3),), 3, 3, 3)
     with pytest.raises(ValueError, match=r"^num_requests must be at least 1, got 0"):
-        pick((Bucket(8, 3),), 0)
+        pick((Bucket(8, 3, 3),), 0, 3, 3)
     for chunk in (0, 100):
         with pytest.raises(
             ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"

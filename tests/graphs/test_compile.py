@@ -26,8 +26,10 @@ def generated_code(step: Step, groups: int) -> str:
     """The code Inductor makes of a decode bucket."""
     torch._dynamo.reset()
     with compiler_settings(), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        program = compile_program(step.decode, f"decode_{groups}", "replay", is_graph=False)
-        _, code = run_and_get_code(program, torch.zeros(groups, dtype=torch.int32))
+        program = compile_program(step.decode, f"decode_{groups}", None)
+        _, code = run_and_get_code(
+            program, torch.zeros(groups, dtype=torch.int32), step.mtp_step, step.mtp_step
+        )
     return "\n".join(code)
 
 
@@ -83,13 +85,13 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         with torch.compiler.set_stance("fail_on_recompile" if compile == "on" else "default"):
             outputs.append([output.new_token_ids for output in engine.generate(prompts, params)])
     assert outputs[0] == outputs[1]
-    program = engine.runner.programs._decode[Bucket(6, 2)]
+    program = engine.runner.programs._decode[Bucket(6, 2, 2)]
     with (
         torch.no_grad(),
         torch.compiler.set_stance("fail_on_recompile"),
         pytest.raises(RuntimeError, match="recompil"),
     ):
-        program(torch.zeros(3, dtype=torch.int32))
+        program(torch.zeros(3, dtype=torch.int32), 2, 2)
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:

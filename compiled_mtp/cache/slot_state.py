@@ -1,12 +1,17 @@
-"""What a step reads on the device: per-request rows that live across steps, and how a plan's changes reach
-them."""
+"""What a step reads of a request on the device, row by row: cursors, drafts, block table, parameters."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from compiled_mtp.request import SlotInit, StepPlan
+from compiled_mtp.cache.slot_tensors import SlotTensor
+
+# What a new request starts with; its parameters come with its admission, and the other rows are written
+# before anything reads them.
+_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0}
 
 
 class SlotState(nn.Module):
@@ -69,39 +74,14 @@ class SlotState(nn.Module):
         buffer("bias", (0, vocab_size), torch.float32)
         buffer("stop_ids", (slots, 1), torch.int64, -1)
 
-    def install(self, plan: StepPlan) -> None:
-        """Install what changed on the host: released rows, admitted requests, block-table growth.
-
-        Called before a launch, outside every graph. A plan that changes nothing copies nothing.
-        """
-        if plan.released:
-            self.block_table[self._indices(plan.released)] = -1
-        if plan.admitted:
-            self._admit(plan.admitted)
-        if plan.block_updates:
-            slots, columns, blocks = zip(*plan.block_updates, strict=True)
-            values = self._indices(blocks).to(torch.int32)
-            self.block_table[self._indices(slots), self._indices(columns)] = values
+    def slot_tensors(self) -> Iterator[SlotTensor]:
+        """What is admitted and moved with a request: every row but the block table's, which plans write."""
+        slots = self.pos.shape[0]
+        for name, tensor in self.named_buffers():
+            if name != "block_table" and tensor.shape[0] == slots:
+                yield SlotTensor(name, tensor, _INITIAL.get(name))
 
     def clear_padding_row(self) -> None:
         """Zero what warming up has left in row 0, which every padding request reads."""
         for name in ("base", "pos", "last_token", "drafts", "last_hidden"):
             getattr(self, name)[0] = 0
-
-    def _admit(self, admitted: tuple[SlotInit, ...]) -> None:
-        rows = self._indices([init.slot for init in admitted])
-        for name in ("base", "pos", "last_token", "drafts"):
-            getattr(self, name)[rows] = 0
-        for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
-            buffer = getattr(self, name)
-            values = torch.tensor([getattr(init, name) for init in admitted], dtype=buffer.dtype)
-            buffer[rows] = self._to_device(values)
-
-    def _indices(self, values: tuple[int, ...] | list[int]) -> torch.Tensor:
-        return self._to_device(torch.tensor(values, dtype=torch.int64))
-
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        if self.pos.is_cuda:
-            # The caching host allocator keeps a pinned block until the copy that reads it has run.
-            return host.pin_memory().to(self.pos.device, non_blocking=True)
-        return host

@@ -1,0 +1,405 @@
+"""Puts an engine's device side together: device, weights, memory, caches, programs, and the key of a cache of
+compiled code.
+
+Whatever can be refused without the weights is refused before they are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
+from compiled_mtp.cache.moves import Moves
+from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.state_cache import StateCache, ring_length
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.artifacts import (
+    PROGRAMS_NAME,
+    check_key,
+    load,
+    machine_key,
+    read_key,
+    source_digest,
+)
+from compiled_mtp.graphs.buckets import Bucket, ladders
+from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.layers import Linear, rotary_table
+from compiled_mtp.models.moe import Router
+from compiled_mtp.models.mtp import DraftModel
+from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.row_unit import find_row_unit
+from compiled_mtp.models.weights import kept_fp8, load_weights
+from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.programs import Programs
+from compiled_mtp.step import Step
+
+logger = logging.getLogger(__name__)
+
+# Of the memory that is free once the weights are loaded; activations take the rest.
+_CACHE_SHARE = 0.85
+# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
+# a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
+_LEAST_TREE_BYTES = 1 << 30
+# What the saved programs of a graph_cache were traced from, beside this file.
+_TRACED = ("cache", "graphs", "models", "ops", "programs.py", "step.py", "step_output.py")
+# Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
+# dtype, max_model_len, batch_sizes, num_blocks, graph_mode and num_threads.
+_CONFIG_APART = frozenset(
+    {"model", "compile", "graph_cache", "seed", "max_in_flight", "reference_ops", "prefix_cache"}
+    | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
+)
+_MODEL_APART = ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized")
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with (what, done, total) while the engine starts."""
+
+Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
+"""Writes every parameter, by name."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a runner can do that EngineConfig does not ask for.
+
+    depths: the numbers of drafts that a round may verify or leave, mtp_step alone if empty; uncompiled, any
+    up to the deepest. with_halves: rounds may run as two halves. with_drafts: results carry the next round's
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    """
+
+    depths: tuple[int, ...] = ()
+    with_halves: bool = False
+    with_drafts: bool = False
+    host_records: int = 0
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a runner runs on, ready to use. fp8 names the parameters that stay in FP8."""
+
+    device: torch.device
+    max_model_len: int
+    num_blocks: int
+    fp8: frozenset[str]
+    step: Step
+    programs: Programs
+    moves: Moves
+    cache_key: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What follows from the configs before anything is loaded.
+
+    depths: of the rounds that will run, the last the deepest. cache: the graph_cache that is used.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    features: Features
+    is_compiled: bool
+    depths: tuple[int, ...]
+    num_valid_ids: int
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_model_len: int
+    fp8: frozenset[str]
+    cache: Path | None
+
+
+def build(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    num_valid_ids: int,
+    features: Features,
+    progress: Progress | None = None,
+    fill: Fill | None = None,
+) -> Assembly:
+    """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
+
+    `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
+    at hand). Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
+    """
+    settings = _resolve(config, model_config, features, num_valid_ids, is_checkpoint=fill is None)
+    key = _early_key(settings)
+    if settings.cache is not None:
+        check_key(settings.cache, read_key(settings.cache) | key)
+    target, draft = _load(settings, progress, fill)
+    unit = _row_unit(settings, target)
+    buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
+    draft_ids = _draft_ids(settings)
+    half_rows = max(bucket.rows for bucket in buckets) if features.with_halves else 0
+    num_blocks = _count_blocks(settings, 0 if draft_ids is None else len(draft_ids), half_rows)
+    weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
+    graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
+    key |= _late_key(settings, buckets, num_blocks, graph_mode)
+    saved = None
+    if settings.cache is not None:
+        check_key(settings.cache, key)
+        directory = load(settings.cache) / PROGRAMS_NAME
+        # Absent from a cache for CUDA-graph trees, which compile from the other caches.
+        saved = directory if directory.is_dir() else None
+    step = _make_step(settings, target, draft, num_blocks, draft_ids, half_rows)
+    moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
+    moves.allocate_host(features.host_records, features.host_blocks)
+    programs = Programs(
+        step,
+        buckets,
+        config.prefill_chunk,
+        is_compiled=settings.is_compiled,
+        graph_mode=graph_mode,
+        with_halves=features.with_halves,
+    )
+    if settings.is_compiled:
+        programs.warm_up(None if progress is None else partial(progress, "compiled shapes"), saved)
+    return Assembly(
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        num_blocks=num_blocks,
+        fp8=settings.fp8,
+        step=step,
+        programs=programs,
+        moves=moves,
+        cache_key=key,
+    )
+
+
+def _resolve(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    features: Features,
+    num_valid_ids: int,
+    *,
+    is_checkpoint: bool,
+) -> _Settings:
+    device = _resolve_device(config.device)
+    is_compiled = _is_compiled(config, device)
+    depths = sorted({*features.depths} or {config.mtp_step})
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    use_reference(config.reference_ops)
+    if config.reference_ops:
+        logger.warning("on their reference: %s", ", ".join(config.reference_ops))
+    dtype = getattr(torch, config.resolve_dtype(device.type, model_config))
+    cache = None if config.compile == "off" else config.graph_cache
+    if cache is not config.graph_cache:
+        logger.warning("running uncompiled: with compile=off graph_cache is not used")
+    return _Settings(
+        config=config,
+        model=model_config,
+        features=features,
+        is_compiled=is_compiled,
+        depths=tuple(depths if is_compiled else range(depths[-1] + 1)),
+        num_valid_ids=num_valid_ids,
+        device=device,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
+        max_model_len=config.resolve_max_model_len(model_config),
+        fp8=kept_fp8(model_config, config.model if is_checkpoint else None, device),
+        cache=cache,
+    )
+
+
+def _load(
+    settings: _Settings, progress: Progress | None, fill: Fill | None
+) -> tuple[TargetModel, DraftModel | None]:
+    model, place = settings.model, (settings.dtype, settings.device, settings.fp8)
+    target = TargetModel(model, *place)
+    draft = DraftModel(model, *place) if settings.depths[-1] else None
+    parameters = {name: parameter.data for name, parameter in target.named_parameters()}
+    if draft is not None:
+        parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
+    if fill is not None:
+        fill(parameters)
+    else:
+        report = None if progress is None else partial(progress, "weights")
+        directory = settings.config.model
+        load_weights(model, directory, parameters, with_mtp=draft is not None, progress=report)
+    return target, draft
+
+
+@torch.no_grad()
+def _make_step(
+    settings: _Settings,
+    target: TargetModel,
+    draft: DraftModel | None,
+    num_blocks: int,
+    draft_ids: torch.Tensor | None,
+    half_rows: int,
+) -> Step:
+    config, model, device = settings.config, settings.model, settings.device
+    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.depths[-1]
+    kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
+    slot_state = SlotState(
+        slots,
+        mtp_step,
+        -(-settings.max_model_len // block_size),
+        model.hidden_size,
+        model.vocab_size,
+        settings.dtype,
+        device,
+    )
+    return Step(
+        target,
+        draft,
+        kv_cache,
+        StateCache(model, slots, mtp_step, settings.dtype, device),
+        slot_state,
+        rotary_table(model, settings.max_model_len, device),
+        mtp_step,
+        settings.num_valid_ids,
+        settings.max_model_len,
+        config.synthetic_acceptance,
+        draft_ids,
+        half_rows,
+    )
+
+
+def _row_unit(settings: _Settings, target: TargetModel) -> int:
+    """The granularity of rows within which a row's bits do not depend on the rows beside it."""
+    if settings.device.type == "cuda":
+        return 1
+    config = settings.config
+    weights = [m.weight for m in target.modules() if isinstance(m, (Linear, Router))]
+    units = (1, 2, 4, 8)
+    each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
+    row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
+    unit = find_row_unit([*weights, target.head_weight], row_counts)
+    if unit is None:
+        logger.warning(
+            "this machine's matrix library gives a row other bits with other rows beside it: tokens may "
+            "depend on the batch and on mtp_step here"
+        )
+        return 8
+    return unit
+
+
+def _draft_ids(settings: _Settings) -> torch.Tensor | None:
+    """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
+    count, num_valid_ids = settings.config.draft_vocab, settings.num_valid_ids
+    if count is None or count >= num_valid_ids or not settings.depths[-1]:
+        return None
+    special = [i for i in sorted(settings.model.eos_token_ids) if count <= i < num_valid_ids]
+    return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
+
+
+def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> int:
+    """How many blocks fit beside the weights, the states, a draft head of its own and the rows of halves."""
+    config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
+    shape = CacheShape(
+        num_attention_layers=model.num_attention_layers + (settings.depths[-1] > 0),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        kv_bytes=kv_dtype.itemsize,
+        num_gdn_layers=model.num_gdn_layers,
+        num_key_heads=model.linear_num_key_heads,
+        num_value_heads=model.linear_num_value_heads,
+        key_head_dim=model.linear_key_head_dim,
+        value_head_dim=model.linear_value_head_dim,
+        conv_dim=model.linear_conv_dim,
+        conv_bytes=dtype.itemsize,
+        ring_length=ring_length(settings.depths[-1], model.conv_kernel),
+        kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
+    )
+    # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
+    cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
+    other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
+    other_bytes += half_rows * model.vocab_size * torch.float32.itemsize
+    return plan_memory(
+        int(_free_bytes(settings.device) * _CACHE_SHARE) - other_bytes,
+        shape,
+        block_size=config.block_size,
+        max_batch=config.max_batch,
+        max_model_len=settings.max_model_len,
+        num_blocks=config.num_blocks or cached,
+    ).num_blocks
+
+
+def _early_key(settings: _Settings) -> dict[str, Any]:
+    """What compiled code depends on, but for `_late_key`: what a graph_cache must have been made for.
+
+    A field that is new in a config is part of it until it is named as being apart.
+    """
+    model = {f"model.{name}": value for name, value in asdict(settings.model).items()}
+    for name in _MODEL_APART:
+        del model[f"model.{name}"]
+    given = settings.config.model_dump(mode="json", exclude=set(_CONFIG_APART))
+    is_cpu = settings.device.type == "cpu"
+    return {
+        **model,
+        **machine_key(settings.device),
+        **given,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "fp8_weights": len(settings.fp8),
+        "depths": settings.depths,
+        "with_halves": settings.features.with_halves,
+        "num_valid_ids": settings.num_valid_ids,
+        "max_model_len": settings.max_model_len,
+        "source": source_digest(Path(__file__).parent / name for name in _TRACED),
+        "num_threads": torch.get_num_threads() if is_cpu else 0,
+    }
+
+
+def _late_key(
+    settings: _Settings, buckets: tuple[Bucket, ...], num_blocks: int, graph_mode: GraphMode | None
+) -> dict[str, Any]:
+    """What follows from the weights: the row unit's shapes, the blocks beside them, the graph mode."""
+    sizes = [bucket.groups for bucket in buckets]
+    key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": num_blocks}
+    return key | ({"graph_mode": graph_mode} if settings.device.type == "cuda" else {})
+
+
+def _is_compiled(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps are compiled: a newcomer's first run on a CPU starts at once, uncompiled."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    if device.type != "cpu" or config.graph_cache is not None:
+        return True
+    # Whoever chose a graph mode or shapes to compile wanted compiled code.
+    is_wanted = config.graph_mode != "auto" or config.batch_sizes is not None
+    logger.log(
+        logging.WARNING if is_wanted else logging.INFO,
+        "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
+    )
+    return False
+
+
+def _graph_mode(config: EngineConfig, device: torch.device, weight_bytes: int) -> GraphMode | None:
+    """How compiled steps become CUDA graphs; None on a CPU, which has none.
+
+    "auto" is what a graph_cache was made for; without one torch's CUDA-graph trees, where a step is long
+    enough to hide what they do between two of them.
+    """
+    if device.type == "cpu":
+        return None
+    if config.graph_mode != "auto":
+        return config.graph_mode
+    if config.graph_cache is not None:
+        stored: GraphMode = read_key(config.graph_cache).get("graph_mode", "replay")
+        return stored
+    return "reduce-overhead" if weight_bytes >= _LEAST_TREE_BYTES else "replay"
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that nobody uses on `device` now, with the weights loaded."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

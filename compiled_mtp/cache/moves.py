@@ -1,0 +1,120 @@
+"""Carries out what a plan changes before its launch: admissions, releases, copies, block-table entries.
+
+Everything is queued on the stream of the launches, outside every graph: a move happens after the launches
+before it and before its own plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.slot_tensors import SlotTensors
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, Release, StepPlan
+
+# Fields of Admit that are rows of the same name.
+_PARAMETERS = ("seed", "temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """Where requests may lie: by name, `rows` [places, ...] and `blocks` [blocks, ...]."""
+
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    blocks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Moves:
+    """The executor of `StepPlan.moves` over the registered tensors and every layer's blocks.
+
+    A copy takes every registered row and the listed blocks, with their scales. It takes no row of the block
+    table: who moves a request into a slot lists its blocks in the plan's block_updates.
+    """
+
+    def __init__(self, slot_tensors: SlotTensors, block_table: torch.Tensor, kv_cache: KVCache) -> None:
+        self.slot_tensors = slot_tensors
+        self.block_table = block_table
+        self._pages = dict(kv_cache.named_buffers())
+        self._host = _Tier()
+
+    def allocate_host(self, num_records: int, num_blocks: int) -> None:
+        """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
+
+        Pinned memory beside a CUDA device, so that copies need no other thread or buffer.
+        """
+
+        def like(tensor: torch.Tensor, count: int) -> torch.Tensor:
+            return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+        self._host = _Tier(
+            {entry.name: like(entry.tensor, num_records) for entry in self.slot_tensors},
+            {name: like(pages, num_blocks) for name, pages in self._pages.items()},
+        )
+
+    @torch.no_grad()
+    def carry_out(self, plan: StepPlan) -> None:
+        """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
+
+        Raises ValueError for a place that does not exist; what came before it has been carried out.
+        """
+        for kind, moves in groupby(plan.moves, type):
+            self._carry_out(kind, list(moves))
+        if plan.block_updates:
+            self._update_blocks(plan.block_updates)
+
+    def _carry_out(self, kind: type[Move], moves: Sequence[Move]) -> None:
+        if kind is Release:
+            released = self._indices(move.slot for move in moves if isinstance(move, Release))
+            self.block_table[released] = -1
+        elif kind is Admit:
+            self._admit([move for move in moves if isinstance(move, Admit)])
+        else:
+            for move in moves:
+                assert isinstance(move, Copy)
+                self._copy(move)
+
+    def _admit(self, admitted: Sequence[Admit]) -> None:
+        rows = self._indices(move.slot for move in admitted)
+        for entry in self.slot_tensors:
+            if entry.initial is not None:
+                entry.tensor[rows] = entry.initial
+        for name in _PARAMETERS:
+            tensor = self.slot_tensors[name]
+            values = torch.tensor([getattr(move, name) for move in admitted], dtype=tensor.dtype)
+            tensor[rows] = self._to_device(values)
+
+    def _copy(self, copy: Copy) -> None:
+        source, target = self._tier("source", copy.source), self._tier("target", copy.target)
+        for name, rows in source.rows.items():
+            target.rows[name][copy.target.number].copy_(rows[copy.source.number], non_blocking=True)
+        for name, blocks in source.blocks.items():
+            for source_id, target_id in copy.blocks:
+                target.blocks[name][target_id].copy_(blocks[source_id], non_blocking=True)
+
+    def _tier(self, name: str, place: Place) -> _Tier:
+        if place.tier == "slot":
+            slots = {entry.name: entry.tensor for entry in self.slot_tensors}
+            return _Tier(slots, self._pages)
+        if place.tier == "host" and self._host.rows:
+            return self._host
+        raise ValueError(
+            f"{name} must lie in a tier that was allocated, got {place.tier!r}; give the runner room for it"
+        )
+
+    def _update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
+        slots, columns, blocks = zip(*updates, strict=True)
+        values = self._indices(blocks).to(torch.int32)
+        self.block_table[self._indices(slots), self._indices(columns)] = values
+
+    def _indices(self, values: Iterable[int]) -> torch.Tensor:
+        return self._to_device(torch.tensor(list(values), dtype=torch.int64))
+
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+        if self.block_table.is_cuda:
+            # The caching host allocator keeps a pinned block until the copy that reads it has run.
+            return host.pin_memory().to(self.block_table.device, non_blocking=True)
+        return host

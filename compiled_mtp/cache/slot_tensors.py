@@ -1,0 +1,49 @@
+"""The one list of what a request owns on the device, a row a slot: what is in it is admitted and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTensor:
+    """`tensor` [slots, ...]; `initial` is what every element of a row becomes at admission.
+
+    None: the row is left as it is, since nothing reads it before it is written, or because it is a parameter
+    that the admission itself brings.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    initial: float | None = None
+
+
+class SlotTensors:
+    """Per-slot tensors by name, in the order of their registration. All have the same number of slots."""
+
+    def __init__(self, tensors: Iterable[SlotTensor] = ()) -> None:
+        self._by_name: dict[str, SlotTensor] = {}
+        for tensor in tensors:
+            self.register(tensor)
+
+    def register(self, entry: SlotTensor) -> None:
+        """Add a tensor. Raises ValueError for a name that is taken and for another number of slots."""
+        if entry.name in self._by_name:
+            raise ValueError(f"name must be unused, got {entry.name!r}; choose another")
+        for other in self:
+            if other.tensor.shape[0] != entry.tensor.shape[0]:
+                raise ValueError(
+                    f"{entry.name} must have {other.tensor.shape[0]} slots, got {entry.tensor.shape[0]}; "
+                    "make a row for each slot and for the padding"
+                )
+            break
+        self._by_name[entry.name] = entry
+
+    def __iter__(self) -> Iterator[SlotTensor]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._by_name[name].tensor
