@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from compiled_mtp.model_config import ModelConfig, check, fail
+from compiled_mtp.errors import check, fail
+from compiled_mtp.model_config import ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
 DEFAULT_MAX_MODEL_LEN = 4096

@@ -29,12 +29,13 @@ from compiled_mtp.graphs.buckets import ladder
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, MemoryPlan, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
-from compiled_mtp.models.weights import kept_fp8, load_weights
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.request import StepPlan, StepResult
@@ -94,7 +95,7 @@ class Runner:
         self.max_model_len = config.resolve_max_model_len(model_config)
         dtype = getattr(torch, config.resolve_dtype(self.device.type, model_config))
         kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, self.device)
-        self.fp8 = kept_fp8(model_config, config.model if fill is None else None, self.device)
+        self.formats = read_formats(model_config, config.model if fill is None else None, self.device)
         self._cache = None if config.compile == "off" else config.graph_cache
         if self._cache is not config.graph_cache:
             logger.warning("running uncompiled: with compile=off graph_cache is not used")
@@ -102,6 +103,11 @@ class Runner:
         key = self._early_key(dtype, num_valid_ids)
         if self._cache is not None:
             check_key(self._cache, read_key(self._cache) | key)
+        if fill is None:
+            with_mtp, free_bytes = config.mtp_step > 0, _free_bytes(self.device)
+            check_weights(
+                model_config, config.model, self.formats, dtype, with_mtp=with_mtp, free_bytes=free_bytes
+            )
         target, draft = self._load(dtype, progress, fill)
         self.unit = self._row_unit(target)
         self.buckets = ladder(self.unit, config.mtp_step, config.max_batch, config.batch_sizes)
@@ -228,8 +234,9 @@ class Runner:
         self, dtype: torch.dtype, progress: Progress | None, fill: Fill | None
     ) -> tuple[TargetModel, DraftModel | None]:
         config = self.model_config
-        target = TargetModel(config, dtype, self.device, self.fp8)
-        draft = DraftModel(config, dtype, self.device, self.fp8) if self.config.mtp_step else None
+        family = FAMILIES[config.family]
+        target = family.target(config, dtype, self.device, self.formats)
+        draft = family.draft(config, dtype, self.device, self.formats) if self.config.mtp_step else None
         parameters = {name: parameter.data for name, parameter in target.named_parameters()}
         if draft is not None:
             parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -237,7 +244,14 @@ class Runner:
             fill(parameters)
         else:
             report = None if progress is None else partial(progress, "weights")
-            load_weights(config, self.config.model, parameters, with_mtp=draft is not None, progress=report)
+            load_weights(
+                config,
+                self.config.model,
+                parameters,
+                with_mtp=draft is not None,
+                formats=self.formats,
+                progress=report,
+            )
         return target, draft
 
     def _row_unit(self, target: TargetModel) -> int:
@@ -276,7 +290,7 @@ class Runner:
         return key | {
             "dtype": str(dtype).removeprefix("torch."),
             "kv_dtype": self.config.kv_dtype,
-            "fp8_weights": len(self.fp8),
+            "weight_formats": {name: form.name for name, form in sorted(self.formats.items())},
             "mtp_step": self.config.mtp_step,
             "draft_vocab": self.config.draft_vocab,
             "num_valid_ids": num_valid_ids,

@@ -11,17 +11,15 @@ whole.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from compiled_mtp.batch import SlotState
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Rows
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.sample import sample
 from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
@@ -82,7 +80,7 @@ class Step(nn.Module):
             state_index, slots.base, slots.pos, slots.last_token, slots.drafts, slots.block_table, *place
         )
         # 1. One forward of the target over [last token, d_1 .. d_S] at positions p .. p + S.
-        rows = Rows(positions, kv_slots, table, state_index, pos, base, pos, is_prefill=False)
+        rows = DecodeRows(positions, positions, kv_slots, table, state_index, pos, base=base)
         hidden = self.target(tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         # 2. y_k is the request's token at position p + k + 1, given that the k drafts before it are right.
         sampled = self._sample(self.target.logits(hidden), tokens, sampled_positions, state_index)
@@ -94,7 +92,7 @@ class Step(nn.Module):
         )  # fmt: skip
         # 5. and 6. Make the draft's KV true for every row, then draft from the accepted one.
         if self.draft is not None:
-            rows = replace(rows, positions=positions, slot_mapping=kv_slots)
+            rows = rows.moved(positions, kv_slots)
             drafted = self._draft_forward(sampled, hidden, rows, accepted_row)
             drafts = self._draft_chain(drafted, bonus, rows, chain_positions, chain_slots)
             index, is_live = state_index.to(torch.int64), state_index > 0
@@ -183,9 +181,7 @@ class Step(nn.Module):
         for i in range(self.mtp_step):
             if i:
                 # The pair of the draft before.
-                chained = replace(
-                    rows, positions=chain_positions[i - 1, :batch], slot_mapping=chain_slots[i - 1, :batch]
-                )
+                chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
@@ -246,13 +242,8 @@ class Step(nn.Module):
         positions, slot_mapping = place_rows(
             start, rows_per_request, end, block_table, self.kv_cache.block_size
         )
-        return Rows(
-            positions=positions.flatten(),
-            slot_mapping=slot_mapping.flatten(),
-            block_table=block_table,
-            state_index=state_index,
-            start=start,
-            base=base,
-            length=start if length is None else length,
-            is_prefill=length is not None,
-        )
+        positions = positions.flatten()
+        places = (positions, positions, slot_mapping.flatten(), block_table)
+        if length is not None:
+            return PrefillRows(*places, state_index, start, length=length)
+        return DecodeRows(*places, state_index, start, base=base)

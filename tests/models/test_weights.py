@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.fp8 import dequantize
-from compiled_mtp.models.layout import checkpoint_layout, fp8_parameters
+from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.layout import Stored
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.weights import has_mtp, kept_fp8, load_weights
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
+from compiled_mtp.models.weights import has_mtp, load_weights, read_formats
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, read_stored, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -29,12 +31,12 @@ def allocate(
     config: ModelConfig,
     with_mtp: bool = True,
     dtype: torch.dtype = torch.float32,
-    fp8: frozenset[str] = frozenset(),
+    formats: Formats = NO_FORMATS,
 ) -> dict[str, Any]:
     """The parameters of our models by name, poisoned with NaN."""
-    parameters = dict(TargetModel(config, dtype, CPU, fp8).named_parameters())
+    parameters = dict(TargetModel(config, dtype, CPU, formats).named_parameters())
     if with_mtp:
-        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, CPU, fp8).named_parameters()}
+        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, CPU, formats).named_parameters()}
     for parameter in parameters.values():
         parameter.fill_(float("nan"))
     return parameters
@@ -107,8 +109,12 @@ def expected(config: ModelConfig, directory: Path) -> dict[str, torch.Tensor]:
     return want
 
 
+def layout_of(config: ModelConfig, names: tuple[str, ...] = ()) -> dict[str, Stored]:
+    return MODEL_FAMILIES[config.family].layout(config, names, NO_FORMATS)
+
+
 def check_loads(directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config, dtype=dtype)
     load_weights(config, directory, parameters, with_mtp=True)
     want = expected(config, directory)
@@ -139,7 +145,7 @@ def test_fp8_rounds_once_to_bfloat16(tmp_path: Path) -> None:
 @pytest.fixture
 def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep FP8 as on a GPU, with the references."""
-    monkeypatch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
 
 
 def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
@@ -152,25 +158,27 @@ def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
 @pytest.mark.parametrize("kwargs", [k for _, k in FP8_FAMILIES], ids=[n for n, _ in FP8_FAMILIES])
 def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     directory = write_checkpoint(tmp_path, **kwargs)
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
     layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
     layers.append(("mtp.layer.", True))
-    assert fp8 == {prefix + name for prefix, full in layers for name in kept_in_layer(config, full)}
-    assert fp8 == kept_fp8(config, None, CPU)
-    parameters = allocate(config, dtype=torch.bfloat16, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
-    assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == fp8
-    assert {n for n, p in parameters.items() if n.endswith("_scale")} == {n + "_scale" for n in fp8}
+    assert formats.keys() == {
+        prefix + name for prefix, full in layers for name in kept_in_layer(config, full)
+    }
+    assert formats == read_formats(config, None, CPU)
+    parameters = allocate(config, dtype=torch.bfloat16, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
+    assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == formats.keys()
+    assert {n for n, p in parameters.items() if n.endswith("_scale")} == {n + "_scale" for n in formats}
     want = expected(config, directory)
-    for name in fp8:
+    for name in formats:
         weight, scale = parameters.pop(name), parameters.pop(name + "_scale")
         assert scale.dtype == torch.float32
         if weight.dim() == 2:
-            whole = dequantize(weight, scale, torch.float32)
+            whole = FP8.dequantize(weight, scale, torch.float32)
         else:
             pairs = zip(weight, scale, strict=True)
-            whole = torch.stack([dequantize(*pair, torch.float32) for pair in pairs])
+            whole = torch.stack([FP8.dequantize(*pair, torch.float32) for pair in pairs])
         gates = parameters.pop(name.replace("in_proj", "ba_proj"), None) if "in_proj" in name else None
         if gates is not None:
             assert gates.dtype == torch.bfloat16
@@ -186,31 +194,33 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
     """Parts that do not begin at a block of 128 rows, and parts of which one is not FP8."""
     directory = write_checkpoint(tmp_path / "dense", fp8_scale=torch.bfloat16)
     rewrite(directory, dequantized(directory, "mtp.layers.0.self_attn.k_proj.weight"))
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
     layers = {f"layers.{i}": kept_in_layer(config, full) for i, full in enumerate(config.is_full_attention)}
     layers["mtp.layer"] = kept_in_layer(config, True) - {"mixer.qkv.weight"}
     # Gate and up have 192 rows.
-    assert fp8 == {f"{p}.{n}" for p, names in layers.items() for n in names - {"ffn.gate_up.weight"}}
-    parameters = allocate(config, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
+    assert formats.keys() == {
+        f"{p}.{n}" for p, names in layers.items() for n in names - {"ffn.gate_up.weight"}
+    }
+    parameters = allocate(config, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
     want = expected(config, directory)
     for name in ("layers.0.ffn.gate_up.weight", "mtp.layer.mixer.qkv.weight"):
         assert torch.equal(parameters[name], want[name])
 
     # Experts of 64 rows: neither stack, for their operator wants both or none.
     directory = write_checkpoint(tmp_path / "moe", "qwen3_5_moe", fp8_scale=torch.bfloat16)
-    assert not any("ffn" in n for n in kept_fp8(ModelConfig.from_hf(directory), directory, CPU))
+    assert not any("ffn" in n for n in read_formats(read_model_config(directory), directory, CPU))
     # One expert of one layer in bfloat16.
     directory = write_checkpoint(tmp_path / "one", **dict(FP8_FAMILIES)["moe"])
     prefix = "model.language_model.layers.1."
     rewrite(directory, dequantized(directory, prefix + "mlp.experts.3.down_proj.weight"))
     rewrite(directory, dequantized(directory, prefix + "linear_attn.in_proj_z.weight"))
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
-    assert {n for n in fp8 if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
-    parameters = allocate(config, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
+    assert {n for n in formats if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
+    parameters = allocate(config, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
     want = expected(config, directory)
     for name in ("ffn.gate_up", "ffn.down", "mixer.in_proj.weight"):
         assert torch.equal(parameters["layers.1." + name], want["layers.1." + name])
@@ -218,27 +228,27 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
 
 def test_nothing_is_kept_on_a_cpu_or_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
-    assert not kept_fp8(ModelConfig.from_hf(quantized), quantized, CPU)
+    assert not read_formats(read_model_config(quantized), quantized, CPU)
     cuda = torch.device("cuda", 0)
     for capability, is_kept in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert bool(kept_fp8(ModelConfig.from_hf(quantized), quantized, cuda)) == is_kept
+        assert bool(read_formats(read_model_config(quantized), quantized, cuda)) == is_kept
     plain = write_checkpoint(tmp_path / "plain")
-    assert not kept_fp8(ModelConfig.from_hf(plain), plain, cuda)
-    assert not kept_fp8(ModelConfig.from_hf(plain), None, cuda)
+    assert not read_formats(read_model_config(plain), plain, cuda)
+    assert not read_formats(read_model_config(plain), None, cuda)
 
 
 def test_a_missing_or_misshapen_scale_of_a_kept_weight_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)["dense"])
-    config = ModelConfig.from_hf(directory)
-    fp8 = fp8_parameters(config, (), lambda name: True)
+    config = read_model_config(directory)
+    formats = read_formats(config, None, CPU)
     name = "mtp.layers.0.self_attn.k_proj.weight_scale_inv"
     rewrite(directory, {name: torch.ones(1, 1)})
     with pytest.raises(ValueError, match=r"k_proj.weight_scale_inv of shape \[1, 1\] for \[2, 2\] in"):
-        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+        load_weights(config, directory, allocate(config, formats=formats), with_mtp=True, formats=formats)
     rewrite(directory, {name: None})
     with pytest.raises(ValueError, match=f"missing tensors: {name} in"):
-        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+        load_weights(config, directory, allocate(config, formats=formats), with_mtp=True, formats=formats)
 
 
 def test_stacked_experts_in_fp8_are_refused(tmp_path: Path) -> None:
@@ -252,7 +262,7 @@ def test_stacked_experts_in_fp8_are_refused(tmp_path: Path) -> None:
 def test_dequantize_partial_blocks() -> None:
     weight = torch.ones(130, 300).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    out = dequantize(weight, scale, torch.float32)
+    out = FP8.dequantize(weight, scale, torch.float32)
     for (row, column), value in {
         (0, 0): 1,
         (127, 128): 2,
@@ -265,7 +275,7 @@ def test_dequantize_partial_blocks() -> None:
 
 def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_next", num_key_heads=2, num_value_heads=4)
-    layout = checkpoint_layout(ModelConfig.from_hf(directory), ())
+    layout = layout_of(read_model_config(directory))
     seen = set()
     for stored in layout.values():
         rows = sorted((p.source, p.source + p.rows) for p in stored.pieces)
@@ -279,7 +289,7 @@ def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
 
 def test_progress_counts_bytes(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     calls: list[tuple[int, int]] = []
     load_weights(
         config,
@@ -295,7 +305,7 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
 
 def test_without_mtp_head(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, mtp=False)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert not has_mtp(directory)
     load_weights(config, directory, allocate(config, with_mtp=False), with_mtp=False)
     with pytest.raises(ValueError, match=r"must store an MTP head .* pass mtp_step=0"):
@@ -304,7 +314,7 @@ def test_without_mtp_head(tmp_path: Path) -> None:
 
 def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert has_mtp(directory)
     parameters = allocate(config, with_mtp=False)
     load_weights(config, directory, parameters, with_mtp=False)
@@ -328,7 +338,7 @@ def dequantized(directory: Path, name: str) -> dict[str, torch.Tensor | None]:
 
 def load_error(directory: Path) -> str:
     """The message of the one error, which must come before anything is copied."""
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config)
     with pytest.raises(ValueError, match=r"must (hold exactly|store each)") as error:
         load_weights(config, directory, parameters, with_mtp=True)
@@ -384,7 +394,7 @@ def test_scale_of_another_block_size(tmp_path: Path) -> None:
 
 def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config) | {"layers.0.extra": torch.zeros(3)}
     parameters["layers.1.mixer.qkv.bias"] = torch.zeros(3)
     del parameters["norm.weight"]
@@ -462,7 +472,7 @@ def test_a_broken_file_is_named_from_its_header(tmp_path: Path, content: bytes) 
 
 def test_a_download_cut_short_is_named_before_anything_is_copied(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config)
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -502,7 +512,7 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str, message: str) -> 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bool) -> None:
     directory = write_checkpoint(tmp_path, mtp_file=True, sharded=sharded)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     want = expected(config, directory)
     file = directory / "mtp.safetensors"
     save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
@@ -546,11 +556,11 @@ def test_as_many_tensors_as_published(
     sizes: dict[str, Any], names: tuple[str, ...], published: int, vision_depth: int
 ) -> None:
     vision_tensors = 9 + 12 * vision_depth
-    assert len(checkpoint_layout(released(**sizes), names)) == published - vision_tensors
+    assert len(layout_of(released(**sizes), names)) == published - vision_tensors
 
 
 def test_as_many_parameters_as_published() -> None:
     config = released("qwen3_next", num_layers=48, num_experts=512, vocab_size=151936, **MOE)
-    layout = checkpoint_layout(config, ())
+    layout = layout_of(config)
     assert len(layout) == 75_944
     assert sum(math.prod(stored.shape) for stored in layout.values()) == 81_324_862_720
