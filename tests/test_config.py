@@ -416,7 +416,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prefill_chunk": 64 * 10**13},
-        "prefill_chunk must be less than or equal to 65536, got 640000000000000; give tokens of a prefill",
+        "prefill_chunk must be less than or equal to 8192, got 640000000000000; give tokens of a prefill",
     ),
     (
         {"block_size": 384},
@@ -490,3 +490,26 @@ def test_configuration_does_not_wait_for_torch() -> None:
     code = "import sys, compiled_mtp.config; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_a_sound_number_of_layers(directory: Path) -> None:
+    """Before anything is as long as the number says."""
+    edit(directory, {"num_hidden_layers": 10**9, "layer_types": None})
+    with pytest.raises(ValueError, match=r"^num_hidden_layers must be at most 4096, got 1000000000; fix"):
+        read_model_config(directory)
+
+
+def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
+    edit(directory, {"hidden_act": "\x1b[2J\n" + "x" * 5_000_000})
+    with pytest.raises(ValueError, match="hidden_act must be") as error:
+        read_model_config(directory)
+    text = str(error.value)
+    assert len(text) < 1000
+    assert text.isprintable()
+    edit(directory, {"hidden_act": "silu", "dtype": "\ud800\x07"})
+    with pytest.raises(ValueError, match=r"got \\ud800\\x07; fix config.json"):
+        read_model_config(directory)
+    for value in ("a" * 5_000_000, 10**5000, ["b"] * 10**6):
+        with pytest.raises(ValueError, match="^max_batch must") as error:
+            EngineConfig(max_batch=value)
+        assert len(str(error.value)) < 1000

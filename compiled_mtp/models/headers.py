@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from compiled_mtp.errors import shown
+from compiled_mtp.errors import fail, shown
 
 # Longest first: one is a prefix of the other.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")

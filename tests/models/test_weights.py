@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import tracemalloc
 from dataclasses import fields
 from pathlib import Path
@@ -14,32 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
+from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.layout import Stored
-from compiled_mtp.models.mtp import DraftModel
-from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
-from compiled_mtp.models.weights import has_mtp, load_weights, read_formats
-from tests.checkpoints import FAMILIES, FP8_FAMILIES, read_stored, write_checkpoint
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS
+from compiled_mtp.models.weights import check_weights, has_mtp, load_weights, read_formats
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
 
 CPU = torch.device("cpu")
-
-
-def allocate(
-    config: ModelConfig,
-    with_mtp: bool = True,
-    dtype: torch.dtype = torch.float32,
-    formats: Formats = NO_FORMATS,
-) -> dict[str, Any]:
-    """The parameters of our models by name, poisoned with NaN."""
-    parameters = dict(TargetModel(config, dtype, CPU, formats).named_parameters())
-    if with_mtp:
-        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, CPU, formats).named_parameters()}
-    for parameter in parameters.values():
-        parameter.fill_(float("nan"))
-    return parameters
 
 
 def expected_layer(config: ModelConfig, s: dict[str, torch.Tensor], p: str, full: bool) -> dict[str, Any]:
@@ -371,7 +358,9 @@ def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
 def test_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tied=True)
     rewrite(directory, {"lm_head.weight": torch.zeros(512, 128)})
-    assert "unused tensors: lm_head.weight in" in load_error(directory)
+    message = load_error(directory)
+    assert "unused tensors: lm_head.weight in" in message
+    assert message.endswith("set tie_word_embeddings to false or drop the head")
 
 
 def test_fp8_without_its_scale(tmp_path: Path) -> None:
@@ -564,3 +553,103 @@ def test_as_many_parameters_as_published() -> None:
     layout = layout_of(config)
     assert len(layout) == 75_944
     assert sum(math.prod(stored.shape) for stored in layout.values()) == 81_324_862_720
+
+
+def check_error(directory: Path, free_bytes: int = 2**40) -> str:
+    """The message of the one error that comes before anything is allocated, within a second."""
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=r"^\w[\w ]* must ") as error:
+        config = read_model_config(directory)
+        formats = read_formats(config, directory, CPU)
+        check_weights(config, directory, formats, torch.float32, with_mtp=True, free_bytes=free_bytes)
+    assert time.perf_counter() - begin < 1.0
+    assert len(str(error.value)) < 3000
+    assert str(error.value).isprintable()
+    return str(error.value)
+
+
+def edit_text(directory: Path, changes: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.usefixtures("keeps")
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [512, 1000000000]"),
+        ({"vocab_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [1000000000, 256]"),
+        ({"num_attention_heads": 10**9}, "q_proj.weight of shape [1024, 256] for [512000000000, 256]"),
+        (
+            {"num_hidden_layers": 4000, "layer_types": None},
+            "num_hidden_layers must be the number of stored layers (4), got 4000; fix config.json or",
+        ),
+        (
+            {"linear_num_key_heads": 10**9, "linear_num_value_heads": 10**9},
+            "linear_num_value_heads must be at most ",
+        ),
+    ],
+)
+def test_sizes_are_compared_before_anything_is_allocated(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family])
+    edit_text(directory, changes)
+    assert message in check_error(directory)
+
+
+def test_a_number_of_experts_is_compared_before_they_are_counted(tmp_path: Path) -> None:
+    for name, experts in (("a", "stacked"), ("b", "per_expert")):
+        directory = write_checkpoint(tmp_path / name, "qwen3_5_moe", trunk_experts=experts)
+        edit_text(directory, {"num_experts": 10**9})
+        assert "num_experts must be at most 8, as stored, got 1000000000; fix" in check_error(directory)
+
+
+def test_weights_that_do_not_fit_memory_are_one_line(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    needed = sum(math.prod(stored.shape) for stored in layout_of(config).values()) * 4
+    message = check_error(directory, needed - 1)
+    assert re.match(r"free memory must hold 0\.0 GiB of weights, got 0\.0 GiB for .*; use a smaller", message)
+    check_weights(config, directory, {}, torch.float32, with_mtp=True, free_bytes=needed)
+
+
+def test_an_engine_compares_before_it_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path)
+    edit_text(directory, {"intermediate_size": 10**9})
+    with pytest.raises(ValueError, match=r"gate_proj.weight of shape \[192, 128\] for \[1000000000, 128\]"):
+        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
+    edit_text(directory, {"intermediate_size": 192})
+    monkeypatch.setattr("compiled_mtp.memory.available_bytes", lambda: 1000)
+    for module in ("runner", "build"):
+        monkeypatch.setattr(f"compiled_mtp.{module}.available_bytes", lambda: 1000, raising=False)
+    with pytest.raises(ValueError, match="^free memory must hold 0.0 GiB of weights"):
+        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
+
+
+def test_a_prefix_is_named_and_the_first_few_tensors(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({f"base_model.model.{n}": w for n, w in tensors.items()}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="must hold exactly") as error:
+        load_weights(config, directory, {}, with_mtp=False)
+    message = str(error.value)
+    stored = [n for n in read_headers(directory) if "visual" not in n]
+    assert f"unused tensors: {', '.join(list(read_headers(directory))[:5])} and " in message
+    assert message.count("base_model.model.") == 6
+    assert len(stored) > 10
+    assert message.endswith(
+        "; the names begin with base_model.model.model.language_model., a wrapper's: save the model without it"
+    )
+
+
+def test_names_of_tensors_are_escaped_and_bounded(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    rewrite(directory, {"\x1b[2J\n" + "x" * 100_000: torch.zeros(1)})
+    message = check_error(directory)
+    assert "unused tensors: \\x1b[2J\\nxxx" in message
+    assert "x... (100005 characters) in " in message
