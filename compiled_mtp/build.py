@@ -32,12 +32,14 @@ from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
-from compiled_mtp.models.weights import kept_fp8, load_weights
+from compiled_mtp.models.weight_format import Formats
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.step import Step
@@ -84,12 +86,12 @@ class Features:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a runner runs on, ready to use. fp8 names the parameters that stay in FP8."""
+    """What a runner runs on, ready to use. formats: of the parameters that are not plain."""
 
     device: torch.device
     max_model_len: int
     num_blocks: int
-    fp8: frozenset[str]
+    formats: Formats
     step: Step
     programs: Programs
     moves: Moves
@@ -113,7 +115,7 @@ class _Settings:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     max_model_len: int
-    fp8: frozenset[str]
+    formats: Formats
     cache: Path | None
 
 
@@ -134,6 +136,10 @@ def build(
     key = _early_key(settings)
     if settings.cache is not None:
         check_key(settings.cache, read_key(settings.cache) | key)
+    if fill is None:
+        with_mtp, free_bytes = settings.depths[-1] > 0, _free_bytes(settings.device)
+        formats, dtype = settings.formats, settings.dtype
+        check_weights(model_config, config.model, formats, dtype, with_mtp=with_mtp, free_bytes=free_bytes)
     target, draft = _load(settings, progress, fill)
     unit = _row_unit(settings, target)
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
@@ -166,7 +172,7 @@ def build(
         device=settings.device,
         max_model_len=settings.max_model_len,
         num_blocks=num_blocks,
-        fp8=settings.fp8,
+        formats=settings.formats,
         step=step,
         programs=programs,
         moves=moves,
@@ -205,7 +211,7 @@ def _resolve(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         max_model_len=config.resolve_max_model_len(model_config),
-        fp8=kept_fp8(model_config, config.model if is_checkpoint else None, device),
+        formats=read_formats(model_config, config.model if is_checkpoint else None, device),
         cache=cache,
     )
 
@@ -213,9 +219,10 @@ def _resolve(
 def _load(
     settings: _Settings, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
-    model, place = settings.model, (settings.dtype, settings.device, settings.fp8)
-    target = TargetModel(model, *place)
-    draft = DraftModel(model, *place) if settings.depths[-1] else None
+    model, place = settings.model, (settings.dtype, settings.device, settings.formats)
+    family = FAMILIES[model.family]
+    target = family.target(model, *place)
+    draft = family.draft(model, *place) if settings.depths[-1] else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -224,7 +231,14 @@ def _load(
     else:
         report = None if progress is None else partial(progress, "weights")
         directory = settings.config.model
-        load_weights(model, directory, parameters, with_mtp=draft is not None, progress=report)
+        load_weights(
+            model,
+            directory,
+            parameters,
+            with_mtp=draft is not None,
+            formats=settings.formats,
+            progress=report,
+        )
     return target, draft
 
 
@@ -340,7 +354,7 @@ def _early_key(settings: _Settings) -> dict[str, Any]:
         **machine_key(settings.device),
         **given,
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "fp8_weights": len(settings.fp8),
+        "weight_formats": {name: form.name for name, form in sorted(settings.formats.items())},
         "depths": settings.depths,
         "with_halves": settings.features.with_halves,
         "num_valid_ids": settings.num_valid_ids,

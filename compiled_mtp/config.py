@@ -14,10 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from compiled_mtp.model_config import ModelConfig, check, fail
+from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.model_config import ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
 DEFAULT_MAX_MODEL_LEN = 4096
+# Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
+# axis of a launch grid takes.
+MOST_PREFILL_CHUNK = 8192
 
 
 def _split(value: Any) -> Any:
@@ -78,9 +82,10 @@ class EngineConfig(BaseSettings):
     prefill_chunk: int = Field(
         default=512,
         ge=64,
-        le=65536,
+        le=MOST_PREFILL_CHUNK,
         multiple_of=64,
-        description="tokens of a prefill chunk, a multiple of 64 and of block_size, at most 65536",
+        description="tokens of a prefill chunk, a multiple of 64 and of block_size, at most "
+        f"{MOST_PREFILL_CHUNK}",
     )
     prefix_cache: bool = Field(default=False, description="False: the prefix cache is not in this version")
     compile: Literal["auto", "off", "on"] = Field(
@@ -200,4 +205,4 @@ def _explain(error: Mapping[str, Any]) -> str:
     rule = error["msg"].removeprefix("Input should ").replace("Input is not a", "be a", 1)
     described = EngineConfig.model_fields.get(str(error["loc"][0]))
     remedy = described.description if described is not None and described.description else "see EngineConfig"
-    return str(fail(name, rule, repr(error["input"]), f"give {remedy}"))
+    return str(fail(name, rule, shown(error["input"], repr), f"give {remedy}"))

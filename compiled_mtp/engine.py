@@ -11,7 +11,7 @@ from typing import Any
 
 from compiled_mtp.build import Progress
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.runner import Runner
@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, *, progress: Progress | None = None) -> None:
         self.config = config if config is not None else EngineConfig()
         path = Path(self.config.model)
-        self.model_config = ModelConfig.from_hf(path)
+        self.model_config = read_model_config(path)
         if self.config.mtp_step and not has_mtp(path):
             raise ValueError(
                 f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "

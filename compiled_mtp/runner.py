@@ -51,7 +51,7 @@ class Runner:
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
-        self.fp8 = assembly.fp8
+        self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs
         self.moves = assembly.moves

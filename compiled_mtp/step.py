@@ -12,7 +12,6 @@ whole.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,9 +21,9 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Rows
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.sample import sample
 from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
@@ -249,9 +248,7 @@ class Step(nn.Module):
         """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
         if self.draft is None:
             return accepted.tokens[:, :0]
-        rows = replace(
-            self._decode_rows(window), positions=accepted.positions, slot_mapping=accepted.kv_slots
-        )
+        rows = self._decode_rows(window).moved(accepted.positions, accepted.kv_slots)
         drafted = self._draft_forward(sampled, hidden, rows, accepted.row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
@@ -343,9 +340,7 @@ class Step(nn.Module):
         for i in range(draft_step):
             if i:
                 # The pair of the draft before.
-                chained = replace(
-                    rows, positions=chain_positions[i - 1, :batch], slot_mapping=chain_slots[i - 1, :batch]
-                )
+                chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
@@ -362,16 +357,15 @@ class Step(nn.Module):
         kept[state_index.to(torch.int64)] = torch.where(is_live[:, None], drafts, 0)
         return drafts
 
-    def _decode_rows(self, window: Window) -> Rows:
-        return Rows(
-            positions=window.positions,
+    def _decode_rows(self, window: Window) -> DecodeRows:
+        return DecodeRows(
+            rotary_positions=window.positions,
+            causal_positions=window.positions,
             slot_mapping=window.kv_slots,
             block_table=window.block_table,
             state_index=window.state_index,
             start=window.start,
             base=window.base,
-            length=window.start,
-            is_prefill=False,
         )
 
     def _rows(
@@ -396,16 +390,11 @@ class Step(nn.Module):
         positions, slot_mapping = place_rows(
             start, rows_per_request, end, block_table, self.kv_cache.block_size
         )
-        return Rows(
-            positions=positions.flatten(),
-            slot_mapping=slot_mapping.flatten(),
-            block_table=block_table,
-            state_index=state_index,
-            start=start,
-            base=base,
-            length=start if length is None else length,
-            is_prefill=length is not None,
-        )
+        positions = positions.flatten()
+        places = (positions, positions, slot_mapping.flatten(), block_table)
+        if length is not None:
+            return PrefillRows(*places, state_index, start, length=length)
+        return DecodeRows(*places, state_index, start, base=base)
 
 
 def _count_finite(logits: torch.Tensor, num_new: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.mtp import DraftModel
+from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.weight_format import NO_FORMATS, Formats
+
 HEAD_DIM = 256
 LINEAR_HEAD_DIM = 128
 LOGIT_SCALE = 4.5
@@ -373,6 +378,24 @@ def read_stored(directory: Path) -> dict[str, torch.Tensor]:
         w = stored[weight].float()
         stored[weight] = w * full[: w.shape[0], : w.shape[1]]
     return stored
+
+
+def allocate(
+    config: ModelConfig,
+    with_mtp: bool = True,
+    dtype: torch.dtype = torch.float32,
+    formats: Formats = NO_FORMATS,
+) -> dict[str, Any]:
+    """The parameters of our models by name, poisoned with NaN."""
+    parameters = dict(TargetModel(config, dtype, torch.device("cpu"), formats).named_parameters())
+    if with_mtp:
+        parameters |= {
+            f"mtp.{n}": p
+            for n, p in DraftModel(config, dtype, torch.device("cpu"), formats).named_parameters()
+        }
+    for parameter in parameters.values():
+        parameter.fill_(float("nan"))
+    return parameters
 
 
 @dataclass(frozen=True)

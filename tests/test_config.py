@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import FAMILIES, write_checkpoint
 
 
@@ -30,7 +30,7 @@ def edit(directory: Path, changes: dict[str, Any], *, section: str | None = "tex
 
 @pytest.mark.parametrize("kwargs", [k for _, k in FAMILIES], ids=[n for n, _ in FAMILIES])
 def test_reads_every_family(tmp_path: Path, kwargs: dict[str, Any]) -> None:
-    c = ModelConfig.from_hf(write_checkpoint(tmp_path, **kwargs))
+    c = read_model_config(write_checkpoint(tmp_path, **kwargs))
     assert c.family == kwargs["family"]
     assert (c.num_layers, c.hidden_size, c.vocab_size) == (4, 128, 512)
     assert (c.num_q_heads, c.num_kv_heads, c.head_dim, c.rotary_dim) == (2, 1, 256, 64)
@@ -59,20 +59,20 @@ def test_reads_every_family(tmp_path: Path, kwargs: dict[str, Any]) -> None:
 def test_a_flat_export_is_the_same_model(tmp_path: Path) -> None:
     nested = write_checkpoint(tmp_path / "nested", "qwen3_5_moe")
     flat = write_checkpoint(tmp_path / "flat", "qwen3_5_moe", flat=True)
-    assert ModelConfig.from_hf(nested) == ModelConfig.from_hf(flat)
+    assert read_model_config(nested) == read_model_config(flat)
 
 
 def test_layer_pattern_from_interval_and_from_types(directory: Path) -> None:
     edit(directory, {"layer_types": None, "full_attention_interval": 2})
-    assert ModelConfig.from_hf(directory).is_full_attention == (False, True, False, True)
+    assert read_model_config(directory).is_full_attention == (False, True, False, True)
     edit(directory, {"layer_types": ["full_attention"] + ["linear_attention"] * 3})
-    assert ModelConfig.from_hf(directory).is_full_attention == (True, False, False, False)
+    assert read_model_config(directory).is_full_attention == (True, False, False, False)
 
 
 def test_dense_qwen3_next(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_next")
     edit(directory, {"num_experts": 0}, section=None)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert (config.is_moe, config.intermediate_size) == (False, 192)
 
 
@@ -80,36 +80,36 @@ def test_newer_rope_keys_of_qwen3_next(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_next")
     rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
     edit(directory, {"rope_parameters": rope, "rope_theta": None}, section=None)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert (config.rope_theta, config.rotary_dim) == (5e6, 128)
 
 
 @pytest.mark.parametrize(("name", "meant"), [("swish", "silu"), ("silu", "silu"), ("sigmoid", "sigmoid")])
 def test_output_gate(directory: Path, name: str, meant: str) -> None:
     edit(directory, {"output_gate_type": name})
-    assert ModelConfig.from_hf(directory).gate_activation == meant
+    assert read_model_config(directory).gate_activation == meant
 
 
 def test_no_mtp_layer(directory: Path) -> None:
     edit(directory, {"mtp_num_hidden_layers": 0})
-    assert ModelConfig.from_hf(directory).mtp_num_layers == 0
+    assert read_model_config(directory).mtp_num_layers == 0
 
 
 def test_eos_is_the_union_of_all_files(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tokenizer=True)
-    assert ModelConfig.from_hf(directory).eos_token_ids == (0, 2)
+    assert read_model_config(directory).eos_token_ids == (0, 2)
     generation = {"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None}
     (directory / "generation_config.json").write_text(json.dumps(generation | {"do_sample": True}))
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert config.eos_token_ids == (0, 2, 7)
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     edit(directory, {"eos_token_id": [9]}, section=None)
-    assert ModelConfig.from_hf(directory).eos_token_ids == (0, 2, 7, 9)
+    assert read_model_config(directory).eos_token_ids == (0, 2, 7, 9)
 
 
 def test_greedy_generation_config(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
-    assert ModelConfig.from_hf(directory).generation_defaults == {"temperature": 0.0}
+    assert read_model_config(directory).generation_defaults == {"temperature": 0.0}
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -207,7 +207,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_refused_by_name(directory: Path, changes: dict[str, Any], message: str) -> None:
     edit(directory, changes)
     with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
     assert "\n" not in str(error.value)
 
 
@@ -235,18 +235,18 @@ TOP_REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_refused_by_name_at_the_top_level(directory: Path, changes: dict[str, Any], message: str) -> None:
     edit(directory, changes, section=None)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
 
 
 def test_other_sections_and_ignored_keys_are_no_concern_of_text(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_5_moe")
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     vision = {"hidden_act": "gelu_pytorch_tanh", "attention_bias": True, "sliding_window": 8}
     edit(directory, vision | {"rope_parameters": {"rope_type": "yarn"}}, section="vision_config")
     edit(directory, {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, section=None)
     # transformers ignores it too.
     edit(directory, {"norm_topk_prob": False})
-    assert ModelConfig.from_hf(directory) == config
+    assert read_model_config(directory) == config
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_other_sections_and_ignored_keys_are_no_concern_of_text(tmp_path: Path) 
 def test_generation_config_refused_by_name(directory: Path, content: dict[str, Any], message: str) -> None:
     (directory / "generation_config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
 
 
 MOE_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -282,7 +282,7 @@ def test_experts_refused_by_name(tmp_path: Path, changes: dict[str, Any], messag
     directory = write_checkpoint(tmp_path, "qwen3_5_moe")
     edit(directory, changes)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -311,18 +311,18 @@ QUANTIZATION: list[tuple[dict[str, Any], str]] = [
 def test_quantization_refused_by_name(directory: Path, quantization: dict[str, Any], message: str) -> None:
     edit(directory, {"quantization_config": quantization}, section=None)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
 
 
 def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"model must be a Hugging Face directory, got .*GGUF weights are not"
     ):
-        ModelConfig.from_hf(tmp_path / "model.gguf")
+        read_model_config(tmp_path / "model.gguf")
     with pytest.raises(
         ValueError, match=r"model must be a directory with a config.json, got .*; pass a Hugging"
     ):
-        ModelConfig.from_hf(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
     unreadable = "must be a readable JSON file"
     for text, message in (
         ("{", unreadable),
@@ -331,17 +331,17 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
-            ModelConfig.from_hf(tmp_path)
+            read_model_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         ValueError, match=r"^model_type must be one of qwen3_next, .*, got llama; other archi"
     ):
-        ModelConfig.from_hf(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(
         ValueError, match=r"quantization must be fp8 in blocks of 128, got hf_quant_config.json"
     ):
-        ModelConfig.from_hf(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_eos_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_eos_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     for token, got in (('{"content": "<eos>"}', "'<eos>'"), ('["<eos>"]', r"\['<eos>'\]")):
         (directory / "tokenizer_config.json").write_text(f'{{"eos_token": {token}}}')
         with pytest.raises(ValueError, match=f"eos_token must be a token of tokenizer.json, got {got}; fix"):
-            ModelConfig.from_hf(directory)
+            read_model_config(directory)
     (directory / "tokenizer.json").write_text('{"added_tokens": [{}], "model": []}')
     with pytest.raises(ValueError, match=r"eos_token must be a token of tokenizer.json"):
-        ModelConfig.from_hf(directory)
+        read_model_config(directory)
 
 
 def test_engine_defaults() -> None:
@@ -416,7 +416,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prefill_chunk": 64 * 10**13},
-        "prefill_chunk must be less than or equal to 65536, got 640000000000000; give tokens of a prefill",
+        "prefill_chunk must be less than or equal to 8192, got 640000000000000; give tokens of a prefill",
     ),
     (
         {"block_size": 384},
@@ -464,7 +464,7 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resolved_numbers(directory: Path) -> None:
-    model = ModelConfig.from_hf(directory)
+    model = read_model_config(directory)
     assert EngineConfig().resolve_dtype("cpu", model) == "float32"
     assert EngineConfig().resolve_dtype("cuda", model) == "bfloat16"
     assert EngineConfig(dtype="bfloat16").resolve_dtype("cpu", model) == "bfloat16"
@@ -478,7 +478,7 @@ def test_resolved_numbers(directory: Path) -> None:
     ):
         EngineConfig(max_model_len=5000).resolve_max_model_len(model)
     edit(directory, {"max_position_embeddings": 262144, "dtype": "float16"})
-    large = ModelConfig.from_hf(directory)
+    large = read_model_config(directory)
     assert EngineConfig().resolve_max_model_len(large) == 4096
     with pytest.raises(
         ValueError, match="dtype must be float32 or bfloat16, got float16 from the checkpoint"
@@ -490,3 +490,26 @@ def test_configuration_does_not_wait_for_torch() -> None:
     code = "import sys, compiled_mtp.config; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_a_sound_number_of_layers(directory: Path) -> None:
+    """Before anything is as long as the number says."""
+    edit(directory, {"num_hidden_layers": 10**9, "layer_types": None})
+    with pytest.raises(ValueError, match=r"^num_hidden_layers must be at most 4096, got 1000000000; fix"):
+        read_model_config(directory)
+
+
+def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
+    edit(directory, {"hidden_act": "\x1b[2J\n" + "x" * 5_000_000})
+    with pytest.raises(ValueError, match="hidden_act must be") as error:
+        read_model_config(directory)
+    text = str(error.value)
+    assert len(text) < 1000
+    assert text.isprintable()
+    edit(directory, {"hidden_act": "silu", "dtype": "\ud800\x07"})
+    with pytest.raises(ValueError, match=r"got \\ud800\\x07; fix config.json"):
+        read_model_config(directory)
+    for value in ("a" * 5_000_000, 10**5000, ["b"] * 10**6):
+        with pytest.raises(ValueError, match="^max_batch must") as error:
+            EngineConfig(max_batch=value)
+        assert len(str(error.value)) < 1000

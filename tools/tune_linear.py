@@ -32,8 +32,9 @@ from op_cases.linear import projections
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Linear, Rows, rotary_table
+from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear import count_parts
 from compiled_mtp.ops.linear.config import (
@@ -241,16 +242,15 @@ class Stack:
         self.cos_sin = rotary_table(config, 1024, device)
         self.tokens = torch.arange(rows, device=device)
         positions = context + torch.arange(rows, device=device)
-        self.rows = Rows(
-            positions=positions,
+        self.rows = DecodeRows(
+            rotary_positions=positions,
+            causal_positions=positions,
             # Block 0 belongs to nobody.
             slot_mapping=positions + block_size,
             block_table=torch.arange(1, blocks, dtype=torch.int32, device=device)[None],
             state_index=torch.ones(1, dtype=torch.int32, device=device),
             start=positions[:1].clone(),
             base=positions[:1] - 2,
-            length=positions[:1].clone(),
-            is_prefill=False,
         )
 
     @torch.no_grad()

@@ -1,56 +1,87 @@
-"""Which tensors a checkpoint stores, and which rows of which parameters they fill; what stays in FP8.
+"""Which tensors a checkpoint stores, and which rows and columns of which parameters they fill.
 
-`checkpoint_layout` is the whole mapping, as data. `fp8_parameters` says which parameters keep the stored FP8
-values: those whose every row is FP8 in the checkpoint and whose parts begin at a block of 128 rows, so that
-scales merge by rows of blocks. All others are multiplied out; nothing is ever quantised here. In a released
-FP8 model every projection and every expert is kept. b and a of the GDN input projection are bfloat16 there,
-so q|k|v|z becomes an FP8 weight and b|a a weight of its own; with mtp.fc, norms and convolutions that leaves
-0.6 % of the bytes of the layers of a 27B in bfloat16. Embedding and head are bfloat16 too.
+`checkpoint_layout` is the whole mapping, as data. `kept_formats` says which parameters keep the format that
+they are stored in: those whose every row is stored so and whose parts begin at a block of rows, so that
+factors merge by rows of blocks. All others are multiplied out. In a released FP8 model every projection and
+every expert is kept. b and a of the GDN input projection are bfloat16 there, so q|k|v|z becomes an FP8 weight
+and b|a a weight of its own; with mtp.fc, norms and convolutions that leaves 0.6 % of the bytes of the layers
+of a 27B in bfloat16. Embedding and head are bfloat16 too.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
 
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.ops.fp8 import FP8_BLOCK, scale_shape
-
-SCALE_SUFFIX = "_scale_inv"
-# Parameters whose modules take FP8, by the end of their names.
-_FP8_ABLE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)\.weight|ffn\.(gate_up|down)(\.weight)?)$")
+from compiled_mtp.models.weight_format import NO_FORMATS, Formats, WeightFormat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """`rows` rows of a stored tensor, from `source`, that fill a parameter or an expert of it at `start`."""
+    """`rows` rows of a stored tensor, from row `source` on, that fill `parameter` from row `start` on.
+
+    Of a stack of experts [E, N, K] rows are those of each expert: a stored matrix fills the expert `expert`,
+    a stored stack the experts from `expert` on; None for a parameter that is no stack. `columns` are the
+    first and the one past the last of the stored columns that fill the parameter's, None for all.
+    """
 
     parameter: str
     start: int
     rows: int
     source: int = 0
     expert: int | None = None
+    columns: tuple[int, int] | None = None
+
+    def part_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """The piece as a view of the stored tensor."""
+        rows = slice(self.source, self.source + self.rows)
+        part = stored[:, rows] if self.expert is not None and stored.dim() == 3 else stored[rows]
+        return part if self.columns is None else part[..., slice(*self.columns)]
+
+    def place_in(self, parameter: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """The view of `parameter` that the piece of `stored` fills."""
+        rows = slice(self.start, self.start + self.rows)
+        if self.expert is None:
+            return parameter[rows]
+        if stored.dim() == 3:
+            return parameter[self.expert : self.expert + len(stored), rows]
+        return parameter[self.expert, rows]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor of a checkpoint: the shape it must have and where its rows go."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of experts [E, N, K]."""
+        return len(self.shape) == 3 and self.pieces[0].expert is not None
+
+
+Layout = Mapping[str, Stored]
+"""Every tensor that a checkpoint stores, by its name without the trunk's prefix."""
+
 
 def checkpoint_layout(
-    config: ModelConfig, names: Collection[str], fp8: Collection[str] = ()
+    config: ModelConfig,
+    names: Collection[str],
+    formats: Formats = NO_FORMATS,
+    *,
+    is_interleaved: bool = False,
 ) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of `config` stores, by its name without the trunk's prefix.
+    """Every tensor that a checkpoint of `config` stores but the factors of weights, which follow from those.
 
     `names` are the names it does store (without prefix): they decide whether the experts of the trunk, and
     those of the MTP layer, lie stacked in one tensor or in a tensor each. Names of the MTP head begin 'mtp.'.
-    `fp8` are the parameters kept in FP8: the scales of what fills X are listed and fill X_scale, and a GDN
-    layer's b|a fill ba_proj where in_proj is one of them. Other scales are not listed: they follow from their
-    weights. Source: the names in the released checkpoints.
+    `formats` are those of the parameters: a GDN layer's b|a fill ba_proj where in_proj is not plain.
+    `is_interleaved`: the GDN input projections store their parts key head by key head. Source: the names in
+    the released checkpoints.
     """
     h, vocab = config.hidden_size, config.vocab_size
     layout = {
@@ -59,59 +90,67 @@ def checkpoint_layout(
     }
     if not config.tie_word_embeddings:
         layout["lm_head.weight"] = _whole("lm_head.weight", vocab, h)
-    trunk_stacked = any(n.startswith("layers.") and n.endswith(".experts.gate_up_proj") for n in names)
+    gdn = _gdn_interleaved if is_interleaved else _gdn_in_parts
+    is_stacked = any(n.startswith("layers.") and n.endswith(".experts.gate_up_proj") for n in names)
     for i, is_attention in enumerate(config.is_full_attention):
         prefix = f"layers.{i}."
-        layout |= _layer(config, prefix, prefix, is_attention, trunk_stacked, fp8)
+        mixer = _attention(config, prefix, prefix) if is_attention else _gdn(config, prefix, formats, gdn)
+        layout |= mixer | _norms_and_ffn(config, prefix, prefix, is_stacked)
     if config.mtp_num_layers:
-        mtp_stacked = any(n.startswith("mtp.") and n.endswith(".experts.gate_up_proj") for n in names)
+        is_stacked = any(n.startswith("mtp.") and n.endswith(".experts.gate_up_proj") for n in names)
         layout["mtp.fc.weight"] = _whole("mtp.fc.weight", h, 2 * h)
         layout["mtp.pre_fc_norm_embedding.weight"] = _whole("mtp.norm_embedding.weight", h)
         layout["mtp.pre_fc_norm_hidden.weight"] = _whole("mtp.norm_hidden.weight", h)
         layout["mtp.norm.weight"] = _whole("mtp.norm.weight", h)
-        layout |= _layer(config, "mtp.layers.0.", "mtp.layer.", True, mtp_stacked, fp8)
-    kept = {name: stored for name, stored in layout.items() if stored.pieces[0].parameter in fp8}
-    return layout | {name + SCALE_SUFFIX: _scales_of(stored) for name, stored in kept.items()}
+        layout |= _attention(config, "mtp.layers.0.", "mtp.layer.")
+        layout |= _norms_and_ffn(config, "mtp.layers.0.", "mtp.layer.", is_stacked)
+    return layout
 
 
-def fp8_parameters(
-    config: ModelConfig, names: Collection[str], is_fp8: Callable[[str], bool]
-) -> frozenset[str]:
-    """The parameters to allocate in FP8, by the names that `checkpoint_layout` gives them.
+def kept_formats(layout: Layout, form: WeightFormat, is_stored: Callable[[str], bool]) -> Formats:
+    """The parameters to allocate in `form`, of a `layout` made as if every in_proj were.
 
-    `names` as there. `is_fp8(name)` says whether the checkpoint stores a tensor in FP8 with its scales. A
-    mixture's gate|up and down are kept both or neither, as their operator wants them.
+    `is_stored(name)` says whether the checkpoint stores a tensor in that format with its factors. A mixture's
+    gate|up and down are kept both or neither, as their operator wants them.
     """
-    gdn_layers = [i for i, full in enumerate(config.is_full_attention) if not full]
-    layout = checkpoint_layout(config, names, [f"layers.{i}.mixer.in_proj.weight" for i in gdn_layers])
     is_kept: dict[str, bool] = {}
     for name, stored in layout.items():
-        fits = len(stored.shape) == 2 and is_fp8(name)
+        fits = len(stored.shape) == 2 and is_stored(name)
         for piece in stored.pieces:
             # As every part begins at a block, every part but the last ends at one.
-            fits = fits and piece.start % FP8_BLOCK == 0 and piece.source % FP8_BLOCK == 0
+            fits = fits and piece.start % form.block == 0 and piece.source % form.block == 0
         for parameter in {piece.parameter for piece in stored.pieces}:
-            able = _FP8_ABLE.search(parameter) is not None
+            able = form.parameters.search(parameter) is not None
             is_kept[parameter] = is_kept.get(parameter, able) and fits
     for down in [name for name in is_kept if name.endswith(".ffn.down")]:
         gate_up = down.removesuffix("down") + "gate_up"
         is_kept[down] = is_kept[gate_up] = is_kept[down] and is_kept[gate_up]
-    return frozenset(parameter for parameter, kept in is_kept.items() if kept)
+    return {parameter: form for parameter, kept in is_kept.items() if kept}
 
 
-def _scales_of(stored: Stored) -> Stored:
-    """The scales of an FP8 tensor that fills an FP8 parameter: a row of them for each block of rows."""
-    pieces = (
-        Piece(
-            f"{p.parameter}_scale",
-            p.start // FP8_BLOCK,
-            -(-p.rows // FP8_BLOCK),
-            p.source // FP8_BLOCK,
-            p.expert,
-        )
-        for p in stored.pieces
+def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
+    """`layout` and the factors of what is kept in its format: what fills X has factors that fill X_scale."""
+    whole = dict(layout)
+    for name, stored in layout.items():
+        form = formats.get(stored.pieces[0].parameter)
+        if form is not None:
+            pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
+            whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
+    return whole
+
+
+def _scale_piece(piece: Piece, block: int) -> Piece:
+    columns = None
+    if piece.columns is not None:
+        columns = (piece.columns[0] // block, -(-piece.columns[1] // block))
+    return replace(
+        piece,
+        parameter=f"{piece.parameter}_scale",
+        start=piece.start // block,
+        rows=-(-piece.rows // block),
+        source=piece.source // block,
+        columns=columns,
     )
-    return Stored(scale_shape(stored.shape), tuple(pieces))
 
 
 def _whole(parameter: str, *shape: int) -> Stored:
@@ -122,15 +161,12 @@ def _part(parameter: str, start: int, *shape: int, expert: int | None = None) ->
     return Stored(shape, (Piece(parameter, start, shape[0], expert=expert),))
 
 
-def _layer(
-    c: ModelConfig, src: str, dst: str, is_attention: bool, stacked: bool, fp8: Collection[str]
-) -> dict[str, Stored]:
-    layout = {
+def _norms_and_ffn(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stored]:
+    norms = {
         f"{src}input_layernorm.weight": _whole(f"{dst}input_norm.weight", c.hidden_size),
         f"{src}post_attention_layernorm.weight": _whole(f"{dst}post_norm.weight", c.hidden_size),
     }
-    layout |= _attention(c, src, dst) if is_attention else _gdn(c, src, dst, fp8)
-    return layout | (_moe(c, src, dst, stacked) if c.is_moe else _dense(c, src, dst))
+    return norms | (_moe(c, src, dst, is_stacked) if c.is_moe else _dense(c, src, dst))
 
 
 def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
@@ -146,31 +182,47 @@ def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
     }
 
 
-def _gdn(c: ModelConfig, src: str, dst: str, fp8: Collection[str]) -> dict[str, Stored]:
-    src, dst, h = f"{src}linear_attn.", f"{dst}mixer.", c.hidden_size
+_GDNInputs = Callable[[ModelConfig, str, str, str, int], dict[str, Stored]]
+"""Where in_proj (and, from a row on, the gates' weight) comes from: config, source, in_proj, gates, row."""
+
+
+def _gdn(c: ModelConfig, prefix: str, formats: Formats, inputs: _GDNInputs) -> dict[str, Stored]:
+    src, dst, h = f"{prefix}linear_attn.", f"{prefix}mixer.", c.hidden_size
     nv, v_dim, conv = c.linear_num_value_heads, c.linear_value_dim, c.linear_conv_dim
     in_proj = f"{dst}in_proj.weight"
-    gates, first = (f"{dst}ba_proj.weight", 0) if in_proj in fp8 else (in_proj, conv + v_dim)
-    layout = {
+    gates, first = (f"{dst}ba_proj.weight", 0) if in_proj in formats else (in_proj, conv + v_dim)
+    return inputs(c, src, in_proj, gates, first) | {
         f"{src}conv1d.weight": _whole(f"{dst}conv_weight", conv, 1, c.conv_kernel),
         f"{src}A_log": _whole(f"{dst}a_log", nv),
         f"{src}dt_bias": _whole(f"{dst}dt_bias", nv),
         f"{src}norm.weight": _whole(f"{dst}norm_weight", c.linear_value_head_dim),
         f"{src}out_proj.weight": _whole(f"{dst}out_proj.weight", h, v_dim),
     }
-    if c.family == "qwen3_next":
-        layout[f"{src}in_proj_qkvz.weight"] = Stored((conv + v_dim, h), tuple(_split_qkvz(c, in_proj)))
-        layout[f"{src}in_proj_ba.weight"] = Stored((2 * nv, h), tuple(_split_ba(c, gates, first)))
-    else:
-        layout[f"{src}in_proj_qkv.weight"] = _part(in_proj, 0, conv, h)
-        layout[f"{src}in_proj_z.weight"] = _part(in_proj, conv, v_dim, h)
-        layout[f"{src}in_proj_b.weight"] = _part(gates, first, nv, h)
-        layout[f"{src}in_proj_a.weight"] = _part(gates, first + nv, nv, h)
-    return layout
+
+
+def _gdn_in_parts(c: ModelConfig, src: str, in_proj: str, gates: str, first: int) -> dict[str, Stored]:
+    """Qwen3.5 stores q|k|v, z, b and a, each whole."""
+    nv, v_dim, conv, h = c.linear_num_value_heads, c.linear_value_dim, c.linear_conv_dim, c.hidden_size
+    return {
+        f"{src}in_proj_qkv.weight": _part(in_proj, 0, conv, h),
+        f"{src}in_proj_z.weight": _part(in_proj, conv, v_dim, h),
+        f"{src}in_proj_b.weight": _part(gates, first, nv, h),
+        f"{src}in_proj_a.weight": _part(gates, first + nv, nv, h),
+    }
+
+
+def _gdn_interleaved(c: ModelConfig, src: str, in_proj: str, gates: str, first: int) -> dict[str, Stored]:
+    """Qwen3-Next stores q|k|v|z, and b|a, of one key head after another."""
+    qkvz = (c.linear_conv_dim + c.linear_value_dim, c.hidden_size)
+    ba = (2 * c.linear_num_value_heads, c.hidden_size)
+    return {
+        f"{src}in_proj_qkvz.weight": Stored(qkvz, tuple(_split_qkvz(c, in_proj))),
+        f"{src}in_proj_ba.weight": Stored(ba, tuple(_split_ba(c, gates, first))),
+    }
 
 
 def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[Piece]:
-    """Qwen3-Next stores q|k|v|z of one key head after another; here all q come first, then all k, v and z."""
+    """From q|k|v|z of one key head after another to all q, then all k, v and z."""
     per_key = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
     parts = (
         (0, c.linear_key_head_dim),
@@ -203,7 +255,7 @@ def _dense(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
     }
 
 
-def _moe(c: ModelConfig, src: str, dst: str, stacked: bool) -> dict[str, Stored]:
+def _moe(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stored]:
     """Routed experts 0..E-1, the shared expert as number E, and its gate as row E of the router."""
     h, mi, e = c.hidden_size, c.moe_intermediate_size, c.num_experts
     gate_up, down = f"{dst}ffn.gate_up", f"{dst}ffn.down"
@@ -212,9 +264,10 @@ def _moe(c: ModelConfig, src: str, dst: str, stacked: bool) -> dict[str, Stored]
         f"{src}mlp.shared_expert_gate.weight": _part(f"{dst}ffn.router.weight", e, 1, h),
     }
     single = {f"{src}mlp.shared_expert.": e}
-    if stacked:
-        layout[f"{src}mlp.experts.gate_up_proj"] = _part(gate_up, 0, e, 2 * mi, h)
-        layout[f"{src}mlp.experts.down_proj"] = _part(down, 0, e, h, mi)
+    if is_stacked:
+        stack = Stored((e, 2 * mi, h), (Piece(gate_up, 0, 2 * mi, expert=0),))
+        layout[f"{src}mlp.experts.gate_up_proj"] = stack
+        layout[f"{src}mlp.experts.down_proj"] = Stored((e, h, mi), (Piece(down, 0, h, expert=0),))
     else:
         single |= {f"{src}mlp.experts.{expert}.": expert for expert in range(e)}
     for name, expert in single.items():

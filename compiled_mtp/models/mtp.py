@@ -7,8 +7,9 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.fp8 import below
-from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.rows import Rows
+from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
 
 # Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
@@ -22,7 +23,8 @@ class DraftModel(nn.Module):
     what the shared head reads and what the next pass of a chain takes as `hidden`; with kept_rows [N] int64
     that of those rows alone. `table` is the target's embedding, `hidden` of a first pass the target's after
     its final norm. Writes the pairs' keys and values into `kv`.
-    `fp8` names the parameters to keep in FP8; those of this model begin 'mtp.'.
+    Embeddings [M, H] may come in place of token ids: as the table, with 0 .. M-1 as the ids. `formats` are
+    those of the parameters by their full names; those of this model begin 'mtp.'.
     """
 
     def __init__(
@@ -30,22 +32,17 @@ class DraftModel(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        fp8: frozenset[str] = frozenset(),
+        formats: Formats = NO_FORMATS,
     ) -> None:
         super().__init__()
+        make = ParameterFactory(dtype, device, formats, "mtp.")
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = Linear(2 * size, size, dtype, device)
-        self.norm_embedding = RMSNorm(size, eps, dtype, device)
-        self.norm_hidden = RMSNorm(size, eps, dtype, device)
-        self.layer = DecoderLayer(
-            config,
-            dtype,
-            device,
-            is_full_attention=True,
-            first_key=FIRST_DRAFT_KEY,
-            fp8=below(fp8, "mtp.layer."),
-        )
-        self.norm = RMSNorm(size, eps, dtype, device)
+        self.fc = Linear(make.part("fc"), 2 * size, size)
+        self.norm_embedding = RMSNorm(make.part("norm_embedding"), size, eps)
+        self.norm_hidden = RMSNorm(make.part("norm_hidden"), size, eps)
+        layer = make.part("layer")
+        self.layer = DecoderLayer(layer, config, is_full_attention=True, first_key=FIRST_DRAFT_KEY)
+        self.norm = RMSNorm(make.part("norm"), size, eps)
 
     def forward(
         self,
@@ -59,5 +56,5 @@ class DraftModel(nn.Module):
     ) -> torch.Tensor:
         norms = (self.norm_embedding.weight, self.norm_hidden.weight)
         pair = pair_norm(table, token_ids, hidden, *norms, self.norm.eps)
-        x, residual = self.layer(self.fc(pair, rows.is_prefill), None, rows, kv, cos_sin)
+        x, residual = self.layer(self.fc(pair, rows), None, rows, kv, cos_sin)
         return self.norm.add(x, residual, kept_rows)[0]

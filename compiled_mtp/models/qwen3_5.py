@@ -9,17 +9,18 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.fp8 import below
-from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, Rows, empty_parameter
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.rows import Rows
+from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
 
 
 class Embedding(nn.Module):
     """Token table [vocab_size, hidden_size]; also the output head of a tied model."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.weight = make.empty(config.vocab_size, config.hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.index_select(self.weight, 0, token_ids)
@@ -28,9 +29,10 @@ class Embedding(nn.Module):
 class TargetModel(nn.Module):
     """Embedding, hybrid layers, final norm and head.
 
-    `forward(token_ids [M] int64, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the
-    final norm [M, hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into
-    the caches. `fp8` names the parameters to keep in FP8; embedding and head are never among them.
+    `forward(inputs, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final norm [M,
+    hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
+    `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype. `formats`
+    are those of the parameters by their full names; embedding and head are always plain.
     """
 
     def __init__(
@@ -38,22 +40,23 @@ class TargetModel(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        fp8: frozenset[str] = frozenset(),
+        formats: Formats = NO_FORMATS,
     ) -> None:
         super().__init__()
-        self.embed = Embedding(config, dtype, device)
+        make = ParameterFactory(dtype, device, formats)
+        self.embed = Embedding(make.part("embed"), config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device, is_full_attention=full, fp8=below(fp8, f"layers.{i}."))
-            for i, full in enumerate(config.is_full_attention)
+            DecoderLayer(make.part(f"layers.{i}"), config, is_full_attention=is_full_attention)
+            for i, is_full_attention in enumerate(config.is_full_attention)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = RMSNorm(make.part("norm"), config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+            self.lm_head = Linear(make.part("lm_head"), config.hidden_size, config.head_vocab_size)
         self.is_tied = config.tie_word_embeddings
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocab_size, hidden_size], the output head shared by target and draft."""
+        """[head_vocab_size, hidden_size], the output head shared by target and draft."""
         return self.embed.weight if self.is_tied else self.lm_head.weight
 
     def logits(self, hidden: torch.Tensor, is_prefill: bool = False) -> torch.Tensor:
@@ -62,13 +65,13 @@ class TargetModel(nn.Module):
 
     def forward(
         self,
-        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
         rows: Rows,
         kv_cache: KVCache,
         state_cache: StateCache,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        x, residual = self.embed(token_ids), None
+        x, residual = inputs if inputs.is_floating_point() else self.embed(inputs), None
         attention_layer = gdn_layer = 0
         for layer in self.layers:
             if layer.is_full_attention:

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from compiled_mtp.ops.fp8 import scale_shape
+from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.ops.linear import linear
 
 CANDIDATES = (1, 2, 4, 8)
@@ -31,8 +31,8 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     unit_index = 0
     for weight in shapes.values():
         size = max(_CANONICAL_ROWS, largest)
-        is_fp8 = weight.dtype == torch.float8_e4m3fn
-        scale = torch.ones(scale_shape(tuple(weight.shape))) if is_fp8 else None
+        is_fp8 = weight.dtype == FP8.storage
+        scale = torch.ones(FP8.scale_shape(tuple(weight.shape))) if is_fp8 else None
         x = torch.randn(size, weight.shape[1], generator=generator)
         x = x if is_fp8 else x.to(weight.dtype)
         counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})

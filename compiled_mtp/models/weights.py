@@ -1,65 +1,82 @@
 """From a checkpoint's files to the merged parameters of our models.
 
-`layout.py` says which tensor fills which rows of which parameter. `load_weights` compares that with the
-headers of the files, and only then copies, one tensor at a time.
+The family's layout says which tensor fills which rows of which parameter. `check_weights` compares that with
+the headers of the files before anything is allocated; `load_weights` copies, one tensor at a time.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.fp8 import dequantize, multiplies_fp8
-from compiled_mtp.models.layout import SCALE_SUFFIX, Stored, checkpoint_layout, fp8_parameters
-from compiled_mtp.ops.fp8 import scale_shape
+from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.headers import Header, read_headers
+from compiled_mtp.models.layout import Stored, kept_formats, with_scales
+from compiled_mtp.models.shards import shard_layout
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
 
-# Longest first: one is a prefix of the other.
-_TRUNK_PREFIXES = ("model.language_model.", "model.")
-_SKIPPED_PREFIXES = ("model.visual.",)
 _FLOATS = ("BF16", "F16", "F32")
-_FP8 = "F8_E4M3"
-
-
-@dataclass(frozen=True)
-class _Header:
-    """A tensor as the header of its file describes it; `name` is the full one, with the prefix."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
+_SCALES = ("BF16", "F32")
+# How many names a message lists of each kind.
+_FEW = 5
 
 
 def has_mtp(path: str | Path) -> bool:
     """Whether the checkpoint directory `path` stores an MTP head; without one only mtp_step 0 is possible."""
-    return any(_is_mtp(header.name) for header in _read_headers(Path(path)))
+    return any(name.startswith("mtp.") for name in read_headers(Path(path)))
 
 
-def kept_fp8(config: ModelConfig, path: str | Path | None, device: torch.device) -> frozenset[str]:
-    """The parameters to allocate in FP8 for the checkpoint in `path` on `device`; see `fp8_parameters`.
+def read_formats(config: ModelConfig, path: str | Path | None, device: torch.device) -> Formats:
+    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_formats`.
 
     Empty where the device's operators would not read them as they are. Without a `path` (parameters that
-    something else than a checkpoint fills) those of a release with this config.
+    something else than a checkpoint fills) those of a release with this config. Raises ValueError for a
+    config whose numbers of layers or experts are not those of the files.
     """
-    if not config.quantized or not multiplies_fp8(device):
-        return frozenset()
-    if path is None:
-        return fp8_parameters(config, (), lambda name: True)
-    headers = _by_name(_read_headers(Path(path)))
+    if not config.quantized or not FP8.is_read_on(device):
+        return NO_FORMATS
+    headers = {} if path is None else read_headers(Path(path))
+    if path is not None:
+        _check_counts(config, headers)
 
-    def is_fp8(name: str) -> bool:
-        return name in headers and headers[name].dtype == _FP8 and name + SCALE_SUFFIX in headers
+    def is_stored(name: str) -> bool:
+        is_fp8 = name in headers and headers[name].dtype == FP8.header_dtype
+        return path is None or (is_fp8 and name + FP8.scale_suffix in headers)
 
-    return fp8_parameters(config, headers, is_fp8)
+    gdn_layers = [i for i, full in enumerate(config.is_full_attention) if not full]
+    in_projs = {f"layers.{i}.mixer.in_proj.weight": FP8 for i in gdn_layers}
+    return kept_formats(FAMILIES[config.family].layout(config, headers, in_projs), FP8, is_stored)
+
+
+def check_weights(
+    config: ModelConfig,
+    path: str | Path,
+    formats: Formats,
+    dtype: torch.dtype,
+    *,
+    with_mtp: bool,
+    free_bytes: int,
+) -> None:
+    """Raise what is wrong with the checkpoint in `path`, before anything is allocated for it.
+
+    `formats` are those of `read_formats` and `dtype` that of the other parameters. Raises ValueError as
+    `load_weights`, and for weights that take more than `free_bytes`.
+    """
+    layout = _checked_layout(config, path, formats, with_mtp)
+    needed = 0
+    for stored in layout.values():
+        form = formats.get(stored.pieces[0].parameter)
+        itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
+        needed += math.prod(stored.shape) * itemsize
+    rule, got = f"hold {_gib(needed)} of weights", f"{_gib(free_bytes)} for {path}"
+    check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
 
 
 @torch.no_grad()
@@ -69,32 +86,28 @@ def load_weights(
     parameters: Mapping[str, torch.Tensor],
     *,
     with_mtp: bool,
+    formats: Formats = NO_FORMATS,
+    rank: int = 0,
+    world: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
-    `parameters` are allocated, on any device and in the dtype to keep; their names are those of
-    `checkpoint_layout`. FP8 weights (a weight with a `_scale_inv` beside it) are copied with their scales to
+    `parameters` are allocated, on any device and in the dtype to keep; their names are those of the layout,
+    their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
+    the whole model's. Weights in FP8 (with a `_scale_inv` beside them) are copied with their factors to
     parameters in FP8 and multiplied out for others. Host memory beside the parameters: the largest stored
-    tensor, and its product where it is multiplied out. `progress` gets the bytes
-    done and the bytes in all. Raises ValueError, before anything is copied, that names every tensor that is
-    missing, unused, or of another shape or dtype, and every parameter that would not be filled.
+    tensor, and its product where it is multiplied out. `progress` gets the bytes done and the bytes in all.
+    Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
+    another shape or dtype, and the first parameters that would not be filled.
     """
-    headers = _by_name(_read_headers(Path(path)))
-    if with_mtp and not any(map(_is_mtp, headers)):
-        raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
-    kept = {name for name, parameter in parameters.items() if parameter.dtype == torch.float8_e4m3fn}
-    layout = checkpoint_layout(config, headers, kept)
-    problems = _compare(layout, headers, with_mtp)
-    if not with_mtp:
-        layout = {name: stored for name, stored in layout.items() if not name.startswith("mtp.")}
-    problems += _compare_parameters(layout, parameters)
+    headers = read_headers(Path(path))
+    layout = _checked_layout(config, path, formats, with_mtp, headers)
+    sharded = with_scales(shard_layout(layout, config, formats, rank, world), formats)
+    problems = _compare_parameters(sharded, parameters)
     if problems:
-        raise ValueError(
-            f"model must hold exactly the tensors that its config.json describes, got {'; '.join(problems)} "
-            f"in {path}; download the checkpoint again or use one of a supported family"
-        )
-    total = sum(headers[name].num_bytes for name in layout)
+        raise _misfit([problems], path)
+    total = sum(headers[name].num_bytes for name in sharded)
     done = 0
     with ExitStack() as stack:
         # A scale may lie in another file than its weight, so all stay open; they are mapped, not read.
@@ -103,13 +116,14 @@ def load_weights(
             for file in {header.file for header in headers.values()}
         }
         # Headers keep the order of the files, so that a disk reads forwards.
-        for name in (n for n in headers if n in layout):
+        for name in (n for n in headers if n in sharded):
             weight = files[headers[name].file].get_tensor(headers[name].name)
-            scale = headers.get(name + SCALE_SUFFIX)
-            dtype = parameters[layout[name].pieces[0].parameter].dtype
-            if scale is not None and dtype != torch.float8_e4m3fn:
-                weight = dequantize(weight, files[scale.file].get_tensor(scale.name), dtype)
-            _copy(weight, layout[name], parameters)
+            scale = headers.get(name + FP8.scale_suffix)
+            parameter = sharded[name].pieces[0].parameter
+            if scale is not None and parameter not in formats:
+                factors = files[scale.file].get_tensor(scale.name)
+                weight = FP8.dequantize(weight, factors, parameters[parameter].dtype)
+            _copy(weight, sharded[name], parameters)
             done += headers[name].num_bytes
             if progress is not None:
                 progress(done, total)
@@ -117,141 +131,124 @@ def load_weights(
 
 def _copy(weight: torch.Tensor, stored: Stored, parameters: Mapping[str, torch.Tensor]) -> None:
     for piece in stored.pieces:
-        parameter = parameters[piece.parameter]
-        target = parameter if piece.expert is None else parameter[piece.expert]
-        target = target[piece.start : piece.start + piece.rows]
-        target.copy_(weight[piece.source : piece.source + piece.rows].reshape(target.shape))
+        target = piece.place_in(parameters[piece.parameter], weight)
+        target.copy_(piece.part_of(weight).reshape(target.shape))
 
 
-def _compare(layout: Mapping[str, Stored], headers: Mapping[str, _Header], with_mtp: bool) -> list[str]:
-    """What is wrong with the stored tensors, as parts of a message; only `with_mtp` asks for a head."""
-    required = [name for name in layout if with_mtp or not name.startswith("mtp.")]
-    missing = [name for name in required if name not in headers]
-    unused, wrong = [], []
+def _checked_layout(
+    config: ModelConfig,
+    path: str | Path,
+    formats: Formats,
+    with_mtp: bool,
+    headers: Mapping[str, Header] | None = None,
+) -> dict[str, Stored]:
+    """The whole model's layout, once the files hold just that; factors are not in it."""
+    headers = read_headers(Path(path)) if headers is None else headers
+    if with_mtp and not any(name.startswith("mtp.") for name in headers):
+        raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
+    _check_counts(config, headers)
+    layout = FAMILIES[config.family].layout(config, headers, formats)
+    required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
+    unused, misfitting, without_scale = _compare(layout, headers)
+    missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
+    kinds = (("missing", missing), ("unused", unused), ("misfitting", misfitting))
+    problems = [f"{kind} tensors: {_first_few(names)}" for kind, names in kinds if names]
+    if problems:
+        raise _misfit(problems, path, _common_cause(config, missing, unused))
+    return {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
+
+
+def _check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
+    """Compare what the layout counts through with the files, so that a wrong number costs no time."""
+    parts = [name.split(".", 2) for name in headers if name.startswith("layers.")]
+    num_layers = len({part[1] for part in parts})
+    if num_layers:
+        rule = f"be the number of stored layers ({num_layers})"
+        remedy = "fix config.json or download the missing files"
+        check(config.num_layers == num_layers, "num_hidden_layers", rule, config.num_layers, remedy)
+    for field, suffix in (("num_experts", ".mlp.gate.weight"), ("linear_num_value_heads", ".A_log")):
+        rows = [h.shape[0] for name, h in headers.items() if name.endswith(suffix) and h.shape]
+        rule = f"be at most {max(rows, default=len(headers))}, as stored"
+        count = getattr(config, field)
+        check(count <= max(rows, default=len(headers)), field, rule, count, "fix config.json")
+
+
+def _compare(
+    layout: Mapping[str, Stored], headers: Mapping[str, Header]
+) -> tuple[list[str], list[str], list[str]]:
+    """The stored tensors that are unused and misfitting, and the factors that stored weights lack."""
+    unused, wrong, without_scale = [], [], []
     for name, header in headers.items():
-        weight = name.removesuffix(SCALE_SUFFIX)
+        weight = name.removesuffix(FP8.scale_suffix)
         is_scale = weight != name
         if weight not in layout or weight not in headers:
             unused.append(header.name)
             continue
-        shape = layout[weight].shape
+        stored = layout[weight]
+        has_scale = name + FP8.scale_suffix in headers
+        if header.dtype == FP8.header_dtype and not is_scale and not has_scale:
+            without_scale.append(name + FP8.scale_suffix)
+            continue
+        shape = stored.shape
+        dtypes: tuple[str, ...] = _FLOATS
         if is_scale:
-            shape = scale_shape(shape)
-        if is_scale:
-            dtypes: tuple[str, ...] = ("BF16", "F32")
-        elif name + SCALE_SUFFIX in headers:
-            # Stacked experts with scales are no released format.
-            dtypes = (_FP8,) if len(shape) == 2 else _FLOATS
-        else:
-            dtypes = _FLOATS
-            if header.dtype == _FP8:
-                missing.append(name + SCALE_SUFFIX)
-                continue
+            shape, dtypes = FP8.scale_shape(shape), _SCALES
+        elif has_scale and len(shape) == 2:  # Stacked experts with scales are no released format.
+            dtypes = (FP8.header_dtype,)
         if header.shape != shape:
-            wrong.append(f"{header.name} of shape {list(header.shape)} for {list(shape)}")
+            wrong.append(f"{shown(header.name)} of shape {shown(list(header.shape))} for {list(shape)}")
         elif header.dtype not in dtypes:
-            wrong.append(f"{header.name} of dtype {header.dtype} for {' or '.join(dtypes)}")
-    found = (("missing", missing), ("unused", unused), ("misfitting", wrong))
-    return [f"{kind} tensors: {', '.join(dict.fromkeys(names))}" for kind, names in found if names]
+            wrong.append(f"{shown(header.name)} of dtype {shown(header.dtype)} for {' or '.join(dtypes)}")
+    return unused, wrong, without_scale
 
 
-def _compare_parameters(layout: Mapping[str, Stored], parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """The parameters that `layout` does not fill exactly, as parts of a message."""
+def _compare_parameters(layout: Mapping[str, Stored], parameters: Mapping[str, torch.Tensor]) -> str:
+    """The parameters that `layout` does not fill exactly, as a part of a message; empty if there are none."""
     filled = dict.fromkeys(parameters, 0)
     wrong = []
     for stored in layout.values():
+        # A convolution's weight [C,1,4] is kept as [C,4].
+        is_conv = len(stored.shape) == 3 and not stored.is_stack
+        row = stored.shape[2:] if stored.is_stack or is_conv else stored.shape[1:]
         for piece in stored.pieces:
-            # A convolution's weight [C,1,4] is kept as [C,4].
-            is_conv = len(stored.shape) == 3 and stored.shape[1] == 1
-            row = stored.shape[2:] if is_conv else stored.shape[1:]
+            width = row if piece.columns is None else (piece.columns[1] - piece.columns[0],)
             have = parameters.get(piece.parameter)
-            if have is None or tuple(have.shape)[1 if piece.expert is None else 2 :] != row:
+            if have is None or tuple(have.shape)[1 if piece.expert is None else 2 :] != width:
                 wrong.append(piece.parameter)
             else:
-                filled[piece.parameter] += piece.rows * math.prod(row)
+                count = stored.shape[0] if stored.is_stack else 1
+                filled[piece.parameter] += count * piece.rows * math.prod(width)
     wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
-    return [f"parameters that do not fit: {', '.join(dict.fromkeys(wrong))}"] if wrong else []
+    return f"parameters that do not fit: {_first_few(dict.fromkeys(wrong))}" if wrong else ""
 
 
-def _by_name(headers: list[_Header]) -> dict[str, _Header]:
-    """Headers by name without the trunk's prefix; the vision tower is left out."""
-    found: dict[str, _Header] = {}
-    for header in headers:
-        if header.name.startswith(_SKIPPED_PREFIXES):
-            continue
-        name = _without_prefix(header.name)
-        if name in found:
-            raise ValueError(
-                f"model must store each tensor once, got {header.name} in {found[name].file} and "
-                f"{header.file}; remove one of the files"
-            )
-        found[name] = header
-    return found
+def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) -> str:
+    """What is likely to be wrong and what to do about it, or nothing."""
+    if config.tie_word_embeddings and "lm_head.weight" in unused:
+        return "config.json ties the head to the embedding: set tie_word_embeddings to false or drop the head"
+    wanted = set(missing)
+    for name in unused:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            if ".".join(parts[cut:]) in wanted:
+                prefix = ".".join(parts[:cut])
+                return f"the names begin with {shown(prefix)}., a wrapper's: save the model without it"
+    return ""
 
 
-def _without_prefix(name: str) -> str:
-    return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
+def _first_few(names: Iterable[str]) -> str:
+    names = list(names)
+    few = ", ".join(map(shown, names[:_FEW]))
+    return few if len(names) <= _FEW else f"{few} and {len(names) - _FEW} more"
 
 
-def _is_mtp(name: str) -> bool:
-    return _without_prefix(name).startswith("mtp.")
+def _misfit(problems: list[str], path: str | Path, cause: str = "") -> ValueError:
+    remedy = cause or "download the checkpoint again or use one of a supported family"
+    return ValueError(
+        f"model must hold exactly the tensors that its config.json describes, got {'; '.join(problems)} "
+        f"in {path}; {remedy}"
+    )
 
 
-def _read_headers(root: Path) -> list[_Header]:
-    """The tensors of all files, in the order in which they lie in them."""
-    files = sorted(root.glob("*.safetensors"))
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        listed = {root / name for name in _read_index(index)}
-        absent = sorted(file.name for file in listed - set(files))
-        if absent:
-            raise ValueError(
-                f"model must have the files its index names, got no {absent} in {root}; download them"
-            )
-        # A head added to a released trunk may be missing from the index; other weights may not belong to it.
-        stray = [f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f))]
-        if stray:
-            raise ValueError(
-                f"model must have no weights beside its index, got {stray} in {root}; remove them"
-            )
-    if not files:
-        raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")
-    return [header for file in files for header in _header(file)]
-
-
-def _read_index(index: Path) -> list[str]:
-    """The names of the files that the index lists: files of its own folder."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{index} must be a readable JSON file, got {error}; download it again") from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise ValueError(
-            f"{index} must hold a weight_map from tensors to files, got {weight_map!r}; download it again"
-        )
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            raise ValueError(
-                f"{index} must name files of its own folder, got {name!r} for {tensor}; download it again"
-            )
-    return list(weight_map.values())
-
-
-def _header(file: Path) -> list[_Header]:
-    """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
-    try:
-        # Opening maps the file and checks all that its header says against its length: a download that was
-        # cut short must not come to light only after the parameters are allocated.
-        with safe_open(file, framework="pt", device="cpu"), file.open("rb") as stream:
-            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(
-            f"model must hold safetensors files, got {file} ({error}); download it again"
-        ) from None
-    entries.pop("__metadata__", None)
-    ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
-    return [
-        _Header(file, name, e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0])
-        for name, e in ordered
-    ]
+def _gib(count: int) -> str:
+    return f"{shown(f'{count / 2**30:.1f}')} GiB"

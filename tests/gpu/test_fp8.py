@@ -89,10 +89,10 @@ def test_logits_are_those_of_the_weights_multiplied_out(
         in_fp8 = sum(p.nbytes for p in layers.parameters() if p.dtype == torch.float8_e4m3fn)
         assert in_fp8 > 0.9 * sum(p.numel() for p in layers.parameters())
         kept[dtype] = prefill_logits(engine, tokens)
-    monkeypatch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: False)
+    monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: False)
     for dtype in ("float32", "bfloat16"):
         engine = gpu_engine(directory, mtp_step=0, dtype=dtype)
-        assert not engine.runner.fp8
+        assert not engine.runner.formats
         plain[dtype] = prefill_logits(engine, tokens)
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.runner import Runner
 from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
@@ -39,13 +39,13 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, options = request.param
     directory = tmp_path_factory.mktemp(name)
     write_checkpoint(directory, **options)
-    model = ModelConfig.from_hf(directory)
+    model = read_model_config(directory)
     config = EngineConfig(model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256)
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith("-kept"):
-            patch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+            patch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
         runner = Runner(config, model, model.vocab_size)
-    assert bool(runner.fp8) == name.endswith("-kept")
+    assert bool(runner.formats) == name.endswith("-kept")
     reference = oracle(directory)
     tokens = torch.randint(0, model.vocab_size, (PROMPT_LEN + DECODE_LEN,))
     hidden, logits = reference.target(tokens)

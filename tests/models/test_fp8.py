@@ -27,9 +27,9 @@ def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kept_engine(directory: Path, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+        patch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
         engine = make_engine(directory, **options)
-    assert engine.runner.fp8
+    assert engine.runner.formats
     return engine
 
 
@@ -49,7 +49,7 @@ def layer_bytes(engine: Engine) -> int:
 
 def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None:
     kept, plain = kept_engine(directory, mtp_step=0), make_engine(directory, mtp_step=0)
-    assert not plain.runner.fp8
+    assert not plain.runner.formats
     tokens = prompt_of(150, 1, 512)
     error = float((prefill_logits(kept, tokens) - prefill_logits(plain, tokens)).abs().max())
     print(f"{directory.name}: {error:.2e}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import tracemalloc
 from dataclasses import fields
 from pathlib import Path
@@ -14,30 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.fp8 import dequantize
-from compiled_mtp.models.layout import checkpoint_layout, fp8_parameters
-from compiled_mtp.models.mtp import DraftModel
-from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.weights import has_mtp, kept_fp8, load_weights
-from tests.checkpoints import FAMILIES, FP8_FAMILIES, read_stored, write_checkpoint
+from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
+from compiled_mtp.models.headers import read_headers
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.layout import Stored
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS
+from compiled_mtp.models.weights import check_weights, has_mtp, load_weights, read_formats
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
 
 CPU = torch.device("cpu")
-
-
-def allocate(
-    config: ModelConfig,
-    with_mtp: bool = True,
-    dtype: torch.dtype = torch.float32,
-    fp8: frozenset[str] = frozenset(),
-) -> dict[str, Any]:
-    """The parameters of our models by name, poisoned with NaN."""
-    parameters = dict(TargetModel(config, dtype, CPU, fp8).named_parameters())
-    if with_mtp:
-        parameters |= {f"mtp.{n}": p for n, p in DraftModel(config, dtype, CPU, fp8).named_parameters()}
-    for parameter in parameters.values():
-        parameter.fill_(float("nan"))
-    return parameters
 
 
 def expected_layer(config: ModelConfig, s: dict[str, torch.Tensor], p: str, full: bool) -> dict[str, Any]:
@@ -107,8 +96,12 @@ def expected(config: ModelConfig, directory: Path) -> dict[str, torch.Tensor]:
     return want
 
 
+def layout_of(config: ModelConfig, names: tuple[str, ...] = ()) -> dict[str, Stored]:
+    return MODEL_FAMILIES[config.family].layout(config, names, NO_FORMATS)
+
+
 def check_loads(directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config, dtype=dtype)
     load_weights(config, directory, parameters, with_mtp=True)
     want = expected(config, directory)
@@ -139,7 +132,7 @@ def test_fp8_rounds_once_to_bfloat16(tmp_path: Path) -> None:
 @pytest.fixture
 def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep FP8 as on a GPU, with the references."""
-    monkeypatch.setattr("compiled_mtp.models.weights.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
 
 
 def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
@@ -152,25 +145,27 @@ def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
 @pytest.mark.parametrize("kwargs", [k for _, k in FP8_FAMILIES], ids=[n for n, _ in FP8_FAMILIES])
 def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     directory = write_checkpoint(tmp_path, **kwargs)
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
     layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
     layers.append(("mtp.layer.", True))
-    assert fp8 == {prefix + name for prefix, full in layers for name in kept_in_layer(config, full)}
-    assert fp8 == kept_fp8(config, None, CPU)
-    parameters = allocate(config, dtype=torch.bfloat16, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
-    assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == fp8
-    assert {n for n, p in parameters.items() if n.endswith("_scale")} == {n + "_scale" for n in fp8}
+    assert formats.keys() == {
+        prefix + name for prefix, full in layers for name in kept_in_layer(config, full)
+    }
+    assert formats == read_formats(config, None, CPU)
+    parameters = allocate(config, dtype=torch.bfloat16, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
+    assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == formats.keys()
+    assert {n for n, p in parameters.items() if n.endswith("_scale")} == {n + "_scale" for n in formats}
     want = expected(config, directory)
-    for name in fp8:
+    for name in formats:
         weight, scale = parameters.pop(name), parameters.pop(name + "_scale")
         assert scale.dtype == torch.float32
         if weight.dim() == 2:
-            whole = dequantize(weight, scale, torch.float32)
+            whole = FP8.dequantize(weight, scale, torch.float32)
         else:
             pairs = zip(weight, scale, strict=True)
-            whole = torch.stack([dequantize(*pair, torch.float32) for pair in pairs])
+            whole = torch.stack([FP8.dequantize(*pair, torch.float32) for pair in pairs])
         gates = parameters.pop(name.replace("in_proj", "ba_proj"), None) if "in_proj" in name else None
         if gates is not None:
             assert gates.dtype == torch.bfloat16
@@ -186,31 +181,33 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
     """Parts that do not begin at a block of 128 rows, and parts of which one is not FP8."""
     directory = write_checkpoint(tmp_path / "dense", fp8_scale=torch.bfloat16)
     rewrite(directory, dequantized(directory, "mtp.layers.0.self_attn.k_proj.weight"))
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
     layers = {f"layers.{i}": kept_in_layer(config, full) for i, full in enumerate(config.is_full_attention)}
     layers["mtp.layer"] = kept_in_layer(config, True) - {"mixer.qkv.weight"}
     # Gate and up have 192 rows.
-    assert fp8 == {f"{p}.{n}" for p, names in layers.items() for n in names - {"ffn.gate_up.weight"}}
-    parameters = allocate(config, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
+    assert formats.keys() == {
+        f"{p}.{n}" for p, names in layers.items() for n in names - {"ffn.gate_up.weight"}
+    }
+    parameters = allocate(config, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
     want = expected(config, directory)
     for name in ("layers.0.ffn.gate_up.weight", "mtp.layer.mixer.qkv.weight"):
         assert torch.equal(parameters[name], want[name])
 
     # Experts of 64 rows: neither stack, for their operator wants both or none.
     directory = write_checkpoint(tmp_path / "moe", "qwen3_5_moe", fp8_scale=torch.bfloat16)
-    assert not any("ffn" in n for n in kept_fp8(ModelConfig.from_hf(directory), directory, CPU))
+    assert not any("ffn" in n for n in read_formats(read_model_config(directory), directory, CPU))
     # One expert of one layer in bfloat16.
     directory = write_checkpoint(tmp_path / "one", **dict(FP8_FAMILIES)["moe"])
     prefix = "model.language_model.layers.1."
     rewrite(directory, dequantized(directory, prefix + "mlp.experts.3.down_proj.weight"))
     rewrite(directory, dequantized(directory, prefix + "linear_attn.in_proj_z.weight"))
-    config = ModelConfig.from_hf(directory)
-    fp8 = kept_fp8(config, directory, CPU)
-    assert {n for n in fp8 if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
-    parameters = allocate(config, fp8=fp8)
-    load_weights(config, directory, parameters, with_mtp=True)
+    config = read_model_config(directory)
+    formats = read_formats(config, directory, CPU)
+    assert {n for n in formats if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
+    parameters = allocate(config, formats=formats)
+    load_weights(config, directory, parameters, with_mtp=True, formats=formats)
     want = expected(config, directory)
     for name in ("ffn.gate_up", "ffn.down", "mixer.in_proj.weight"):
         assert torch.equal(parameters["layers.1." + name], want["layers.1." + name])
@@ -218,27 +215,27 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
 
 def test_nothing_is_kept_on_a_cpu_or_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
-    assert not kept_fp8(ModelConfig.from_hf(quantized), quantized, CPU)
+    assert not read_formats(read_model_config(quantized), quantized, CPU)
     cuda = torch.device("cuda", 0)
     for capability, is_kept in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert bool(kept_fp8(ModelConfig.from_hf(quantized), quantized, cuda)) == is_kept
+        assert bool(read_formats(read_model_config(quantized), quantized, cuda)) == is_kept
     plain = write_checkpoint(tmp_path / "plain")
-    assert not kept_fp8(ModelConfig.from_hf(plain), plain, cuda)
-    assert not kept_fp8(ModelConfig.from_hf(plain), None, cuda)
+    assert not read_formats(read_model_config(plain), plain, cuda)
+    assert not read_formats(read_model_config(plain), None, cuda)
 
 
 def test_a_missing_or_misshapen_scale_of_a_kept_weight_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)["dense"])
-    config = ModelConfig.from_hf(directory)
-    fp8 = fp8_parameters(config, (), lambda name: True)
+    config = read_model_config(directory)
+    formats = read_formats(config, None, CPU)
     name = "mtp.layers.0.self_attn.k_proj.weight_scale_inv"
     rewrite(directory, {name: torch.ones(1, 1)})
     with pytest.raises(ValueError, match=r"k_proj.weight_scale_inv of shape \[1, 1\] for \[2, 2\] in"):
-        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+        load_weights(config, directory, allocate(config, formats=formats), with_mtp=True, formats=formats)
     rewrite(directory, {name: None})
     with pytest.raises(ValueError, match=f"missing tensors: {name} in"):
-        load_weights(config, directory, allocate(config, fp8=fp8), with_mtp=True)
+        load_weights(config, directory, allocate(config, formats=formats), with_mtp=True, formats=formats)
 
 
 def test_stacked_experts_in_fp8_are_refused(tmp_path: Path) -> None:
@@ -252,7 +249,7 @@ def test_stacked_experts_in_fp8_are_refused(tmp_path: Path) -> None:
 def test_dequantize_partial_blocks() -> None:
     weight = torch.ones(130, 300).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    out = dequantize(weight, scale, torch.float32)
+    out = FP8.dequantize(weight, scale, torch.float32)
     for (row, column), value in {
         (0, 0): 1,
         (127, 128): 2,
@@ -265,7 +262,7 @@ def test_dequantize_partial_blocks() -> None:
 
 def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_next", num_key_heads=2, num_value_heads=4)
-    layout = checkpoint_layout(ModelConfig.from_hf(directory), ())
+    layout = layout_of(read_model_config(directory))
     seen = set()
     for stored in layout.values():
         rows = sorted((p.source, p.source + p.rows) for p in stored.pieces)
@@ -279,7 +276,7 @@ def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
 
 def test_progress_counts_bytes(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     calls: list[tuple[int, int]] = []
     load_weights(
         config,
@@ -295,7 +292,7 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
 
 def test_without_mtp_head(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, mtp=False)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert not has_mtp(directory)
     load_weights(config, directory, allocate(config, with_mtp=False), with_mtp=False)
     with pytest.raises(ValueError, match=r"must store an MTP head .* pass mtp_step=0"):
@@ -304,7 +301,7 @@ def test_without_mtp_head(tmp_path: Path) -> None:
 
 def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     assert has_mtp(directory)
     parameters = allocate(config, with_mtp=False)
     load_weights(config, directory, parameters, with_mtp=False)
@@ -328,7 +325,7 @@ def dequantized(directory: Path, name: str) -> dict[str, torch.Tensor | None]:
 
 def load_error(directory: Path) -> str:
     """The message of the one error, which must come before anything is copied."""
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config)
     with pytest.raises(ValueError, match=r"must (hold exactly|store each)") as error:
         load_weights(config, directory, parameters, with_mtp=True)
@@ -361,7 +358,9 @@ def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
 def test_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tied=True)
     rewrite(directory, {"lm_head.weight": torch.zeros(512, 128)})
-    assert "unused tensors: lm_head.weight in" in load_error(directory)
+    message = load_error(directory)
+    assert "unused tensors: lm_head.weight in" in message
+    assert message.endswith("set tie_word_embeddings to false or drop the head")
 
 
 def test_fp8_without_its_scale(tmp_path: Path) -> None:
@@ -384,7 +383,7 @@ def test_scale_of_another_block_size(tmp_path: Path) -> None:
 
 def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config) | {"layers.0.extra": torch.zeros(3)}
     parameters["layers.1.mixer.qkv.bias"] = torch.zeros(3)
     del parameters["norm.weight"]
@@ -462,7 +461,7 @@ def test_a_broken_file_is_named_from_its_header(tmp_path: Path, content: bytes) 
 
 def test_a_download_cut_short_is_named_before_anything_is_copied(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     parameters = allocate(config)
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -502,7 +501,7 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str, message: str) -> 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bool) -> None:
     directory = write_checkpoint(tmp_path, mtp_file=True, sharded=sharded)
-    config = ModelConfig.from_hf(directory)
+    config = read_model_config(directory)
     want = expected(config, directory)
     file = directory / "mtp.safetensors"
     save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
@@ -546,11 +545,111 @@ def test_as_many_tensors_as_published(
     sizes: dict[str, Any], names: tuple[str, ...], published: int, vision_depth: int
 ) -> None:
     vision_tensors = 9 + 12 * vision_depth
-    assert len(checkpoint_layout(released(**sizes), names)) == published - vision_tensors
+    assert len(layout_of(released(**sizes), names)) == published - vision_tensors
 
 
 def test_as_many_parameters_as_published() -> None:
     config = released("qwen3_next", num_layers=48, num_experts=512, vocab_size=151936, **MOE)
-    layout = checkpoint_layout(config, ())
+    layout = layout_of(config)
     assert len(layout) == 75_944
     assert sum(math.prod(stored.shape) for stored in layout.values()) == 81_324_862_720
+
+
+def check_error(directory: Path, free_bytes: int = 2**40) -> str:
+    """The message of the one error that comes before anything is allocated, within a second."""
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=r"^\w[\w ]* must ") as error:
+        config = read_model_config(directory)
+        formats = read_formats(config, directory, CPU)
+        check_weights(config, directory, formats, torch.float32, with_mtp=True, free_bytes=free_bytes)
+    assert time.perf_counter() - begin < 1.0
+    assert len(str(error.value)) < 3000
+    assert str(error.value).isprintable()
+    return str(error.value)
+
+
+def edit_text(directory: Path, changes: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.usefixtures("keeps")
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [512, 1000000000]"),
+        ({"vocab_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [1000000000, 256]"),
+        ({"num_attention_heads": 10**9}, "q_proj.weight of shape [1024, 256] for [512000000000, 256]"),
+        (
+            {"num_hidden_layers": 4000, "layer_types": None},
+            "num_hidden_layers must be the number of stored layers (4), got 4000; fix config.json or",
+        ),
+        (
+            {"linear_num_key_heads": 10**9, "linear_num_value_heads": 10**9},
+            "linear_num_value_heads must be at most ",
+        ),
+    ],
+)
+def test_sizes_are_compared_before_anything_is_allocated(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family])
+    edit_text(directory, changes)
+    assert message in check_error(directory)
+
+
+def test_a_number_of_experts_is_compared_before_they_are_counted(tmp_path: Path) -> None:
+    for name, experts in (("a", "stacked"), ("b", "per_expert")):
+        directory = write_checkpoint(tmp_path / name, "qwen3_5_moe", trunk_experts=experts)
+        edit_text(directory, {"num_experts": 10**9})
+        assert "num_experts must be at most 8, as stored, got 1000000000; fix" in check_error(directory)
+
+
+def test_weights_that_do_not_fit_memory_are_one_line(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    needed = sum(math.prod(stored.shape) for stored in layout_of(config).values()) * 4
+    message = check_error(directory, needed - 1)
+    assert re.match(r"free memory must hold 0\.0 GiB of weights, got 0\.0 GiB for .*; use a smaller", message)
+    check_weights(config, directory, {}, torch.float32, with_mtp=True, free_bytes=needed)
+
+
+def test_an_engine_compares_before_it_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path)
+    edit_text(directory, {"intermediate_size": 10**9})
+    with pytest.raises(ValueError, match=r"gate_proj.weight of shape \[192, 128\] for \[1000000000, 128\]"):
+        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
+    edit_text(directory, {"intermediate_size": 192})
+    monkeypatch.setattr("compiled_mtp.memory.available_bytes", lambda: 1000)
+    for module in ("runner", "build"):
+        monkeypatch.setattr(f"compiled_mtp.{module}.available_bytes", lambda: 1000, raising=False)
+    with pytest.raises(ValueError, match="^free memory must hold 0.0 GiB of weights"):
+        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
+
+
+def test_a_prefix_is_named_and_the_first_few_tensors(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({f"base_model.model.{n}": w for n, w in tensors.items()}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="must hold exactly") as error:
+        load_weights(config, directory, {}, with_mtp=False)
+    message = str(error.value)
+    stored = [n for n in read_headers(directory) if "visual" not in n]
+    assert f"unused tensors: {', '.join(list(read_headers(directory))[:5])} and " in message
+    assert message.count("base_model.model.") == 6
+    assert len(stored) > 10
+    assert message.endswith(
+        "; the names begin with base_model.model.model.language_model., a wrapper's: save the model without it"
+    )
+
+
+def test_names_of_tensors_are_escaped_and_bounded(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    rewrite(directory, {"\x1b[2J\n" + "x" * 100_000: torch.zeros(1)})
+    message = check_error(directory)
+    assert "unused tensors: \\x1b[2J\\nxxx" in message
+    assert "x... (100005 characters) in " in message

@@ -1,0 +1,62 @@
+"""JSON files of a checkpoint, read so that an error names the file or the key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import fail
+
+FIX = "fix config.json"
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise fail(str(path), "be a readable JSON file", error, "download the file again") from None
+    if not isinstance(value, dict):
+        raise fail(str(path), "hold a JSON object", type(value).__name__, "download the file again")
+    return value
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A section of config.json whose reads name the key that is missing or malformed."""
+
+    values: dict[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value: Any = self.values.get(key, default)
+        # By type, for a bool is an int; bounded, for JSON may hold NaN, Infinity and integers without end.
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+            raise fail(key, "be a positive number", value, FIX)
+        return float(value)
+
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
+    ) -> int:
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise fail(key, f"be an integer of at least {least}", value, FIX)
+        if most is not None and value > most:
+            raise fail(key, f"be at most {most}", value, FIX)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise fail(key, "be true or false", value, FIX)
+        return value
+
+    def section(self, key: str) -> dict[str, Any]:
+        """The object under `key`, empty where there is none."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise fail(key, "be an object", repr(value), FIX)
+        return value or {}

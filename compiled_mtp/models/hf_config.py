@@ -1,0 +1,94 @@
+"""A checkpoint folder's JSON files, read into a ModelConfig. Source: the configuration classes of Hugging
+Face transformers 5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import check, fail
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.config_keys import FIX, Keys, read_json
+from compiled_mtp.models.family import MODEL_TYPES
+
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`.
+
+    Raises ValueError for a directory that is no such checkpoint and for every feature the engine does not
+    compute, each by name.
+    """
+    root = Path(path)
+    is_gguf = root.suffix == ".gguf"
+    check(not is_gguf, "model", "be a Hugging Face directory", root, "GGUF weights are not supported")
+    remedy = "pass a Hugging Face checkpoint directory"
+    check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
+    other = root / "hf_quant_config.json"
+    remedy = "use the bf16 or the FP8 release of the model"
+    check(not other.is_file(), "quantization", "be fp8 in blocks of 128", other.name, remedy)
+    top = read_json(root / "config.json")
+    name = top.get("model_type")
+    remedy = "other architectures are not supported"
+    is_known = isinstance(name, str) and name in MODEL_TYPES
+    check(is_known, "model_type", f"be one of {', '.join(MODEL_TYPES)}", name, remedy)
+    family = MODEL_TYPES[top["model_type"]]
+    text = Keys(top).section("text_config") or top
+    inner = str(text.get("model_type", name))
+    belongs = MODEL_TYPES.get(inner) is family
+    check(belongs, "text_config.model_type", f"belong to {family.name}", inner, FIX)
+    generation = read_json(root / "generation_config.json", optional=True)
+    fields = family.read(Keys(text), top) | _sampling_fields(root, top, text, generation)
+    return ModelConfig(family=family.name, **fields)
+
+
+def _sampling_fields(
+    root: Path, top: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]
+) -> dict[str, Any]:
+    """Default sampling parameters, and the union of all eos ids (a turn ends with another id than a text)."""
+    remedy = "fix the checkpoint's JSON files"
+    eos: set[int] = set()
+    for section in (top, text, generation):
+        ids = section.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        are_ids = all(type(i) is int for i in ids)
+        check(are_ids, "eos_token_id", "be an integer or a list of integers", ids, remedy)
+        eos.update(ids)
+    eos.update(_tokenizer_eos(root))
+    wrong = sorted(i for i in eos if not 0 <= i < text["vocab_size"])
+    check(not wrong, "eos_token_id", f"lie in the vocabulary of {text['vocab_size']}", wrong, remedy)
+    defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    for key, value in defaults.items():
+        check(type(value) in (int, float), key, "be a number", repr(value), "fix generation_config.json")
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return {"eos_token_ids": tuple(sorted(eos)), "generation_defaults": defaults}
+
+
+def _tokenizer_eos(root: Path) -> list[int]:
+    """The id of the eos token that the tokenizer's files name, or nothing where they name none."""
+    token: Any = None
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = token or read_json(root / file, optional=True).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None or not (root / "tokenizer.json").is_file():
+        return []
+    tokenizer = read_json(root / "tokenizer.json")
+    try:
+        ids = {t["content"]: t["id"] for t in tokenizer.get("added_tokens", [])}
+        found = ids.get(token, tokenizer.get("model", {}).get("vocab", {}).get(token))
+    except (AttributeError, KeyError, TypeError):
+        found = None
+    if type(found) is not int:
+        raise fail("eos_token", "be a token of tokenizer.json", repr(token), "fix the tokenizer's files")
+    return [found]
