@@ -510,6 +510,6 @@ def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
     with pytest.raises(ValueError, match=r"got \\ud800\\x07; fix config.json"):
         read_model_config(directory)
     for value in ("a" * 5_000_000, 10**5000, ["b"] * 10**6):
-        with pytest.raises(ValueError, match="^max_batch must") as error:
+        with pytest.raises(ValueError, match=r"^max_batch must") as error:
             EngineConfig(max_batch=value)
         assert len(str(error.value)) < 1000

@@ -100,10 +100,13 @@ def _header(file: Path) -> list[Header]:
         # cut short must not come to light only after the parameters are allocated.
         with safe_open(file, framework="pt", device="cpu"), file.open("rb") as stream:
             entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"model must hold safetensors files, got {file} ({shown(error)}); download it again"
         ) from None
+    except RuntimeError as error:  # The kernel maps no file that is far larger than its memory.
+        remedy = "use a smaller model or more memory"
+        raise fail("free memory", "allow the weights to be mapped", f"{file} ({error})", remedy) from None
     entries.pop("__metadata__", None)
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
     return [
