@@ -157,7 +157,8 @@ def build(
         saved = directory if directory.is_dir() else None
     step = _make_step(settings, target, draft, num_blocks, draft_ids, half_rows)
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
-    moves.allocate_host(features.host_records, features.host_blocks)
+    if features.host_records:
+        moves.allocate_host(features.host_records, features.host_blocks)
     programs = Programs(
         step,
         buckets,

@@ -7,7 +7,7 @@ before it and before its own plan's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -24,8 +24,8 @@ _PARAMETERS = ("seed", "temperature", "top_k", "top_p", "min_p")
 class _Tier:
     """Where requests may lie: by name, `rows` [places, ...] and `blocks` [blocks, ...]."""
 
-    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    blocks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[str, torch.Tensor]
+    blocks: Mapping[str, torch.Tensor]
 
 
 class Moves:
@@ -39,7 +39,7 @@ class Moves:
         self.slot_tensors = slot_tensors
         self.block_table = block_table
         self._pages = dict(kv_cache.named_buffers())
-        self._host = _Tier()
+        self._host: _Tier | None = None
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
@@ -99,7 +99,7 @@ class Moves:
         if place.tier == "slot":
             slots = {entry.name: entry.tensor for entry in self.slot_tensors}
             return _Tier(slots, self._pages)
-        if place.tier == "host" and self._host.rows:
+        if place.tier == "host" and self._host is not None:
             return self._host
         raise ValueError(
             f"{name} must lie in a tier that was allocated, got {place.tier!r}; give the runner room for it"

@@ -1,0 +1,135 @@
+"""Drives a runner by plans made by hand: rounds of any depth, halves, and moves, without a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_mtp.build import Features
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, Release, StepPlan, StepResult
+from compiled_mtp.runner import Runner
+from tests import tiny
+
+MAX_MODEL_LEN, BLOCK_SIZE = 128, 16
+BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
+
+
+def make_runner(directory: Path, features: Features | None = None, **options: Any) -> Runner:
+    """A runner of three slots and room for four requests' blocks, every row and block full of NaN."""
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "prefill_chunk": 64,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_batch": 3,
+        "num_blocks": 4 * BLOCKS_EACH + 1,
+    }
+    config = EngineConfig(model=directory, **(defaults | options))
+    model_config = ModelConfig.from_hf(directory)
+    runner = Runner(config, model_config, model_config.vocab_size, features=features)
+    tiny.poison(runner.step)
+    return runner
+
+
+@dataclass
+class Driver:
+    """Keeps who owns which slot and blocks; `tokens` of each request are those whose results were read."""
+
+    runner: Runner
+    slots: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    results: list[StepResult] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def run(self, kind: PlanKind, names: tuple[str, ...] = (), **fields: Any) -> None:
+        """Launch a plan of the requests `names` and take the result that is due."""
+        slots = tuple(self.slots[name] for name in names)
+        # A request's number is its generation: results come after it may have moved.
+        generations = tuple(self.names.index(name) for name in names)
+        plan = StepPlan(len(self.results), kind, slots, generations, **fields)
+        self.take(self.runner.run(plan))
+
+    def take(self, result: StepResult | None) -> None:
+        if result is None:
+            return
+        assert result.error is None, result.error
+        self.results.append(result)
+        for generation, new in zip(result.plan.generations, result.token_ids, strict=True):
+            self.tokens[self.names[generation]] += new
+
+    def drain(self) -> dict[str, list[int]]:
+        """Read every result; the tokens of all requests."""
+        while (result := self.runner.run(None)) is not None:
+            self.take(result)
+        return self.tokens
+
+    def start(
+        self, name: str, slot: int, prompt: list[int], *, temperature: float = 0.8, draft_step: int = 3
+    ) -> None:
+        """Give `name` a slot and the lowest free blocks, and prefill its prompt."""
+        self.names.append(name)
+        self.slots[name], self.tokens[name] = slot, []
+        self.blocks[name] = self.free_blocks()
+        moves: tuple[Move, ...] = (Release(slot), Admit(slot, 7 + len(prompt), temperature, 40, 0.95, 0.0))
+        updates = self.updates(name)
+        for begin in range(0, len(prompt), 64):
+            chunk = tuple(prompt[begin : begin + 64])
+            is_last = begin + 64 >= len(prompt)
+            where = {"token_ids": chunk, "start": begin, "prompt_len": len(prompt), "is_last": is_last}
+            depth = draft_step if is_last else 0
+            self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, **where)
+            moves, updates = (), ()
+
+    def decode(self, *names: str, verify_step: int = 3, draft_step: int = 3, **fields: Any) -> None:
+        self.run("decode", names, verify_step=verify_step, draft_step=draft_step, **fields)
+
+    def free_blocks(self) -> list[int]:
+        """Blocks that no request owns, the lowest last: tables are not in order."""
+        used = {block for blocks in self.blocks.values() for block in blocks}
+        free = [block for block in range(1, self.runner.num_blocks) if block not in used]
+        return free[:BLOCKS_EACH][::-1]
+
+    def updates(self, name: str) -> tuple[BlockUpdate, ...]:
+        own = enumerate(self.blocks[name])
+        return tuple(BlockUpdate(self.slots[name], column, block) for column, block in own)
+
+    def move(self, name: str, slot: int, *, with_blocks: bool) -> None:
+        """Move a request to another slot, with or without its blocks; poison what it leaves."""
+        source, old = self.slots[name], self.blocks[name]
+        new = self.free_blocks() if with_blocks else old
+        pairs = tuple(zip(old, new, strict=True)) if with_blocks else ()
+        copy = Copy(len(self.results), Place("slot", source), Place("slot", slot), pairs)
+        self.slots[name], self.blocks[name] = slot, new
+        self.run("move", moves=(copy, Release(source)), block_updates=self.updates(name))
+        self.poison(source, old if with_blocks else [])
+
+    def offload(self, name: str, record: int) -> None:
+        """Move a request to host memory; poison what it leaves."""
+        source, old = self.slots.pop(name), self.blocks.pop(name)
+        pairs = tuple((block, record * BLOCKS_EACH + index) for index, block in enumerate(old))
+        copy = Copy(100 + record, Place("slot", source), Place("host", record), pairs)
+        self.run("move", moves=(copy, Release(source)))
+        self.poison(source, old)
+
+    def bring_back(self, name: str, record: int, slot: int) -> None:
+        """Move a request from host memory to a slot and to blocks that it has not had before."""
+        self.blocks[name] = self.free_blocks()
+        self.slots[name] = slot
+        own = self.blocks[name]
+        pairs = tuple((record * BLOCKS_EACH + index, block) for index, block in enumerate(own))
+        copy = Copy(200 + record, Place("host", record), Place("slot", slot), pairs)
+        self.run("move", moves=(copy,), block_updates=self.updates(name))
+
+    def poison(self, slot: int, blocks: list[int]) -> None:
+        """Fill a slot that was left, and blocks, with NaN or wrong numbers."""
+        step = self.runner.step
+        for entry in step.slot_tensors:
+            entry.tensor[slot] = float("nan") if entry.tensor.is_floating_point() else 3
+        for pages in step.kv_cache.buffers():
+            pages[torch.tensor(blocks, dtype=torch.int64, device=pages.device)] = float("nan")

@@ -1,0 +1,143 @@
+"""A request that moves goes on as if it had stayed; whatever is registered moves with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_mtp.build import Features
+from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
+from compiled_mtp.plan import Admit, Copy, Place, StepPlan
+from tests.checkpoints import write_checkpoint
+from tests.drivers import BLOCKS_EACH, Driver, make_runner
+from tests.engines import prompt_of
+
+VOCAB = 512
+PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(70, 2, VOCAB)}
+HOST = Features(host_records=2, host_blocks=2 * BLOCKS_EACH)
+SIZES = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("moves")
+    write_checkpoint(directory, **SIZES)
+    return directory
+
+
+def begin(directory: Path, **options: object) -> Driver:
+    """Two requests with a few tokens each."""
+    driver = Driver(make_runner(directory, HOST, **options))
+    for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
+        driver.start(name, slot, prompt)
+    driver.decode("a", "b")
+    driver.decode("b", "a")
+    return driver
+
+
+@pytest.fixture(scope="module")
+def streams(checkpoint: Path) -> dict[str, list[int]]:
+    driver = begin(checkpoint)
+    for _ in range(14):
+        driver.decode("a", "b")
+    return driver.drain()
+
+
+def check(driver: Driver, streams: dict[str, list[int]]) -> None:
+    for name, tokens in driver.drain().items():
+        assert len(tokens) > 6
+        assert tokens == streams[name][: len(tokens)]
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize("with_blocks", [False, True])
+def test_a_request_moves_to_another_slot(
+    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int, with_blocks: bool
+) -> None:
+    driver = begin(checkpoint, max_in_flight=max_in_flight)
+    for slot in (3, 1, 3):
+        driver.move("a", slot, with_blocks=with_blocks)
+        driver.decode("b", "a")
+        driver.decode("a")
+    driver.move("b", 1, with_blocks=with_blocks)
+    for _ in range(3):
+        driver.decode("a", "b")
+    check(driver, streams)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+def test_a_request_goes_to_host_memory_and_comes_back(
+    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int, kv_dtype: str
+) -> None:
+    if kv_dtype != "auto":
+        plain = begin(checkpoint, kv_dtype=kv_dtype)
+        for _ in range(14):
+            plain.decode("a", "b")
+        streams = plain.drain()
+    driver = begin(checkpoint, max_in_flight=max_in_flight, kv_dtype=kv_dtype)
+    driver.offload("a", 1)
+    driver.decode("b")
+    driver.bring_back("a", 1, 3)
+    driver.decode("a", "b")
+    driver.offload("b", 0)
+    driver.offload("a", 1)
+    driver.bring_back("b", 0, 1)
+    driver.bring_back("a", 1, 2)
+    for _ in range(3):
+        driver.decode("b", "a")
+    check(driver, streams)
+    done = [copy_id for result in driver.results for copy_id in result.copies_done]
+    assert done == [101, 201, 100, 101, 200, 201]
+    assert all(result.plan.kind == "move" for result in driver.results if result.copies_done)
+
+
+def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
+    driver = Driver(make_runner(checkpoint, HOST))
+    moves = driver.runner.moves
+    dummy = torch.full((4, 5), -1, dtype=torch.int32)
+    moves.slot_tensors.register(SlotTensor("dummy", dummy, initial=9))
+    moves.allocate_host(2, 2 * BLOCKS_EACH)
+    driver.start("a", 1, PROMPTS["a"])
+    assert dummy[1].tolist() == [9] * 5
+    dummy[1] = torch.arange(5)
+    driver.move("a", 3, with_blocks=False)
+    driver.offload("a", 0)
+    assert dummy[3].tolist() == [3] * 5
+    driver.bring_back("a", 0, 2)
+    assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [3] * 5]
+
+
+def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> None:
+    driver = begin(checkpoint)
+    slots = driver.runner.step.slots
+    last = int(slots.last_token[1])
+    admit = Admit(1, 5, 0.5, 3, 0.25, 0.125)
+    copies = [Copy(i, Place("slot", 1), Place("slot", 3)) for i in (0, 1)]
+    driver.run("move", moves=(copies[0], admit))
+    assert int(slots.last_token[3]) == last
+    assert int(slots.last_token[1]) == int(slots.pos[1]) == int(slots.base[1]) == 0
+    given = [getattr(slots, name)[1].item() for name in ("seed", "temperature", "top_k", "top_p", "min_p")]
+    assert given == [5, 0.5, 3, 0.25, 0.125]
+    driver.run("move", moves=(admit, copies[1]))
+    assert int(slots.last_token[3]) == 0
+
+
+def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint)
+    copy = Copy(0, Place("slot", 1), Place("host", 0))
+    result = runner.run(StepPlan(0, "move", moves=(copy,)))
+    assert result is not None
+    assert result.error is not None
+    assert result.copies_done == ()
+    assert "target must lie in a tier that was allocated, got 'host'; give the runner room" in result.error
+
+
+def test_registration_is_checked() -> None:
+    tensors = SlotTensors([SlotTensor("a", torch.zeros(3, 2))])
+    with pytest.raises(ValueError, match="^name must be unused, got 'a'; choose another"):
+        tensors.register(SlotTensor("a", torch.zeros(3)))
+    with pytest.raises(ValueError, match="^b must have 3 slots, got 4; make a row"):
+        tensors.register(SlotTensor("b", torch.zeros(4)))

@@ -1,0 +1,156 @@
+"""Rounds of any depth, whole or as two halves with other launches between them: the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_mtp.build import Features
+from compiled_mtp.plan import StepPlan
+from tests.checkpoints import write_checkpoint
+from tests.drivers import Driver, make_runner
+from tests.engines import prompt_of
+
+VOCAB = 512
+PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(70, 2, VOCAB), "c": prompt_of(65, 3, VOCAB)}
+DEPTHS = (3, 1, 0, 7, 3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rounds")
+    write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def streams(checkpoint: Path) -> dict[str, list[int]]:
+    """Each request token by token."""
+    driver = Driver(make_runner(checkpoint, mtp_step=0))
+    for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
+        driver.start(name, slot, prompt, draft_step=0)
+        for _ in range(40):
+            driver.decode(name, verify_step=0, draft_step=0)
+    return driver.drain()
+
+
+def check(driver: Driver, streams: dict[str, list[int]]) -> None:
+    for name, tokens in driver.drain().items():
+        assert len(tokens) > 6
+        assert tokens == streams[name][: len(tokens)]
+
+
+def halved_round(driver: Driver, *names: str, between: str | None = None) -> None:
+    """A round as two halves; `between` is prefilled between them."""
+    depth = {"verify_step": 3, "draft_step": 3}
+    driver.run("verify", names, **depth)
+    if between is not None:
+        driver.start(between, 3, PROMPTS[between])
+    driver.run("accept", names, **depth)
+
+
+def mixed_rounds(driver: Driver) -> None:
+    """Whole and halved rounds by turns, with prompts before, between and after."""
+    driver.start("a", 1, PROMPTS["a"])
+    halved_round(driver, "a")
+    driver.start("b", 2, PROMPTS["b"])
+    driver.decode("b", "a")
+    halved_round(driver, "a", "b", between="c")
+    driver.decode("a", "b")
+    halved_round(driver, "c", "a")
+    for _ in range(3):
+        halved_round(driver, "b", "c")
+        driver.decode("a", "c")
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_whole_and_halved_rounds_by_turns(
+    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
+) -> None:
+    runner = make_runner(checkpoint, Features(with_halves=True), max_in_flight=max_in_flight)
+    driver = Driver(runner)
+    mixed_rounds(driver)
+    check(driver, streams)
+    assert all(not any(r.token_ids) for r in driver.results if r.plan.kind == "verify")
+
+
+def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+    features = Features(with_halves=True)
+    runner = make_runner(checkpoint, features, compile="on", batch_sizes=(3,))
+    assert runner.programs.count == 5
+    driver = Driver(runner)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        mixed_rounds(driver)
+    check(driver, streams)
+
+
+def deep_and_shallow(driver: Driver) -> None:
+    """Depths 3, 1, 0, 7, 3 in a request's life, each verified in the round after; then 7 on 1 draft."""
+    driver.start("a", 1, PROMPTS["a"], draft_step=3)
+    driver.start("b", 2, PROMPTS["b"], draft_step=0)
+    for verify_step, draft_step in zip(DEPTHS, DEPTHS[1:], strict=False):
+        driver.decode("a", "b", verify_step=verify_step, draft_step=draft_step)
+    for verify_step, draft_step in ((3, 1), (7, 0), (1, 3)):
+        driver.decode("b", "a", verify_step=verify_step, draft_step=draft_step)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_depth_changes_from_round_to_round(
+    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
+) -> None:
+    driver = Driver(make_runner(checkpoint, mtp_step=7, max_in_flight=max_in_flight))
+    deep_and_shallow(driver)
+    check(driver, streams)
+
+
+def test_compiled_programs_have_the_depths_they_were_made_for(
+    checkpoint: Path, streams: dict[str, list[int]]
+) -> None:
+    features = Features(depths=(0, 2))
+    runner = make_runner(checkpoint, features, mtp_step=2, compile="on", batch_sizes=(3,))
+    assert runner.programs.count == 4 + 2 + 1
+    driver = Driver(runner)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        driver.start("a", 1, PROMPTS["a"], draft_step=2)
+        driver.start("b", 2, PROMPTS["b"], draft_step=0)
+        for verify_step, draft_step in ((2, 0), (0, 0), (0, 2), (2, 2), (2, 2), (2, 2)):
+            driver.decode("a", "b", verify_step=verify_step, draft_step=draft_step)
+        result = runner.run(StepPlan(0, "decode", (1,), (0,), verify_step=1, draft_step=2))
+    assert result is not None
+    assert result.error is not None
+    assert "must be depths that programs were made for, got 1 and 2" in result.error
+    check(driver, streams)
+
+
+def test_drafts_are_told_where_they_are_asked_for(checkpoint: Path) -> None:
+    for with_drafts in (False, True):
+        driver = Driver(make_runner(checkpoint, Features(with_drafts=with_drafts)))
+        driver.start("a", 1, PROMPTS["a"], draft_step=2)
+        slots = driver.runner.step.slots
+        for draft_step in (2, 3, 0):
+            if draft_step != 2:
+                driver.decode("a", verify_step=3, draft_step=draft_step)
+            expected = [slots.drafts[1, :draft_step].tolist()] if with_drafts else []
+            assert list(driver.results[-1].drafts) == expected
+
+
+def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
+    driver = Driver(make_runner(checkpoint, Features(with_halves=True)))
+    driver.start("a", 1, PROMPTS["a"])
+    driver.start("b", 2, PROMPTS["b"])
+    driver.run("verify", ("a", "b"), verify_step=3, draft_step=3)
+    for slots, verify_step in (((2, 1), 3), ((1, 2), 2)):
+        plan = StepPlan(0, "accept", slots, (0, 1), verify_step=verify_step, draft_step=3)
+        result = driver.runner.run(plan)
+        assert result is not None
+        assert "accept must follow the verify of its own round, got" in str(result.error)
+    driver.run("accept", ("a", "b"), verify_step=3, draft_step=3)
+    result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), verify_step=3, draft_step=3))
+    assert result is not None
+    assert "after None; plan both halves" in str(result.error)
+    whole = make_runner(checkpoint)
+    result = whole.run(StepPlan(0, "verify", (1,), (0,), verify_step=3, draft_step=3))
+    assert result is not None
+    assert "with_halves must be True for half a round, got False; ask" in str(result.error)
