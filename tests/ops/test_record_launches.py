@@ -83,7 +83,7 @@ def test_equal_launches_have_equal_keys(recorder: Any, kernel: Any) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_an_operator_sees_the_faked_gpu(
-    recorder: Any, kernel: Any, capability: int, monkeypatch: Any
+    recorder: Any, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("compiled_mtp.ops.silu_mul.kernel")
     seen: list[tuple[Any, ...]] = []
