@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -194,24 +193,3 @@ def tile_constants(
         "BLOCK_V": BLOCK_V,
         "LANES": min(LANES, head_k_dim),
     }
-
-
-def gated_norm_variants() -> list[KernelVariant]:
-    return [
-        KernelVariant(
-            name=f"gated-norm-{dtype}{'-pdl' if pdl else ''}",
-            function=gated_norm_kernel,
-            signature={
-                "out": "*fp32", "z": f"*{dtype}", "norm_weight": "*fp32", "y": f"*{dtype}",
-                "z_stride": "i32", "pairs": "i32", "eps": "fp32",
-            },
-            constexprs={
-                "length": None, "NV": 48, "DV": 128, "PAIRS": NORM_PAIRS, "SIGMOID": False, "PDL": pdl,
-            },
-            num_warps=NORM_WARPS,
-            aligned=("out", "z", "norm_weight", "y", "z_stride"),
-            options={**OPTIONS, "launch_pdl": pdl},
-            min_capability=90 if pdl else 80,
-        )
-        for dtype, pdl in (("bf16", False), ("bf16", True), ("fp32", False))
-    ]  # fmt: skip

@@ -1,16 +1,16 @@
-"""Compile the operators' Triton kernels without a GPU and print the resources each configuration takes.
+"""Compile what the operators launch, without a GPU, and print the resources each configuration takes.
 
     python tools/kernel_table.py --capabilities 90                 # every configuration, as JSON
     python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
     python tools/kernel_table.py --record                          # rewrite the table of this Triton version
 
+launch_cases.py lists the calls, record_launches.py finds out what they launch.
 The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -23,6 +23,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+# Interpreted functions cannot be compiled, and a GPU that is present is not the one to compile for.
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import triton  # noqa: E402  it reads the environment
+from launch_cases import cases  # noqa: E402
+from record_launches import Launch, record  # noqa: E402
 
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 CAPABILITIES = (80, 90, 100)
@@ -33,33 +40,20 @@ def operators_with_kernels() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
 
-def variants_of(operator: str, capability: int, first: bool) -> Iterator[Any]:
-    """The KernelVariants of an operator meant for a capability; with `first`, one of each kernel function."""
-    seen: set[Any] = set()
-    for variant in importlib.import_module(f"compiled_mtp.ops.{operator}.kernel").variants():
-        if capability >= variant.min_capability and not (first and variant.function in seen):
-            seen.add(variant.function)
-            yield variant
+def launches_of(operator: str, capability: int, first: bool) -> Iterator[tuple[str, Launch]]:
+    """What the cases of an operator's folder launch on a GPU, each named once; with `first`, one a kernel."""
+    seen: set[str] = set()
+    for case in cases(operator, capability):
+        for launch in record(case.call, capability):
+            identity = launch.name if first else launch.key
+            if identity not in seen:
+                seen.add(identity)
+                yield f"{launch.name.removesuffix('_kernel')}-{case.label}", launch
 
 
-def compile_variant(variant: Any, capability: int) -> dict[str, int]:
+def resources(launch: Launch) -> dict[str, int]:
     """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = variant.function.arg_names
-    given = set(variant.signature) | set(variant.constexprs)
-    if given != set(names):
-        raise ValueError(f"variant must describe every argument, got a difference of {given ^ set(names)}")
-    source = ASTSource(
-        fn=variant.function,
-        signature={name: variant.signature.get(name, "constexpr") for name in names},
-        constexprs=dict(variant.constexprs),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned},
-    )
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = launch.compile()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -76,16 +70,18 @@ def compile_variant(variant: Any, capability: int) -> dict[str, int]:
 
 
 def compile_table(operators: list[str], capabilities: list[int], first: bool) -> dict[str, Any]:
-    """Resources, or {"error": text}, keyed by "operator/variant@sm_NN"."""
+    """Resources, or {"error": text}, keyed by "operator/kernel-case@sm_NN"."""
     table: dict[str, Any] = {}
     for operator in operators:
         for capability in capabilities:
-            for variant in variants_of(operator, capability, first):
-                key = f"{operator}/{variant.name}@sm_{capability}"
+            for name, launch in launches_of(operator, capability, first):
+                key = f"{operator}/{name}@sm_{capability}"
                 if key in table:
-                    raise ValueError(f"variant names must differ, got {key} twice; rename one")
+                    raise ValueError(
+                        f"a case must launch a kernel in one way, got {key} twice; split the case"
+                    )
                 try:
-                    table[key] = compile_variant(variant, capability)
+                    table[key] = resources(launch)
                 except Exception as error:  # one bad kernel must not hide the others
                     table[key] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
     return table
@@ -93,10 +89,6 @@ def compile_table(operators: list[str], capabilities: list[int], first: bool) ->
 
 def main() -> None:
     """Parse the arguments, compile, print or record."""
-    # Interpreted functions cannot be compiled.
-    os.environ.pop("TRITON_INTERPRET", None)
-    import triton
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,7 +14,6 @@ from compiled_mtp.ops.gdn_triton import (
     state_offsets,
     tile_constants,
 )
-from compiled_mtp.ops.variants import KernelVariant
 
 
 @triton.jit
@@ -68,20 +67,3 @@ def launch(
             **tile_constants(ring_k.shape[1], num_v_heads, head_k_dim, head_v_dim, ring_k.shape[2]),
             num_warps=NUM_WARPS, **OPTIONS,
         )  # fmt: skip
-
-
-def variants() -> list[KernelVariant]:
-    tensors = ("state", "ring_k", "ring_u", "ring_g")
-    cursors = {"state_index": "*i32", "base": "*i64", "target": "*i64"}
-    return [
-        KernelVariant(
-            name=f"{num_v_heads // 16}x",
-            function=gdn_commit_kernel,
-            signature={**dict.fromkeys(tensors, "*fp32"), **cursors},
-            constexprs=tile_constants(16, num_v_heads, 128, 128, 8),
-            num_warps=NUM_WARPS,
-            aligned=(*tensors, *cursors),
-            options=OPTIONS,
-        )
-        for num_v_heads in (48, 32, 16)
-    ]  # fmt: skip

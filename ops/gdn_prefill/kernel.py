@@ -14,7 +14,6 @@ import triton.language as tl
 
 from compiled_mtp.ops.gdn_prefill.reference import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
-from compiled_mtp.ops.variants import KernelVariant
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.
 CHUNK_STAGES = 2
@@ -236,43 +235,3 @@ def launch(
         BLOCK_V=block_v, PRECISE=precise, num_warps=NUM_WARPS, num_stages=CHUNK_STAGES, **OPTIONS,
     )  # fmt: skip
     return launch_gated_norm(out, z, norm_weight, eps, gate_activation, length)
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    for num_v_heads, precise in ((48, False), (32, False), (16, False), (16, True)):
-        name = f"{num_v_heads // 16}x-{'fp32' if precise else 'bf16'}"
-        heads = {"NK": 16, "NV": num_v_heads, "DK": 128}
-        wide = dict.fromkeys(("q", "k", "g", "beta", "log_decay"), "*fp32")
-        halves = dict.fromkeys(("q_high", "q_low", "k_high", "k_low", "inverse_high", "inverse_low"), "*bf16")
-        signature = {**wide, **halves, "length": "*i64"}
-        result.append(
-            KernelVariant(
-                name=f"solve-{name}",
-                function=gdn_prefill_solve_kernel,
-                signature=signature,
-                constexprs={**heads, "CHUNK": CHUNK, "BLOCK_K": SOLVE_BLOCK_K, "PRECISE": precise},
-                num_warps=NUM_WARPS,
-                aligned=tuple(signature),
-                options=OPTIONS,
-            )
-        )
-        wide = dict.fromkeys(("v", "log_decay", "out", "state"), "*fp32")
-        halves = dict.fromkeys(("q", "q_low", "k", "k_low", "inverse", "inverse_low"), "*bf16")
-        signature = {**wide, **halves, "state_index": "*i32", "start": "*i64", "length": "*i64"}
-        result.append(
-            KernelVariant(
-                name=f"chunk-{name}",
-                function=gdn_prefill_chunk_kernel,
-                signature=signature,
-                constexprs={
-                    **heads, "DV": 128, "CHUNK": CHUNK, "PRECISE": precise,
-                    "BLOCK_V": chunk_block_v(num_v_heads, 128, precise),
-                },
-                num_warps=NUM_WARPS,
-                num_stages=CHUNK_STAGES,
-                aligned=tuple(signature),
-                options=OPTIONS,
-            )
-        )  # fmt: skip
-    return result

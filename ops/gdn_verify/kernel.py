@@ -14,14 +14,12 @@ from compiled_mtp.ops.gdn_triton import (
     OPTIONS,
     apply_record,
     fold_records,
-    gated_norm_variants,
     launch_gated_norm,
     load_key,
     state_offsets,
     tile_constants,
     widen_key,
 )
-from compiled_mtp.ops.variants import KernelVariant
 
 
 @triton.jit
@@ -156,27 +154,3 @@ def launch(
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return launch_gated_norm(out, z, norm_weight, eps, gate_activation)
-
-
-def variants() -> list[KernelVariant]:
-    tensors = ("q", "k", "v", "exp_g", "beta", "out", "state", "ring_k", "ring_u", "ring_g")
-    cursors = {"state_index": "*i32", "base": "*i64", "pos": "*i64"}
-    return [
-        KernelVariant(
-            name=f"{num_v_heads // 16}x-ring{ring}{'-pdl' if pdl else ''}",
-            function=gdn_verify_kernel,
-            signature={**dict.fromkeys(tensors, "*fp32"), **cursors, "query_len": "i32"},
-            constexprs={**tile_constants(16, num_v_heads, 128, 128, ring), "PDL": pdl},
-            num_warps=NUM_WARPS,
-            aligned=(*tensors, *cursors),
-            options={**OPTIONS, "launch_pdl": pdl},
-            min_capability=90 if pdl else 80,
-        )
-        for num_v_heads, ring, pdl in (
-            (48, 8, False),
-            (48, 8, True),
-            (48, 16, True),
-            (32, 8, True),
-            (16, 8, True),
-        )
-    ] + gated_norm_variants()

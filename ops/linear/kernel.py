@@ -11,10 +11,9 @@ import functools
 import torch
 import triton
 
-from compiled_mtp.ops.device import SHARED_BYTES, device_of
-from compiled_mtp.ops.linear.config import NAMED_DTYPES, LinearConfig, choose, linear_config, read_table
+from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear.config import LinearConfig, choose
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
-from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
 MAX_TILES = 1 << 16
@@ -143,102 +142,3 @@ def launch_config(
         **OPTIONS,
     )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    result: dict[str, KernelVariant] = {}
-
-    def add(
-        arch: str,
-        n: int,
-        k: int,
-        weight_dtype: torch.dtype,
-        block_m: int,
-        prefill: bool,
-        **kind: bool,
-    ) -> None:
-        x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
-        config = linear_config(
-            arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill
-        )
-        variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80", **kind)
-        result[variant.name] = variant
-
-    for arch in ("sm_90", "sm_80"):
-        for n, k, weight_dtype in (
-            (34816, 5120, torch.bfloat16),
-            (5120, 6144, torch.bfloat16),
-            (1024, 3584, torch.bfloat16),
-            (34816, 5120, torch.float8_e4m3fn),
-            (2560, 9216, torch.float8_e4m3fn),
-            (1024, 2048, torch.float32),
-        ):
-            for block_m, prefill in ((16, False), (32, False), (64, False), (128, False), (128, True)):
-                add(arch, n, k, weight_dtype, block_m, prefill)
-                if n == 34816 and not prefill:
-                    add(arch, n, k, weight_dtype, block_m, prefill, gated=True)
-                if k > n and not prefill:
-                    add(arch, n, k, weight_dtype, block_m, prefill, keep_parts=True)
-    for arch, entries in read_table().items():
-        for entry in entries:
-            shape, name = entry.split()
-            add(arch, *map(int, shape.split("x")), NAMED_DTYPES[name], 16, False)
-    return list(result.values())
-
-
-def describe(
-    config: LinearConfig,
-    k: int,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    pdl: bool,
-    gated: bool = False,
-    keep_parts: bool = False,
-) -> KernelVariant:
-    """The variant that `launch_config` compiles for a weight of K columns."""
-    names = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32"}
-    fp8 = weight_dtype == torch.float8_e4m3fn
-    split = config.programs_along_k(k) > 1
-    parts = prefetch_parts(config) if pdl and config.prefetch_bytes and not config.is_one_step(k) else 0
-    pointers = {"x": f"*{names[x_dtype]}", "weight": f"*{names[weight_dtype]}", "out": f"*{names[x_dtype]}"}
-    pointers |= {"weight_scale": "*fp32"} if fp8 else {}
-    if split and keep_parts:
-        pointers["out"] = "*fp32"
-    elif split:
-        pointers |= {"partials": "*fp32", "counters": "*i32"}
-    strides = ("n", "k", "x_stride", "weight_stride", "part_length")
-    absent = dict.fromkeys({"weight_scale", "partials", "counters"} - set(pointers))
-    tile = f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}-s{config.num_stages}"
-    chains = f"-chains{config.chains}" + "-sequential" * config.sequential
-    chains += "-one-step" * config.is_one_step(k)
-    return KernelVariant(
-        name=f"{names[weight_dtype]}-{tile}{chains}"
-        + "-split" * split
-        + "-pdl" * pdl
-        + "-gated" * gated
-        + "-parts" * keep_parts,
-        function=linear_kernel,
-        signature={**pointers, **dict.fromkeys((*strides, "rows", "scale_stride", "prefetch_bytes"), "i32")},
-        constexprs={
-            "BM": config.block_m,
-            "BN": config.block_n,
-            "BK": config.block_k,
-            "CHAINS": config.chains,
-            "SEQUENTIAL": config.sequential,
-            "EVEN_K": config.is_even(k),
-            "FP8": fp8,
-            "SPLIT": split,
-            "PDL": pdl,
-            "PREFETCH_PARTS": parts,
-            "GATED": gated,
-            "KEEP_PARTS": keep_parts,
-            "ONE_STEP": config.is_one_step(k),
-            "ON_DEVICE": True,
-            **absent,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        aligned=(*pointers, *strides),
-        options={**OPTIONS, "launch_pdl": pdl},
-        min_capability=90 if pdl else 89 if fp8 else 80,
-    )

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.ops.variants import KernelVariant
-
 OPTIONS = {"enable_fp_fusion": True}
 # Rows of a decode bucket get one tile height, so that a row's bits cannot depend on the height.
 MAX_DECODE_ROWS = 512
@@ -374,89 +372,3 @@ def launch(
         partial, weights, out, SLOTS=slots, WIDTH=width, BLOCK=block, num_warps=4, **OPTIONS
     )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    slots, width, inner = 9, 2048, 512
-    result = []
-    for name, rows, weight in (
-        ("decode", 4, "bf16"),
-        ("decode", 4, "u8"),
-        ("prefill", 2048, "bf16"),
-        ("prefill", 2048, "u8"),
-        ("decode", 4, "fp32"),
-    ):
-        dtype = torch.float32 if weight == "fp32" else torch.bfloat16
-        pointer = "*fp32" if weight == "fp32" else "*bf16"
-        is_fp8 = weight == "u8"
-        label = "fp8" if is_fp8 else weight
-        config = configuration(rows, dtype, is_fp8)
-        shared = {
-            "WIDTH": width,
-            "INNER": inner,
-            "IS_FP8": is_fp8,
-            "USE_ASM": True,
-            "EVEN": True,
-            "BM": config.tile_rows,
-        }
-        options: dict[str, Any] = {
-            "num_warps": config.warps,
-            "num_stages": config.stages,
-            "options": OPTIONS,
-        }
-        tensors = {"scale": "*fp32", "tiles": "*i32", "pairs": "*i32", "hidden": pointer}
-        gate_up = {"x": pointer, "gate_up": f"*{weight}", **tensors}
-        result.append(
-            KernelVariant(
-                name=f"gate-up-{name}-{label}",
-                function=gate_up_kernel,
-                signature={**gate_up, "x_stride": "i32", "num_tiles": "i32"},
-                constexprs={
-                    **shared,
-                    "SLOTS": slots,
-                    "BN": config.gate_up_columns,
-                    "BK": config.k_tile(width),
-                },
-                aligned=(*gate_up, "x_stride"),
-                **options,
-            )
-        )
-        down = {"down": f"*{weight}", **tensors, "partial": "*fp32"}
-        result.append(
-            KernelVariant(
-                name=f"down-{name}-{label}",
-                function=down_kernel,
-                signature={**down, "num_tiles": "i32"},
-                constexprs={**shared, "BN": config.down_columns, "BK": config.k_tile(inner)},
-                aligned=tuple(down),
-                **options,
-            )
-        )
-    integers = {"ids": "*i32", "tiles": "*i32", "pairs": "*i32"}
-    for is_dense in (True, False):
-        result.append(
-            KernelVariant(
-                name=f"plan-{'dense' if is_dense else 'sparse'}",
-                function=plan_kernel,
-                signature={**integers, "num_pairs": "i32", "num_tiles": "i32"},
-                constexprs={
-                    "TILE_ROWS": 16,
-                    "IS_DENSE": is_dense,
-                    "BLOCK": _PLAN_BLOCK,
-                    "TABLE_BLOCK": _TABLE_BLOCK,
-                },
-                aligned=tuple(integers),
-                options=OPTIONS,
-            )
-        )
-    result.append(
-        KernelVariant(
-            name="combine-bf16",
-            function=combine_kernel,
-            signature={"partial": "*fp32", "weights": "*fp32", "out": "*bf16"},
-            constexprs={"SLOTS": slots, "WIDTH": width, "BLOCK": 1024},
-            aligned=("partial", "weights", "out"),
-            options=OPTIONS,
-        )
-    )
-    return result

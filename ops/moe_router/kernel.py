@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.ops.variants import KernelVariant
-
 OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -81,27 +79,3 @@ def launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.T
             **OPTIONS,
         )
     return weights, ids
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    for experts, top_k in ((256, 8), (512, 10)):
-        block, slots = configuration(experts, top_k)
-        result.append(
-            KernelVariant(
-                name=f"router-{experts}-{top_k}",
-                function=moe_router_kernel,
-                signature={"logits": "*fp32", "weights": "*fp32", "ids": "*i32", "row_stride": "i32"},
-                constexprs={
-                    "EXPERTS": experts,
-                    "BLOCK": block,
-                    "TOP_K": top_k,
-                    "SLOTS": slots,
-                    "RENORMALIZE": True,
-                },
-                num_warps=1,
-                aligned=("logits", "weights", "ids"),
-                options=OPTIONS,
-            )
-        )
-    return result

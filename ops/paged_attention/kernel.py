@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,10 @@ from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 from compiled_mtp.ops.paged_attention.verify_kernel import (
     FIRST_SPLITS,
     NEXT_SPLITS,
-    UNSPECIALIZED,
     combine_kernel,
     count_splits,
     verify_kernel,
 )
-from compiled_mtp.ops.variants import KernelVariant
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
@@ -294,68 +292,3 @@ def launch(
         **FUSION,
     )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    names = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    shapes = ((4, 6, 256), (2, 8, 256), (2, 4, 256), (2, 4, 128), (2, 2, 64))
-    for hkv, group, hd in shapes:
-        for dtype, cache in (("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")):
-            has_scale = cache == "fp8e4nv"
-            if dtype == "fp32" and (group, hd) not in ((4, 256), (2, 64)):
-                continue
-            tensors = {
-                "q": f"*{dtype}",
-                "gate": f"*{dtype}",
-                "out": f"*{dtype}",
-                "kv": f"*{cache}",
-                "kv_scale": "*fp32" if has_scale else f"*{cache}",
-                "block_table": "*i32",
-                "positions": "*i64",
-                "part_sum": "*fp32",
-                "part_largest": "*fp32",
-                "part_total": "*fp32",
-                "scale_log2": "fp32",
-            }
-            shared = {"HKV": hkv, "GROUP": group, "HD": hd}
-            routes: list[tuple[str, Any, dict[str, Any], dict[str, Any], bool]] = []
-            for suffix, pdl in (("-pdl", True), ("", False)):
-                config = verify_configuration(names[dtype], has_scale, hd)
-                constants = {"BM": config.BM, "BN": config.BN, "HAS_SCALE": has_scale, "BLOCK_SIZE": 64}
-                constants |= {"MAX_REQUESTS": 32, "MAX_WINDOW": MAX_VERIFY_WINDOW}
-                constants |= {"TAIL_STAGES": config.tail_stages, "PDL": pdl}
-                pipeline = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-                routes.append((f"verify{suffix}", verify_kernel, constants, pipeline, pdl))
-                constants = {"BD": min(hd, 64), "FIRST_SPLITS": FIRST_SPLITS, "NEXT_SPLITS": NEXT_SPLITS}
-                if not has_scale:
-                    pipeline = {"num_warps": COMBINE_WARPS}
-                    routes.append(
-                        (f"combine{suffix}", combine_kernel, {**constants, "PDL": pdl}, pipeline, pdl)
-                    )
-            for route, is_wide in (("prefill", True), ("short-prefill", False)):
-                if dtype == "fp32" and not is_wide:
-                    continue
-                config = prefill_configuration(names[dtype], is_wide)
-                constants = {"BM": config.BM, "BN": config.BN, "IN_ONE_BLOCK": True, "HAS_SCALE": has_scale}
-                pipeline = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-                routes.append((route, prefill_kernel, constants, pipeline, False))
-            for route, function, own, pipeline, pdl in routes:
-                constants = {**shared, **own}
-                arguments = [n for n in function.arg_names if n not in constants]
-                aligned = [n for n in arguments if n in tensors and n != "scale_log2"]
-                aligned += [n for n in arguments if n.endswith("_stride") or n == "block_size"]
-                aligned = [n for n in aligned if n not in UNSPECIALIZED]
-                result.append(
-                    KernelVariant(
-                        name=f"{route}-{cache}-{hkv * group}-{hkv}-{hd}",
-                        function=function,
-                        signature={n: tensors.get(n, "i32") for n in arguments},
-                        constexprs=constants,
-                        aligned=aligned,
-                        options={**FUSION, "launch_pdl": pdl},
-                        min_capability=90 if pdl else 89 if has_scale else 80,
-                        **pipeline,
-                    )
-                )
-    return result

@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 
 # Products and sums stay apart, as in the reference.
 FUSION = {"enable_fp_fusion": False}
@@ -158,50 +157,3 @@ def launch(
         **FUSION,
     )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    function = qk_norm_rope_kv_write_kernel
-    for hq, hkv, hd in ((24, 4, 256), (8, 2, 256), (8, 2, 64)):
-        for dtype, cache, pdl in (
-            ("bf16", "bf16", True),
-            ("bf16", "bf16", False),
-            ("bf16", "fp8e4nv", True),
-            ("bf16", "fp8e4nv", False),
-            ("fp32", "fp32", False),
-        ):
-            has_scale = cache == "fp8e4nv"
-            tensors = {
-                **dict.fromkeys(("qkv", "q_weight", "k_weight", "out"), f"*{dtype}"),
-                **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
-                "cos_sin": "*fp32",
-                "kv": f"*{cache}",
-                "kv_scale": "*fp32" if has_scale else f"*{cache}",
-            }
-            constants = {
-                "HQ": hq,
-                "HKV": hkv,
-                "HD": hd,
-                "ROT": hd // 4,
-                "BLOCK": hd,
-                "HAS_SCALE": has_scale,
-                "PDL": pdl,
-            }
-            arguments = [name for name in function.arg_names if name not in constants]
-            signature = {name: tensors.get(name, "fp32" if name == "eps" else "i32") for name in arguments}
-            result.append(
-                KernelVariant(
-                    name=f"{cache}-{hq}-{hkv}-{hd}" + "-pdl" * pdl,
-                    function=function,
-                    signature=signature,
-                    constexprs=constants,
-                    num_warps=1,
-                    aligned=[
-                        n for n in arguments if n in tensors or n.endswith("_stride") or n == "block_size"
-                    ],
-                    options={**FUSION, "launch_pdl": pdl},
-                    min_capability=90 if pdl else 89 if has_scale else 80,
-                )
-            )
-    return result

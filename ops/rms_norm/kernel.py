@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -196,48 +195,3 @@ def launch_pair_norm(
             **launch_options(hidden),
         )  # fmt: skip
     return out
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    for dtype, width, pdl in (
-        ("bf16", 5120, True),
-        ("bf16", 5120, False),
-        ("bf16", 2560, True),
-        ("bf16", 2048, True),
-        ("bf16", 1024, True),
-        ("fp32", 1024, False),
-    ):
-        block, tail, warps = configuration(width)
-        fixed = {"WIDTH": width, "BLOCK": block, "TAIL": tail, "PDL": pdl}
-        common = {
-            "num_warps": warps,
-            "options": {**OPTIONS, "launch_pdl": pdl},
-            "min_capability": 90 if pdl else 80,
-        }
-        norm, add = ("x", "weight", "out"), ("x", "residual", "weight", "out", "new_residual")
-        pair = ("table", "token_ids", "hidden", "embedding_weight", "hidden_weight", "out")
-        strides = ("x_stride", "part_stride", "residual_stride")
-        for name, function, tensors, numbers, parts in (
-            ("norm", rms_norm_kernel, norm, strides[:1], None),
-            ("add-norm", add_rms_norm_kernel, add, strides, 1),
-            ("add-parts-norm", add_rms_norm_kernel, add, strides, 4),
-            ("add-kept-parts-norm", add_rms_norm_kernel, (*add, "kept_rows"), strides, 4),
-            ("pair-norm", pair_norm_kernel, pair, ("hidden_stride",), None),
-        ):
-            types = {**dict.fromkeys(tensors, f"*{dtype}"), **dict.fromkeys(numbers, "i32"), "eps": "fp32"}
-            types |= {key: "*i64" for key in ("token_ids", "kept_rows") if key in types}
-            constants = fixed if parts is None else {**fixed, "PARTS": parts}
-            if function is add_rms_norm_kernel and "kept_rows" not in types:
-                constants = {**constants, "kept_rows": None}
-            result.append(
-                KernelVariant(
-                    name=f"{name}-{dtype}-{width}" + "-pdl" * pdl,
-                    function=function,
-                    signature={**types, "x": "*fp32"} if parts == 4 else types,
-                    constexprs=constants,
-                    aligned=(*tensors, *numbers),
-                    **common,
-                )
-            )
-    return result

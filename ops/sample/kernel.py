@@ -26,7 +26,6 @@ from compiled_mtp.ops.sample.threshold_kernel import (
     key_of_offset,
     search,
 )
-from compiled_mtp.ops.variants import KernelVariant
 
 # Contraction would give other processed logits than the reference has.
 OPTIONS = {"enable_fp_fusion": False}
@@ -401,93 +400,3 @@ def launch(
         **shared,
     )
     return token, logprob
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    floats = ("temperature", "top_p", "min_p")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    left = {"tile_floats": "*fp32", "tile_ids": "*i32", "tempered": "*fp32", "group_peaks": "*fp32"}
-    for name, vocab, is_full, pdl in (
-        ("plain", 248320, False, False),
-        ("plain", 248320, False, True),
-        ("all", 248320, True, False),
-        ("all", 248320, True, True),
-        ("all-small", 1024, True, False),
-    ):
-        tile = tile_of(vocab)
-        tiles = triton.cdiv(vocab, tile)
-        groups = tiles * (tile // GROUP)
-        shared = {
-            "QUERY_LEN": 4,
-            "VOCAB": vocab,
-            "TILES": tiles,
-            "GROUP": GROUP,
-            "GREEDY": GREEDY_TEMPERATURE,
-            "PDL": pdl,
-        }
-        launched = {"options": {**OPTIONS, "launch_pdl": pdl}, "min_capability": 90 if pdl else 80}
-        common = {
-            "logits": "*fp32",
-            "logits_stride": "i32",
-            "positions": "*i64",
-            "state_index": "*i32",
-            **dict.fromkeys(floats, "*fp32"),
-            "top_k": "*i32",
-            "seed": "*i64",
-            **left,
-        }
-        signature = {
-            **common,
-            "tokens": "*i64",
-            **dict.fromkeys(penalties, "*fp32"),
-            "counts": "*i32",
-            "counts_stride": "i32",
-            "prompt": "*u8",
-            "prompt_stride": "i32",
-            "bias": "*fp32",
-            "bias_stride": "i32",
-            "min_position": "*i64",
-            "stop_ids": "*i64",
-            "stop_stride": "i32",
-            "num_valid_ids": "i32",
-        }
-        result.append(
-            KernelVariant(
-                name=f"tile-{name}-{vocab}" + "-pdl" * pdl,
-                function=tile_kernel,
-                signature=signature,
-                constexprs={
-                    **shared,
-                    "STOP_IDS": 4 if is_full else 0,
-                    "HAS_COUNTS": is_full,
-                    "HAS_PROMPT": is_full,
-                    "HAS_BIAS": is_full,
-                    "TILE": tile,
-                },
-                num_warps=TILE_WARPS,
-                aligned=tuple(n for n in signature if n not in ("stop_stride", "num_valid_ids")),
-                **launched,
-            )
-        )
-        if name == "plain":
-            continue
-        signature = {**common, "groups": "*i32", "interval": "*fp32", "token": "*i64", "logprob": "*fp32"}
-        result.append(
-            KernelVariant(
-                name=f"finish-{vocab}" + "-pdl" * pdl,
-                function=finish_kernel,
-                signature=signature,
-                constexprs={
-                    **shared,
-                    "TILES_BLOCK": triton.next_power_of_2(tiles),
-                    "GROUPS": groups,
-                    "GROUPS_BLOCK": triton.next_power_of_2(groups),
-                    "CHUNK_GROUPS": CHUNK_GROUPS,
-                },
-                num_warps=FINISH_WARPS,
-                aligned=tuple(signature),
-                **launched,
-            )
-        )
-    return result

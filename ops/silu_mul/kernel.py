@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 
 BLOCK = 1024
 OPTIONS = {"enable_fp_fusion": True}
@@ -49,20 +48,3 @@ def launch(gate_up: torch.Tensor) -> torch.Tensor:
             **OPTIONS,
         )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    return [
-        KernelVariant(
-            name=dtype + "-pdl" * pdl,
-            function=silu_mul_kernel,
-            signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32", "width": "i32"},
-            constexprs={"BLOCK": BLOCK, "PDL": pdl},
-            num_warps=4,
-            aligned=("gate_up", "out", "row_stride", "width"),
-            options={**OPTIONS, "launch_pdl": pdl},
-            min_capability=90 if pdl else 80,
-        )
-        for dtype in ("bf16", "fp32")
-        for pdl in (True, False)
-    ]

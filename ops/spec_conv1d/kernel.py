@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 
 OPTIONS = {"enable_fp_fusion": True}
 PREFILL_ROWS = 8
@@ -293,46 +292,3 @@ def launch_conv_prefill(
         ROWS=PREFILL_ROWS, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outputs
-
-
-def variants() -> list[KernelVariant]:
-    result = []
-    for dtype, num_v_heads in (("bf16", 48), ("bf16", 32), ("bf16", 16), ("fp32", 16)):
-        raw = dict.fromkeys(("proj", "conv_weight"), f"*{dtype}")
-        gates = dict.fromkeys(("a_log", "dt_bias"), "*fp32")
-        constants = _constants(16, num_v_heads, 128, 128, 8)
-        outputs = dict.fromkeys(("q", "k", "v", "exp_g", "beta"), "*fp32")
-        signature = {
-            **raw, **gates, "conv_ring": f"*{dtype}", "state_index": "*i32", "pos": "*i64", **outputs,
-            "proj_stride": "i32", "query_len": "i32",
-        }  # fmt: skip
-        result.extend(
-            KernelVariant(
-                name=f"verify-{dtype}-{num_v_heads}{'-pdl' if pdl else ''}",
-                function=spec_conv1d_kernel,
-                signature=signature,
-                constexprs={**constants, "PDL": pdl},
-                num_warps=1,
-                aligned=tuple(name for name in signature if name != "query_len"),
-                options={**OPTIONS, "launch_pdl": pdl},
-                min_capability=90 if pdl else 80,
-            )
-            for pdl in (False, True)
-        )
-        outputs = dict.fromkeys(("q", "k", "v", "g", "beta"), "*fp32")
-        signature = {
-            **raw, **gates, "conv_ring": f"*{dtype}", "state_index": "*i32",
-            "start": "*i64", "length": "*i64", **outputs, "proj_stride": "i32", "rows": "i32",
-        }  # fmt: skip
-        result.append(
-            KernelVariant(
-                name=f"prefill-{dtype}-{num_v_heads}",
-                function=conv_prefill_kernel,
-                signature=signature,
-                constexprs={**constants, "ROWS": PREFILL_ROWS},
-                num_warps=1,
-                aligned=tuple(name for name in signature if name != "rows"),
-                options=OPTIONS,
-            )
-        )
-    return result

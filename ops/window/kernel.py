@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.variants import KernelVariant
 from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP
 
 TABLE_BLOCK = 1024
@@ -202,33 +201,3 @@ def launch_accept_window(
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     return result, accepted_row, bonus, positions, slots, chain_positions, chain_slots
-
-
-def variants() -> list[KernelVariant]:
-    read = ("base", "pos", "last_token", "drafts", "folded", "start", "tokens", "positions", "slots")
-    read += ("sampled_positions",)
-    accept = ("tokens", "sampled", "start", "base", "pos", "last_token", "result", "accepted_row", "bonus")
-    accept += ("positions", "slots", "chain_positions", "chain_slots")
-    result = []
-    for name, function, tensors, constants, num_warps, pdl in (
-        ("read", read_window_kernel, read, {"TABLE_BLOCK": TABLE_BLOCK}, 4, False),
-        ("accept", accept_window_kernel, accept, {"HASH_FACTOR": HASH_FACTOR, "PDL": False}, 1, False),
-        ("accept-pdl", accept_window_kernel, accept, {"HASH_FACTOR": HASH_FACTOR, "PDL": True}, 1, True),
-    ):
-        constants = {"LANES": LANES, **constants}
-        pointers = {**dict.fromkeys(tensors, "*i64"), "state_index": "*i32", "table": "*i32"}
-        pointers["block_table"] = "*i32"
-        names = [n for n in function.arg_names if n not in constants]
-        result.append(
-            KernelVariant(
-                name=name,
-                function=function,
-                signature={n: pointers.get(n, "i32") for n in names},
-                constexprs=constants,
-                num_warps=num_warps,
-                aligned=[n for n in names if n in pointers or n == "block_size"],
-                options={"launch_pdl": pdl},
-                min_capability=90 if pdl else 80,
-            )
-        )
-    return result

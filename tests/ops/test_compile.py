@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "kernel_table.py"
+SOURCES = (TOOL, TOOL.with_name("launch_cases.py"), TOOL.with_name("record_launches.py"))
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
@@ -47,7 +49,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 def cache_key(operator: str, capability: int) -> str:
     """Changes with the Triton version and with every file the operator's kernels are made of."""
     digest = hashlib.sha256(f"{triton.__version__} {sys.version} {capability}".encode())
-    for path in sorted([TOOL, *(ROOT / "ops").glob("*.py"), *(ROOT / "ops" / operator).glob("*.*")]):
+    for path in sorted([*SOURCES, *(ROOT / "ops").glob("*.py"), *(ROOT / "ops" / operator).glob("*.*")]):
         digest.update(path.read_bytes())
     return f"{operator}-{digest.hexdigest()}.json"
 
@@ -81,10 +83,26 @@ def one_a_kernel(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def kernels_of(operator: str) -> set[str]:
+    """Names of the kernels in an operator's folder, without "_kernel"."""
+    text = "".join(path.read_text() for path in (ROOT / "ops" / operator).glob("*kernel.py"))
+    names = set(re.findall(r"^def (\w+)_kernel\(", text, re.MULTILINE))
+    assert names, f"{operator} must have kernels named *_kernel"
+    return names
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[str, dict[str, Any]]) -> None:
     table = one_a_kernel[operator]
-    assert any(key.endswith("@sm_90") for key in table), f"{operator}: variants() lists nothing for sm_90"
+    for capability in (80, 90):
+        missing = {
+            kernel
+            for kernel in kernels_of(operator)
+            if not any(
+                key.startswith(f"{operator}/{kernel}-") and key.endswith(f"@sm_{capability}") for key in table
+            )
+        }
+        assert not missing, f"launch_cases.py must call what launches {missing} on sm_{capability}"
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
 

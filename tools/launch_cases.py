@@ -1,0 +1,368 @@
+"""Calls of the operators, at the shapes of published models, whose kernels are compiled without a GPU.
+
+`cases(operator, capability)` gives those of one folder of ops/. They name shapes and dtypes only: which
+kernel a call launches, and how, is recorded from the operator (record_launches.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compiled_mtp.ops.gdn_commit import gdn_commit
+from compiled_mtp.ops.gdn_prefill import gdn_prefill
+from compiled_mtp.ops.gdn_verify import gdn_verify
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
+from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.moe_router import moe_router
+from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
+from compiled_mtp.ops.sample import sample
+from compiled_mtp.ops.silu_mul import silu_mul
+from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
+from compiled_mtp.ops.window import accept_window, read_window
+
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+INT32, INT64 = torch.int32, torch.int64
+FP8_CAPABILITY = 89  # ops.fp8.converts_fp8
+WINDOW = 4
+ROWS = WINDOW  # one request
+PREFILL_ROWS = 2048
+SLOTS = 9
+BLOCK_SIZE, MAX_BLOCKS = 64, 128
+VOCAB = 248320
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LaunchCase:
+    """One call. label: unique in its folder, and stable, since the recorded table is keyed by it.
+
+    call(device): makes the arguments there and calls the operator. min_capability: of the GPUs that are ever
+    asked for it (major * 10 + minor).
+    """
+
+    label: str
+    call: Callable[[torch.device], object]
+    min_capability: int = 80
+
+
+def tensor(device: torch.device, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def projection(device: torch.device, rows: int, value_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """q|k|v|z|b|a of a GDN layer with 16 key heads."""
+    return tensor(device, rows, 4096 + 2 * value_heads * 128 + 2 * value_heads, dtype=dtype)
+
+
+def gate(device: torch.device, rows: int, value_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """The columns z of such a projection."""
+    first = 4096 + value_heads * 128
+    return projection(device, rows, value_heads, dtype)[:, first : first + value_heads * 128]
+
+
+def commit(device: torch.device, value_heads: int) -> None:
+    empty = functools.partial(tensor, device)
+    gdn_commit(
+        empty(SLOTS, value_heads, 128, 128), empty(SLOTS, 16, 8, 128), empty(SLOTS, value_heads, 8, 128),
+        empty(SLOTS, value_heads, 8), *(empty(2, dtype=dtype) for dtype in (INT32, INT64, INT64)),
+    )  # fmt: skip
+
+
+def delta_rule(device: torch.device, value_heads: int, dtype: torch.dtype, ring: int | None) -> None:
+    """gdn_verify over one window, or without a ring gdn_prefill."""
+    empty = functools.partial(tensor, device)
+    rows = ROWS if ring else PREFILL_ROWS
+    state = empty(SLOTS, value_heads, 128, 128)
+    inputs = (
+        empty(rows, 16, 128), empty(rows, 16, 128), empty(rows, value_heads, 128), empty(rows, value_heads),
+        empty(rows, value_heads), gate(device, rows, value_heads, dtype), empty(128), state,
+    )  # fmt: skip
+    cursors = (empty(1, dtype=INT32), empty(1, dtype=INT64), empty(1, dtype=INT64))
+    if ring is None:
+        gdn_prefill(*inputs, *cursors, EPS, "silu")
+        return
+    rings = (
+        empty(SLOTS, 16, ring, 128), empty(SLOTS, value_heads, ring, 128), empty(SLOTS, value_heads, ring)
+    )  # fmt: skip
+    gdn_verify(*inputs, *rings, *cursors, EPS, "silu")
+
+
+def convolution(device: torch.device, value_heads: int, dtype: torch.dtype, prefill: bool) -> None:
+    empty = functools.partial(tensor, device)
+    channels = 4096 + value_heads * 128
+    rows = PREFILL_ROWS if prefill else ROWS
+    inputs = (
+        projection(device, rows, value_heads, dtype), empty(channels, 4, dtype=dtype), empty(value_heads),
+        empty(value_heads), empty(SLOTS, 8, channels, dtype=dtype), empty(1, dtype=INT32),
+    )  # fmt: skip
+    start, length = empty(1, dtype=INT64), empty(1, dtype=INT64)
+    heads = (16, value_heads, 128, 128)
+    if prefill:
+        conv_prefill(*inputs, start, length, *heads)
+    else:
+        spec_conv1d(*inputs, start, *heads)
+
+
+def gdn_commit_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads in (48, 32, 16):
+        yield LaunchCase(f"{heads}", functools.partial(commit, value_heads=heads))
+
+
+def gdn_prefill_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads, dtype in ((48, BF16), (32, BF16), (16, BF16), (16, FP32)):
+        call = functools.partial(delta_rule, value_heads=heads, dtype=dtype, ring=None)
+        yield LaunchCase(f"{heads}-{dtype_name(dtype)}", call)
+
+
+def gdn_verify_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads, dtype, ring in (
+        (48, BF16, 8),
+        (48, BF16, 16),
+        (48, FP32, 8),
+        (32, BF16, 8),
+        (16, BF16, 8),
+    ):
+        call = functools.partial(delta_rule, value_heads=heads, dtype=dtype, ring=ring)
+        yield LaunchCase(f"{heads}-{dtype_name(dtype)}-ring{ring}", call)
+
+
+def spec_conv1d_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads, dtype in ((48, BF16), (32, BF16), (16, BF16), (16, FP32)):
+        for prefill in (False, True):
+            call = functools.partial(convolution, value_heads=heads, dtype=dtype, prefill=prefill)
+            yield LaunchCase(f"{heads}-{dtype_name(dtype)}", call)
+
+
+def product(
+    device: torch.device, rows: int, n: int, k: int, dtype: torch.dtype, kind: str, prefill: bool = False
+) -> None:
+    """linear ("product", or "logits" in float32), linear_silu_mul ("gated") or linear_parts ("parts")."""
+    empty = functools.partial(tensor, device)
+    x = empty(rows, k, dtype=FP32 if dtype == FP32 else BF16)
+    weight = empty(n, k, dtype=dtype)
+    scale = empty(-(-n // 128), -(-k // 128)) if dtype == FP8 else None
+    if kind == "gated":
+        linear_silu_mul(x, weight, scale)
+    elif kind == "parts":
+        linear_parts(x, weight, scale, count_parts(weight, x.dtype))
+    else:
+        linear(x, weight, scale, kind == "logits", prefill)
+
+
+def linear_cases(capability: int) -> Iterator[LaunchCase]:
+    """Each kind of product at each height of a tile, then each measured weight of this GPU."""
+    for n, k, dtype in (
+        (34816, 5120, BF16),
+        (5120, 6144, BF16),
+        (1024, 3584, BF16),
+        (34816, 5120, FP8),
+        (2560, 9216, FP8),
+        (1024, 2048, FP32),
+        # In no measured table: the rule chooses the tile.
+        (8192, 3072, BF16),
+        (8192, 3072, FP8),
+    ):
+        name = f"{n}x{k}-{dtype_name(dtype)}"
+        for rows in (4, 20, 50, 100):
+            shape = functools.partial(product, rows=rows, n=n, k=k, dtype=dtype)
+            kinds = ["product", *(["gated"] if n == 34816 else []), *(["parts"] if k > n else [])]
+            for kind in kinds:
+                label = f"{kind}-{name}-{rows}"
+                yield LaunchCase(label, functools.partial(shape, kind=kind), capability_of(dtype))
+            if dtype == FP8 and rows == 100:
+                call = functools.partial(shape, kind="product", prefill=True)
+                yield LaunchCase(f"prefill-{name}-{rows}", call, FP8_CAPABILITY)
+    for entry in read_table().get(f"sm_{capability}", {}):
+        size, dtype_text = entry.split()
+        n, k = map(int, size.split("x"))
+        # The head and the router give float32.
+        kind = "logits" if n in (VOCAB, 257) else "product"
+        dtype = NAMED_DTYPES[dtype_text]
+        call = functools.partial(product, rows=ROWS, n=n, k=k, dtype=dtype, kind=kind)
+        yield LaunchCase(f"{kind}-{size}-{dtype_text}", call, capability_of(dtype))
+
+
+def capability_of(dtype: torch.dtype) -> int:
+    return FP8_CAPABILITY if dtype == FP8 else 80
+
+
+def experts(device: torch.device, rows: int, dtype: torch.dtype) -> None:
+    """256 experts of 512 and the shared one, eight a token."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 2048, 512
+    scales: tuple[Any, ...] = (None, None)
+    if dtype == FP8:
+        scales = (empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128))
+    moe_experts(
+        empty(rows, width, dtype=FP32 if dtype == FP32 else BF16),
+        empty(rows, 9), empty(rows, 9, dtype=INT32),
+        empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype), *scales,
+    )  # fmt: skip
+
+
+def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
+    for name, rows, dtype in (
+        ("decode", ROWS, BF16),
+        ("decode", ROWS, FP8),
+        ("decode", ROWS, FP32),
+        # So many that their pairs outnumber the tiles.
+        ("many", 60, BF16),
+        ("prefill", PREFILL_ROWS, BF16),
+        ("prefill", PREFILL_ROWS, FP8),
+    ):
+        call = functools.partial(experts, rows=rows, dtype=dtype)
+        yield LaunchCase(f"{name}-{dtype_name(dtype)}", call, capability_of(dtype))
+
+
+def moe_router_cases(capability: int) -> Iterator[LaunchCase]:
+    for count, top_k in ((256, 8), (512, 10)):
+
+        def call(device: torch.device, count: int = count, top_k: int = top_k) -> None:
+            moe_router(tensor(device, ROWS, count + 1), top_k, True)
+
+        yield LaunchCase(f"{count}-{top_k}", call)
+
+
+def pages(
+    device: torch.device, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    kv = tensor(device, MAX_BLOCKS, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+    return kv, tensor(device, *kv.shape[:-1]) if dtype == FP8 else None
+
+
+def attention(
+    device: torch.device, window: int, heads: tuple[int, int, int], cache_dtype: torch.dtype
+) -> None:
+    """One request; heads: of queries, of keys, and the dims of each."""
+    query_heads, kv_heads, dim = heads
+    dtype = FP32 if cache_dtype == FP32 else BF16
+    qkv = tensor(device, window, (2 * query_heads + 2 * kv_heads) * dim, dtype=dtype)
+    own_gate = qkv[:, : 2 * query_heads * dim].view(-1, query_heads, 2, dim)[:, :, 1]
+    paged_attention(
+        tensor(device, window, query_heads, dim, dtype=dtype), own_gate,
+        *pages(device, kv_heads, dim, cache_dtype),
+        tensor(device, 1, MAX_BLOCKS, dtype=INT32), tensor(device, window, dtype=INT64), dim**-0.5, 0,
+    )  # fmt: skip
+
+
+def paged_attention_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads in ((24, 4, 256), (16, 2, 256), (8, 2, 256), (8, 2, 128), (4, 2, 64)):
+        for dtype in (BF16, FP8, FP32):
+            if dtype == FP32 and heads not in ((8, 2, 256), (4, 2, 64)):
+                continue
+            for name, window in (("verify", WINDOW), ("prefill", PREFILL_ROWS), ("short-prefill", 128)):
+                label = f"{name}-{'-'.join(map(str, heads))}-{dtype_name(dtype)}"
+                call = functools.partial(attention, window=window, heads=heads, cache_dtype=dtype)
+                yield LaunchCase(label, call, capability_of(dtype))
+
+
+def rotate(device: torch.device, heads: tuple[int, int, int], cache_dtype: torch.dtype) -> None:
+    query_heads, kv_heads, dim = heads
+    dtype = FP32 if cache_dtype == FP32 else BF16
+    empty = functools.partial(tensor, device)
+    qk_norm_rope_kv_write(
+        empty(ROWS, (2 * query_heads + 2 * kv_heads) * dim, dtype=dtype), empty(dim, dtype=dtype),
+        empty(dim, dtype=dtype), empty(8192, dim // 4), empty(ROWS, dtype=INT64), empty(ROWS, dtype=INT64),
+        *pages(device, kv_heads, dim, cache_dtype), query_heads, kv_heads, EPS,
+    )  # fmt: skip
+
+
+def qk_norm_rope_kv_write_cases(capability: int) -> Iterator[LaunchCase]:
+    for heads in ((24, 4, 256), (8, 2, 256), (8, 2, 64)):
+        for dtype in (BF16, FP8, FP32):
+            label = f"{'-'.join(map(str, heads))}-{dtype_name(dtype)}"
+            call = functools.partial(rotate, heads=heads, cache_dtype=dtype)
+            yield LaunchCase(label, call, capability_of(dtype))
+
+
+def norm(device: torch.device, kind: str, width: int, dtype: torch.dtype) -> None:
+    """rms_norm ("alone"), pair_norm ("pair"), or add_rms_norm of a sum, of parts or of some of their rows."""
+    empty = functools.partial(tensor, device, dtype=dtype)
+    row, weight = empty(ROWS, width), empty(width)
+    kept = tensor(device, 1, dtype=INT64)
+    if kind == "alone":
+        rms_norm(row, weight, EPS)
+    elif kind == "pair":
+        pair_norm(empty(VOCAB, width), tensor(device, ROWS, dtype=INT64), row, weight, weight, EPS)
+    else:
+        x = row if kind == "add" else tensor(device, 4, ROWS, width)
+        add_rms_norm(x, row, weight, EPS, kept if kind == "add-kept-parts" else None)
+
+
+def rms_norm_cases(capability: int) -> Iterator[LaunchCase]:
+    for dtype, width in ((BF16, 5120), (BF16, 2560), (BF16, 2048), (BF16, 1024), (FP32, 1024)):
+        for kind in ("alone", "add", "add-parts", "add-kept-parts", "pair"):
+            call = functools.partial(norm, kind=kind, width=width, dtype=dtype)
+            yield LaunchCase(f"{kind}-{width}-{dtype_name(dtype)}", call)
+
+
+def draw(device: torch.device, vocab: int, extras: bool) -> None:
+    """One request's window, with or without tables for counts, prompt, bias and stop ids."""
+    empty = functools.partial(tensor, device)
+    tables = SLOTS if extras else 0
+    sample(
+        empty(ROWS, vocab), empty(ROWS, dtype=INT64), empty(ROWS, dtype=INT64), empty(1, dtype=INT32),
+        empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS),
+        empty(SLOTS, dtype=INT32), empty(SLOTS, dtype=INT64), empty(tables, vocab, dtype=INT32),
+        empty(tables, vocab, dtype=torch.bool), empty(tables, vocab), empty(SLOTS, dtype=INT64),
+        empty(tables, 4, dtype=INT64), vocab - 3,
+    )  # fmt: skip
+
+
+def sample_cases(capability: int) -> Iterator[LaunchCase]:
+    for label, vocab, extras in (("plain", VOCAB, False), ("all", VOCAB, True), ("all-small", 1024, True)):
+        yield LaunchCase(label, functools.partial(draw, vocab=vocab, extras=extras))
+
+
+def silu_mul_cases(capability: int) -> Iterator[LaunchCase]:
+    for dtype in (BF16, FP32):
+
+        def call(device: torch.device, dtype: torch.dtype = dtype) -> None:
+            silu_mul(tensor(device, ROWS, 2 * 17408, dtype=dtype))
+
+        yield LaunchCase(dtype_name(dtype), call)
+
+
+def window(device: torch.device) -> None:
+    """Reads the rows of one request and accepts them."""
+    empty = functools.partial(tensor, device, dtype=INT64)
+    index = empty(1, dtype=INT32)
+    cursors = (empty(SLOTS), empty(SLOTS), empty(SLOTS))
+    place = (WINDOW - 1, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
+    read_window(index, *cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *place)
+    table = empty(1, MAX_BLOCKS, dtype=INT32)
+    accept_window(empty(WINDOW), empty(WINDOW), index, empty(1), table, *cursors, *place, -1)
+
+
+def window_cases(capability: int) -> Iterator[LaunchCase]:
+    yield LaunchCase("round", window)
+
+
+CASES: dict[str, Callable[[int], Iterator[LaunchCase]]] = {
+    "gdn_commit": gdn_commit_cases,
+    "gdn_prefill": gdn_prefill_cases,
+    "gdn_verify": gdn_verify_cases,
+    "linear": linear_cases,
+    "moe_experts": moe_experts_cases,
+    "moe_router": moe_router_cases,
+    "paged_attention": paged_attention_cases,
+    "qk_norm_rope_kv_write": qk_norm_rope_kv_write_cases,
+    "rms_norm": rms_norm_cases,
+    "sample": sample_cases,
+    "silu_mul": silu_mul_cases,
+    "spec_conv1d": spec_conv1d_cases,
+    "window": window_cases,
+}
+
+
+def cases(operator: str, capability: int) -> list[LaunchCase]:
+    """The calls of one folder of ops/ that a GPU of that capability is asked for."""
+    return [case for case in CASES[operator](capability) if capability >= case.min_capability]
