@@ -119,24 +119,23 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def check_launch(
-    launch: Callable[..., Any],
-    reference: Callable[..., Any],
+    op: Any,
     args: Sequence[Any],
     *,
     rtol: float,
     atol: float,
     mutated: Sequence[int] = (),
 ) -> None:
-    """`launch` gives the reference's results within rtol and atol, on poisoned allocations.
+    """The kernel of `op` gives its reference's results within rtol and atol, on poisoned allocations.
 
     `mutated` are the indices of the arguments that both change; they are compared in the same way (NaN is
     equal to NaN there, so poison around what is written must survive), the others must keep their bits.
     Runs on the device of `args`: on the CPU through Triton's interpreter.
     """
     wanted_args, got_args = clone_args(args), clone_args(args)
-    wanted = tensors_of(reference(*wanted_args))
+    wanted = tensors_of(op.reference(*wanted_args))
     with poisoned_allocations():
-        got = tensors_of(launch(*got_args))
+        got = tensors_of(op.launch(*got_args))
     assert len(got) == len(wanted)
     for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.stride() == b.stride(), f"output {index}: strides {a.stride()} against {b.stride()}"
