@@ -80,6 +80,7 @@ def operator(
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
+        specification: Callable[..., Any] = function
         signature, name = Signature(function), function.__name__
         package = function.__module__.rpartition(".")[0]
         is_own_folder = package.rpartition(".")[2] == name
@@ -95,10 +96,11 @@ def operator(
             return cast(Callable[..., Any], getattr(importlib.import_module(f"{package}.cpu"), name))
 
         def on_cpu(*flat: Any) -> Any:
-            return (cpu_route() if has_cpu_route else function)(*nest(*flat))
+            implementation = cpu_route() if has_cpu_route else specification
+            return implementation(*(nest(*flat) if signature.records else flat))
 
         def on_cuda(*flat: Any) -> Any:
-            return function(*nest(*flat)) if name in _ON_REFERENCE else kernel()(nest(*flat))
+            return specification(*nest(*flat)) if name in _ON_REFERENCE else kernel()(nest(*flat))
 
         _LIBRARY.define(signature.schema(mutates))
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -140,37 +142,3 @@ def use_reference(names: Iterable[str]) -> None:
         raise ValueError(f"reference_ops must name operators, got {unknown}; known are {sorted(_OPERATORS)}")
     _ON_REFERENCE.clear()
     _ON_REFERENCE.update(chosen)
-
-
-def register(
-    name: str,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    check: Callable[..., None],
-    mutates: tuple[str, ...] = (),
-    launch: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """Of operators that are not declared yet."""
-
-    def checked_fake(*args: Any) -> Any:
-        check(*args)
-        return fake(*args)
-
-    _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=tuple(mutates)))
-    _LIBRARY.impl(name, reference, "CPU")
-    kernel = launch or reference
-    _LIBRARY.impl(name, lambda *a: reference(*a) if name in _ON_REFERENCE else kernel(*a), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=_LIBRARY)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-
-    def call(*args: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            check(*args)
-        return overload(*args)
-
-    made: Any = call
-    made.overload = overload
-    made.launches = ()
-    _OPERATORS[name] = made
-    return call

@@ -11,6 +11,7 @@ which ends the errors. A NamedTuple of such tensors is a record: one argument he
 from __future__ import annotations
 
 import inspect
+import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,6 +93,11 @@ def read_fields(record: Any) -> list[TensorArgument | Number]:
     return [read_hint(name, hints[name]) for name in record._fields]
 
 
+def make_record(name: str, fields: list[str], defaults: list[Any]) -> Any:
+    """A NamedTuple of arguments."""
+    return namedtuple(name, fields, defaults=defaults)  # type: ignore[misc]
+
+
 class Signature:
     """A specification's arguments and results, nested as it takes them and flat as torch does.
 
@@ -117,7 +123,7 @@ class Signature:
         names = {name for tensor in self.tensors for name in tensor.dims or ()}
         assert not names & {tensor.name for tensor in self.tensors}, "a dimension has a tensor's name"
         defaults = [p.default for p in self.parameters if p.default is not p.empty]
-        self.bound: Any = namedtuple(self.name, [p.name for p in self.parameters], defaults=defaults)  # noqa: PYI024
+        self.bound = make_record(self.name, [p.name for p in self.parameters], defaults)
 
     @property
     def tensors(self) -> list[TensorArgument]:
@@ -180,9 +186,7 @@ class Signature:
         code: CodeType = compile(source, f"<operator {self.name}>", "exec")
         namespace: dict[str, Any] = {"__name__": __name__}
         exec(code, namespace)
-        made: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] = namespace["make"](
-            **values
-        )
+        made: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] = namespace["make"](**values)
         return made
 
     def dtype_names(self) -> Iterator[tuple[str, Any]]:
@@ -195,12 +199,19 @@ class Signature:
         """Statements that raise ValueError unless the flat arguments fit; they bind the dimensions' names."""
         lines: list[str] = []
         sizes = [number.name for number in self.arguments if isinstance(number, Number)]
-        for place, tensor in enumerate(self.arguments):
-            if isinstance(tensor, TensorArgument):
-                tests = tensor_tests(tensor, f"dtypes_{place}", sizes)
-                if tensor.is_optional:
-                    tests = [f"if {tensor.name} is not None:", *indented(tests or ["pass"])]
-                lines += tests
+        waiting = {
+            tensor: f"dtypes_{place}"
+            for place, tensor in enumerate(self.arguments)
+            if isinstance(tensor, TensorArgument)
+        }
+        while waiting:
+            # An expression waits for its dimensions, wherever they stand.
+            tensor = next((t for t in waiting if needed_sizes(t) <= {*sizes, *(t.dims or ())}), None)
+            assert tensor is not None, f"{self.name}: expressions of unknown dimensions in {list(waiting)}"
+            tests = tensor_tests(tensor, waiting.pop(tensor), sizes)
+            if tensor.is_optional:
+                tests = [f"if {tensor.name} is not None:", *indented(tests)]
+            lines += tests
         if check is not None:
             lines.append(f"rules({', '.join(inspect.signature(check).parameters)})")
         return lines
@@ -218,6 +229,12 @@ class Signature:
             dtype = f"{tensor.dtypes.argument}.dtype" if like else f"dtypes_{place}[0]"  # type: ignore[union-attr]
             parts.append(f"empty(({''.join(d + ', ' for d in tensor.dims)}), dtype={dtype}, device={device})")
         return f"({', '.join(parts)},)" if self.is_tuple else parts[0]
+
+
+def needed_sizes(tensor: TensorArgument) -> set[str]:
+    """Names of dimensions that a tensor's expressions need."""
+    expressions = " ".join(dim for dim in tensor.dims or () if not dim.isidentifier())
+    return set(re.findall(r"[A-Za-z_]\w*", expressions))
 
 
 def indented(lines: list[str]) -> list[str]:

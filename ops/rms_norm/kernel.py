@@ -59,7 +59,7 @@ def scale_row(
 
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added up and rounded.
 # All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
-# product has followed (ops.device): from memory they take as long as everything that comes after.
+# product has followed: from memory they take as long as everything that comes after.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,

@@ -93,7 +93,9 @@ def add_rms_norm(
     check=_is_hidden_row,
 )
 def pair_norm(
-    table: Annotated[Tensor, "V H", Like("hidden"), CONTIGUOUS, Remedy("pass the embedding of the same model")],
+    table: Annotated[
+        Tensor, "V H", Like("hidden"), CONTIGUOUS, Remedy("pass the embedding of the same model")
+    ],
     token_ids: Annotated[Tensor, "M", I64],
     hidden: Annotated[Tensor, "M H", ACTIVATION, Remedy("pass one row a token")],
     embedding_weight: Weight,

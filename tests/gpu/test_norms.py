@@ -27,9 +27,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     # Half a unit in the last place of bfloat16, and one more where the two sums differ in their last bit.
     rtol = 7.9e-3 if dtype == torch.bfloat16 else 2e-6
     check_launch(rms_norm, (x, weight, EPS), rtol=rtol, atol=1e-6)
-    check_launch(
-        add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6
-    )
+    check_launch(add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6)
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * (1 + weight.double())
     floor = rel_l2(exact.to(dtype), exact) if dtype == torch.bfloat16 else 1e-7
     assert rel_l2(rms_norm(x, weight, EPS), exact) < 2 * floor

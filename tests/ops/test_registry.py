@@ -20,7 +20,6 @@ MUTATED = {
     "spec_conv1d": {"conv_ring"},
     "conv_prefill": {"conv_ring"},
     "gdn_verify": {"state", "ring_k", "ring_u", "ring_g"},
-    "gdn_commit": {"state"},
     "gdn_prefill": {"state"},
     "accept_window": {"base", "pos", "last_token"},
 }

@@ -133,9 +133,7 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
     wide[:, width:] = float("nan")
     x, residual, weight = wide[:, :width], torch.randn(3, width).to(dtype), torch.randn(width).to(dtype)
     check_launch(rms_norm, (x, weight, EPS), rtol=rtol, atol=1e-6)
-    check_launch(
-        add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6
-    )
+    check_launch(add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6)
     for parts in (x[None].contiguous(), torch.randn(2, 3, width), torch.randn(5, 3, width)):
         args = (parts, residual, weight, EPS)
         check_launch(add_rms_norm, args, rtol=rtol, atol=1e-6)
