@@ -173,16 +173,9 @@ def num_processors(device: int, has_scale: bool) -> int:
     return properties.multi_processor_count
 
 
-def launch(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    softmax_scale: float,
-    first_key: int,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    q, gate, kv, kv_scale = args.q, args.gate, args.kv, args.kv_scale
+    block_table, positions, first_key = args.block_table, args.positions, args.first_key
     rows, hq, hd = q.shape
     num_requests, max_blocks = block_table.shape
     out = torch.empty((rows, hq * hd), dtype=q.dtype, device=q.device)
@@ -200,7 +193,7 @@ def launch(
     else:
         config = prefill_configuration(q.dtype, hq * triton.cdiv(window, 128) >= WIDE_PROGRAMS)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
-    scale_log2 = softmax_scale * math.log2(math.e)
+    scale_log2 = args.softmax_scale * math.log2(math.e)
     tiles = {
         "HKV": hkv,
         "GROUP": hq // hkv,

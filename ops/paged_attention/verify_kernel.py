@@ -103,7 +103,7 @@ def verify_kernel(
     PDL: tl.constexpr,
 ):
     """Items (request, split, kv head, BM rows), as many as the positions give, shared out by turns."""
-    # Who attends to what is known before the queries are (ops.device).
+    # Who attends to what is known before the queries are.
     if PDL:
         gdc_launch_dependents()
     requests = tl.arange(0, MAX_REQUESTS)
@@ -254,7 +254,7 @@ def combine_kernel(
     step = HKV * window * GROUP
     part = row // window * num_splits * step
     part += head // GROUP * window * GROUP + row % window * GROUP + head % GROUP
-    # The position is older than this call's keys (ops.device).
+    # The position is older than this call's keys.
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
