@@ -95,7 +95,7 @@ def read_fields(record: Any) -> list[TensorArgument | Number]:
 
 def make_record(name: str, fields: list[str], defaults: list[Any]) -> Any:
     """A NamedTuple of arguments."""
-    return namedtuple(name, fields, defaults=defaults)  # type: ignore[misc]
+    return namedtuple(name, fields, defaults=defaults)
 
 
 class Signature:

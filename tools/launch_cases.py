@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.gdn_commit import gdn_commit
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
@@ -23,10 +22,10 @@ from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
-from compiled_mtp.ops.sample import sample
+from compiled_mtp.ops.sample import SamplingTables, sample
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
-from compiled_mtp.ops.window import accept_window, read_window
+from compiled_mtp.ops.window import Cursors, accept_window, read_window
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 INT32, INT64 = torch.int32, torch.int64
@@ -68,14 +67,6 @@ def gate(device: torch.device, rows: int, value_heads: int, dtype: torch.dtype) 
     return projection(device, rows, value_heads, dtype)[:, first : first + value_heads * 128]
 
 
-def commit(device: torch.device, value_heads: int) -> None:
-    empty = functools.partial(tensor, device)
-    gdn_commit(
-        empty(SLOTS, value_heads, 128, 128), empty(SLOTS, 16, 8, 128), empty(SLOTS, value_heads, 8, 128),
-        empty(SLOTS, value_heads, 8), *(empty(2, dtype=dtype) for dtype in (INT32, INT64, INT64)),
-    )  # fmt: skip
-
-
 def delta_rule(device: torch.device, value_heads: int, dtype: torch.dtype, ring: int | None) -> None:
     """gdn_verify over one window, or without a ring gdn_prefill."""
     empty = functools.partial(tensor, device)
@@ -109,11 +100,6 @@ def convolution(device: torch.device, value_heads: int, dtype: torch.dtype, pref
         conv_prefill(*inputs, start, length, *heads)
     else:
         spec_conv1d(*inputs, start, *heads)
-
-
-def gdn_commit_cases(capability: int) -> Iterator[LaunchCase]:
-    for heads in (48, 32, 16):
-        yield LaunchCase(f"{heads}", functools.partial(commit, value_heads=heads))
 
 
 def gdn_prefill_cases(capability: int) -> Iterator[LaunchCase]:
@@ -307,14 +293,24 @@ def rms_norm_cases(capability: int) -> Iterator[LaunchCase]:
 def draw(device: torch.device, vocab: int, extras: bool) -> None:
     """One request's window, with or without tables for counts, prompt, bias and stop ids."""
     empty = functools.partial(tensor, device)
-    tables = SLOTS if extras else 0
-    sample(
-        empty(ROWS, vocab), empty(ROWS, dtype=INT64), empty(ROWS, dtype=INT64), empty(1, dtype=INT32),
-        empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS), empty(SLOTS),
-        empty(SLOTS, dtype=INT32), empty(SLOTS, dtype=INT64), empty(tables, vocab, dtype=INT32),
-        empty(tables, vocab, dtype=torch.bool), empty(tables, vocab), empty(SLOTS, dtype=INT64),
-        empty(tables, 4, dtype=INT64), vocab - 3,
-    )  # fmt: skip
+    extra = SLOTS if extras else 0
+    tables = SamplingTables(
+        temperature=empty(SLOTS),
+        top_k=empty(SLOTS, dtype=INT32),
+        top_p=empty(SLOTS),
+        min_p=empty(SLOTS),
+        repetition_penalty=empty(SLOTS),
+        presence_penalty=empty(SLOTS),
+        frequency_penalty=empty(SLOTS),
+        seed=empty(SLOTS, dtype=INT64),
+        output_counts=empty(extra, vocab, dtype=INT32),
+        prompt_seen=empty(extra, vocab, dtype=torch.bool),
+        bias=empty(extra, vocab),
+        min_position=empty(SLOTS, dtype=INT64),
+        stop_ids=empty(extra, 4, dtype=INT64),
+    )
+    rows = (empty(ROWS, dtype=INT64), empty(ROWS, dtype=INT64), empty(1, dtype=INT32))
+    sample(empty(ROWS, vocab), *rows, tables, vocab - 3)
 
 
 def sample_cases(capability: int) -> Iterator[LaunchCase]:
@@ -335,11 +331,12 @@ def window(device: torch.device) -> None:
     """Reads the rows of one request and accepts them."""
     empty = functools.partial(tensor, device, dtype=INT64)
     index = empty(1, dtype=INT32)
-    cursors = (empty(SLOTS), empty(SLOTS), empty(SLOTS))
+    cursors = Cursors(empty(SLOTS), empty(SLOTS), empty(SLOTS))
     place = (WINDOW - 1, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
-    read_window(index, *cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *place)
+    read_window(index, cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *place)
     table = empty(1, MAX_BLOCKS, dtype=INT32)
-    accept_window(empty(WINDOW), empty(WINDOW), index, empty(1), table, *cursors, *place, -1)
+    is_finite = torch.empty(WINDOW, dtype=torch.bool, device=device)
+    accept_window(empty(WINDOW), empty(WINDOW), is_finite, index, empty(1), table, cursors, *place, -1)
 
 
 def window_cases(capability: int) -> Iterator[LaunchCase]:
@@ -347,7 +344,6 @@ def window_cases(capability: int) -> Iterator[LaunchCase]:
 
 
 CASES: dict[str, Callable[[int], Iterator[LaunchCase]]] = {
-    "gdn_commit": gdn_commit_cases,
     "gdn_prefill": gdn_prefill_cases,
     "gdn_verify": gdn_verify_cases,
     "linear": linear_cases,
