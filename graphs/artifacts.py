@@ -42,6 +42,9 @@ CPU_FLAGS = (
     *("popcnt", "movbe", "abm", "xop", "tbm"),
     *("neon", "asimd", "sve", "sme", "fphp", "i8mm", "bf16", "atomics"),
 )
+# Far more than compiled code gains by deflating: a zip that says it unpacks to more would fill the disk.
+_MOST_RATIO, _LEAST_LIMIT_BYTES = 64, 64 << 20
+_MOST_KEY_BYTES = 8 << 20
 # What reading a damaged zip raises; RuntimeError says that it seems to be encrypted.
 DAMAGE = (OSError, EOFError, RuntimeError, UnicodeError, zlib.error, zipfile.BadZipFile)
 
@@ -103,6 +106,8 @@ def read_key(file: Path) -> dict[str, Any]:
     """The key a file was made for. Raises ValueError for what is no such file."""
     try:
         with zipfile.ZipFile(file) as archive:
+            if archive.getinfo(KEY_NAME).file_size > _MOST_KEY_BYTES:
+                raise ValueError(f"its {KEY_NAME} is longer than {_MOST_KEY_BYTES} bytes")
             key = json.loads(archive.read(KEY_NAME))
         if not isinstance(key, dict):
             raise ValueError(f"its {KEY_NAME} is no JSON object")
@@ -170,6 +175,13 @@ def _unpack(stream: BinaryIO, directory: Path) -> None:
     that another process, which may be using the directory or doing the same, never sees half a file.
     """
     with zipfile.ZipFile(stream) as archive, tempfile.TemporaryDirectory(dir=directory.parent) as aside:
+        size, file_size = sum(m.file_size for m in archive.infolist()), stream.seek(0, os.SEEK_END)
+        limit = max(_MOST_RATIO * file_size, _LEAST_LIMIT_BYTES)
+        if size > limit:
+            raise ValueError(
+                f"graph_cache must unpack to at most {limit} bytes, {_MOST_RATIO} times its own, got {size} "
+                f"in {stream.name}; export it again"
+            )
         unpacked: list[tuple[str, Path]] = []
         for member in archive.infolist():
             name = PurePosixPath(member.filename)

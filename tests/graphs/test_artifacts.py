@@ -315,6 +315,20 @@ def test_a_file_that_would_lie_elsewhere_is_refused(tmp_path: Path, name: str) -
     assert list(private_directory().iterdir()) == []
 
 
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    for name, match in (
+        ("programs/a", r"graph_cache must unpack to at most 67108864 bytes, 64 times its own, got 671\d+ in"),
+        (artifacts.KEY_NAME, r"graph_cache must be .*: its .* is longer than 8388608 bytes; export it again"),
+    ):
+        file = tmp_path / "graphs.zip"
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(name, bytes((64 << 20) + 1))
+        assert file.stat().st_size < 1 << 20
+        with pytest.raises(ValueError, match=match):
+            load(file) if name == "programs/a" else read_key(file)
+    assert list(private_directory().iterdir()) == []
+
+
 # Zeros are no deflated stream (zlib.error), and not what a stored file's checksum is of (BadZipFile).
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
 def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path: Path, compression: int) -> None:

@@ -1,0 +1,141 @@
+"""Whether a checkpoint's files hold what its config.json describes, and in which words they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from compiled_mtp.errors import check, shown
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.headers import Header
+from compiled_mtp.models.layout import Stored, with_scales
+from compiled_mtp.models.weight_format import FP8, Formats
+
+_FLOATS = ("BF16", "F16", "F32")
+_SCALES = ("BF16", "F32")
+# How many names a message lists of each kind.
+_FEW = 5
+
+
+def checked_layout(
+    config: ModelConfig,
+    path: str | Path,
+    headers: Mapping[str, Header],
+    formats: Formats,
+    with_mtp: bool,
+) -> dict[str, Stored]:
+    """The whole model's layout, without factors, once the files in `path` are known to hold just that.
+
+    Raises ValueError that names the first tensors that are missing, unused, or of another shape or dtype.
+    """
+    if with_mtp and not any(name.startswith("mtp.") for name in headers):
+        raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
+    check_counts(config, headers)
+    layout = FAMILIES[config.family].layout(config, headers, formats)
+    required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
+    unused, misfitting, without_scale = _compare(layout, headers)
+    missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
+    kinds = (("missing", missing), ("unused", unused), ("misfitting", misfitting))
+    problems = [f"{kind} tensors: {_first_few(names)}" for kind, names in kinds if names]
+    if problems:
+        raise _misfit(problems, path, _common_cause(config, missing, unused))
+    return {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
+
+
+def check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
+    """Compare what the layout counts through with the files, so that a wrong number costs no time."""
+    parts = [name.split(".", 2) for name in headers if name.startswith("layers.")]
+    num_layers = len({part[1] for part in parts})
+    if num_layers:
+        rule = f"be the number of stored layers ({num_layers})"
+        remedy = "fix config.json or download the missing files"
+        check(config.num_layers == num_layers, "num_hidden_layers", rule, config.num_layers, remedy)
+    for field, suffix in (("num_experts", ".mlp.gate.weight"), ("linear_num_value_heads", ".A_log")):
+        rows = [h.shape[0] for name, h in headers.items() if name.endswith(suffix) and h.shape]
+        rule = f"be at most {max(rows, default=len(headers))}, as stored"
+        count = getattr(config, field)
+        check(count <= max(rows, default=len(headers)), field, rule, count, "fix config.json")
+
+
+def _compare(
+    layout: Mapping[str, Stored], headers: Mapping[str, Header]
+) -> tuple[list[str], list[str], list[str]]:
+    """The stored tensors that are unused and misfitting, and the factors that stored weights lack."""
+    unused, wrong, without_scale = [], [], []
+    for name, header in headers.items():
+        weight = name.removesuffix(FP8.scale_suffix)
+        is_scale = weight != name
+        if weight not in layout or weight not in headers:
+            unused.append(header.name)
+            continue
+        stored = layout[weight]
+        has_scale = name + FP8.scale_suffix in headers
+        if header.dtype == FP8.header_dtype and not is_scale and not has_scale:
+            without_scale.append(name + FP8.scale_suffix)
+            continue
+        shape = stored.shape
+        dtypes: tuple[str, ...] = _FLOATS
+        if is_scale:
+            shape, dtypes = FP8.scale_shape(shape), _SCALES
+        elif has_scale and len(shape) == 2:  # Stacked experts with scales are no released format.
+            dtypes = (FP8.header_dtype,)
+        if header.shape != shape:
+            wrong.append(f"{shown(header.name)} of shape {shown(list(header.shape))} for {list(shape)}")
+        elif header.dtype not in dtypes:
+            wrong.append(f"{shown(header.name)} of dtype {shown(header.dtype)} for {' or '.join(dtypes)}")
+    return unused, wrong, without_scale
+
+
+def check_parameters(
+    layout: Mapping[str, Stored], parameters: Mapping[str, torch.Tensor], path: str | Path
+) -> None:
+    """Raise ValueError that names the first parameters that `layout` does not fill exactly."""
+    filled = dict.fromkeys(parameters, 0)
+    wrong = []
+    for stored in layout.values():
+        # A convolution's weight [C,1,4] is kept as [C,4].
+        is_conv = len(stored.shape) == 3 and not stored.is_stack
+        row = stored.shape[2:] if stored.is_stack or is_conv else stored.shape[1:]
+        for piece in stored.pieces:
+            width = row if piece.columns is None else (piece.columns[1] - piece.columns[0],)
+            have = parameters.get(piece.parameter)
+            if have is None or tuple(have.shape)[1 if piece.expert is None else 2 :] != width:
+                wrong.append(piece.parameter)
+            else:
+                count = stored.shape[0] if stored.is_stack else 1
+                filled[piece.parameter] += count * piece.rows * math.prod(width)
+    wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
+    if wrong:
+        raise _misfit([f"parameters that do not fit: {_first_few(dict.fromkeys(wrong))}"], path)
+
+
+def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) -> str:
+    """What is likely to be wrong and what to do about it, or nothing."""
+    if config.tie_word_embeddings and "lm_head.weight" in unused:
+        return "config.json ties the head to the embedding: set tie_word_embeddings to false or drop the head"
+    wanted = set(missing)
+    for name in unused:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            if ".".join(parts[cut:]) in wanted:
+                prefix = ".".join(parts[:cut])
+                return f"the names begin with {shown(prefix)}., a wrapper's: save the model without it"
+    return ""
+
+
+def _first_few(names: Iterable[str]) -> str:
+    names = list(names)
+    few = ", ".join(map(shown, names[:_FEW]))
+    return few if len(names) <= _FEW else f"{few} and {len(names) - _FEW} more"
+
+
+def _misfit(problems: list[str], path: str | Path, cause: str = "") -> ValueError:
+    remedy = cause or "download the checkpoint again or use one of a supported family"
+    return ValueError(
+        f"model must hold exactly the tensors that its config.json describes, got {'; '.join(problems)} "
+        f"in {path}; {remedy}"
+    )
