@@ -32,6 +32,7 @@ from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel
@@ -226,6 +227,7 @@ def _load(
         report = None if progress is None else partial(progress, "weights")
         directory = settings.config.model
         load_weights(model, directory, parameters, with_mtp=draft is not None, progress=report)
+        check_finite(parameters)
     return target, draft
 
 
