@@ -33,6 +33,7 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.mtp import DraftModel
@@ -240,6 +241,7 @@ def _load(
             formats=settings.formats,
             progress=report,
         )
+        check_finite(parameters)
     return target, draft
 
 

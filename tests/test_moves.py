@@ -137,7 +137,7 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -
 
 def test_registration_is_checked() -> None:
     tensors = SlotTensors([SlotTensor("a", torch.zeros(3, 2))])
-    with pytest.raises(ValueError, match="^name must be unused, got 'a'; choose another"):
+    with pytest.raises(ValueError, match=r"^name must be unused, got 'a'; choose another"):
         tensors.register(SlotTensor("a", torch.zeros(3)))
-    with pytest.raises(ValueError, match="^b must have 3 slots, got 4; make a row"):
+    with pytest.raises(ValueError, match=r"^b must have 3 slots, got 4; make a row"):
         tensors.register(SlotTensor("b", torch.zeros(4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def deep_and_shallow(driver: Driver) -> None:
     """Depths 3, 1, 0, 7, 3 in a request's life, each verified in the round after; then 7 on 1 draft."""
     driver.start("a", 1, PROMPTS["a"], draft_step=3)
     driver.start("b", 2, PROMPTS["b"], draft_step=0)
-    for verify_step, draft_step in zip(DEPTHS, DEPTHS[1:], strict=False):
+    for verify_step, draft_step in pairwise(DEPTHS):
         driver.decode("a", "b", verify_step=verify_step, draft_step=draft_step)
     for verify_step, draft_step in ((3, 1), (7, 0), (1, 3)):
         driver.decode("b", "a", verify_step=verify_step, draft_step=draft_step)

@@ -10,6 +10,7 @@ import torch
 
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.step import Step
+from compiled_mtp.step_output import StepOutput
 from tests import tiny
 from tests.ops.gdn_cases import fold
 
@@ -176,6 +177,36 @@ def test_draft_kv_holds_the_pairs_of_a_fresh_draft_prefill(family: str, mtp_step
             torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
 
+def test_the_draft_kv_follows_at_every_depth() -> None:
+    """Depths 3, 1, 0, 7, 3 in a request's life: the same tokens, and the pairs of a fresh draft prefill."""
+    step = tiny.build_step(CONFIGS["dense"], 7)
+    out = {}
+    for slot in (1, 2, 3):
+        tiny.admit(step, slot, seed=100 + slot, temperature=TEMPERATURES[slot])
+        out[slot] = [tiny.prefill(step, slot, prompt_of(slot), draft_step=3)]
+    rng = random.Random(3)
+    for verify_step, draft_step in ((3, 1), (1, 0), (0, 7), (7, 3), (3, 0), (7, 0), (0, 0), (7, 3)):
+        for slot in out:
+            stream = plain_stream("dense", "float32", slot)
+            force(step, slot, stream, len(out[slot]), rng.randint(0, verify_step))
+        new = tiny.decode(step, [3, 1, 2], verify_step, draft_step)
+        for slot, tokens in zip((3, 1, 2), new, strict=True):
+            assert len(tokens) <= verify_step + 1
+            out[slot] += tokens
+    for slot, tokens in out.items():
+        pos = int(step.slots.pos[slot])
+        assert tokens == plain_stream("dense", "float32", slot)[: len(tokens)]
+        assert pos + 1 == len(prompt_of(slot)) + len(tokens)
+        fresh = tiny.build_step(CONFIGS["dense"], 3)
+        tiny.admit(fresh, slot)
+        tiny.prefill(fresh, slot, prompt_of(slot) + tokens)
+        assert step.kv_cache.draft is not None
+        assert fresh.kv_cache.draft is not None
+        ours = kv_of(step, step.kv_cache.draft.kv, slot, 1, pos + 1)
+        expected = kv_of(fresh, fresh.kv_cache.draft.kv, slot, 1, pos + 1)
+        torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("mtp_step", [1, 3, 7])
 def test_the_draft_reads_nothing_that_was_not_written(mtp_step: int) -> None:
     """NaN in every unwritten place of the caches would make drafts id 0, or other ids than zeros there do."""
@@ -235,3 +266,74 @@ def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_be
         streams.append(tokens)
     # The prompt has 70 tokens: 10 tokens fit into 80.
     assert streams[0][:10] == streams[1][:10]
+
+
+def outputs(step: Step, slots: list[int], mtp_step: int) -> StepOutput:
+    """What a round gives, whether or not its logits are finite."""
+    index = torch.tensor(slots, dtype=torch.int32)
+    with torch.no_grad():
+        return StepOutput.unpack(step.decode(index, mtp_step, mtp_step), mtp_step + 1)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3])
+@pytest.mark.parametrize("where", ["weight", "final norm"])
+def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: str) -> None:
+    step = tiny.build_step(CONFIGS["dense"], mtp_step)
+    tiny.admit(step, 1)
+    tiny.prefill(step, 1, prompt_of(1))
+    if where == "weight":
+        step.target.layers[1].ffn.down.weight.data[3, 5] = float("nan")
+    else:
+        step.target.norm.weight.data[7] = float("inf")
+    output = outputs(step, [1, 0], mtp_step)
+    assert int(output.num_new[0]) >= 1
+    assert output.num_finite.tolist() == [0, 0]
+    packed = step.first_token(torch.tensor([1], dtype=torch.int32), mtp_step)
+    first = StepOutput.unpack(packed, 1)
+    # What it reads was left before: only its own norm is behind it.
+    assert (int(first.num_new), int(first.num_finite)) == (1, 1)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3])
+def test_a_state_that_is_not_finite_costs_its_own_request_alone(mtp_step: int) -> None:
+    step = tiny.build_step(CONFIGS["dense"], mtp_step)
+    out = start(step, [1, 2, 3])
+    for layer in step.state_cache.layers:
+        layer.state[2] = float("nan")
+    while min(len(out[1]), len(out[3])) < COUNT:
+        output = outputs(step, [3, 2, 1], mtp_step)
+        assert int(output.num_finite[1]) == 0 < int(output.num_new[1])
+        for row, slot in ((0, 3), (2, 1)):
+            assert output.num_new[row] == output.num_finite[row]
+            out[slot] += output.tokens[row, : output.num_new[row]].tolist()
+    for slot in (1, 3):
+        stream = plain_stream("dense", "float32", slot)
+        assert out[slot][: len(stream)] == stream[: len(out[slot])]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_a_row_that_is_not_finite_counts_where_it_emits(num_right: int) -> None:
+    """Draft 2 has an embedding that is not finite: rows 2 and 3 have no logits to draw from."""
+    config = tiny.tiny_config(tie_word_embeddings=False)
+    plain = tiny.build_step(config, 0)
+    tiny.admit(plain, 1)
+    stream = [tiny.prefill(plain, 1, prompt_of(1))]
+    while len(stream) < 16:
+        stream += tiny.decode(plain, [1])[0]
+    step = tiny.build_step(config, 3)
+    tiny.admit(step, 1)
+    tokens = [tiny.prefill(step, 1, prompt_of(1))]
+    force(step, 1, stream, 1, num_right)
+    step.target.embed.weight.data[step.slots.drafts[1, 1]] = float("nan")
+    output = outputs(step, [1], 3)
+    num_new = min(num_right, 3) + 1 if num_right < 2 else int(output.num_new)
+    assert int(output.num_new) == num_new
+    assert int(output.num_finite) == min(num_new, 2)
+    tokens += output.tokens[0, : output.num_finite].tolist()
+    if num_right < 2:
+        # That row was rejected, and what it wrote is not read again.
+        while len(tokens) < 12:
+            output = outputs(step, [1], 0)
+            assert int(output.num_finite) == int(output.num_new) == 1
+            tokens.append(int(output.tokens))
+    assert tokens == stream[: len(tokens)]

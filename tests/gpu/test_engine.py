@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.build import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
@@ -20,6 +21,7 @@ from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
+from tests.drivers import BLOCKS_EACH, Driver, make_runner
 from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_end
 
 pytestmark = pytest.mark.gpu
@@ -261,3 +263,52 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
             step.decode(index, 3, 3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
+    """Rounds of depths 1 and 3, whole and halved by turns, while one request goes to the host and back."""
+    prompts = {name: prompt_of(length, length, 512) for name, length in (("a", 20), ("b", 70), ("c", 65))}
+    driver.start("a", 1, prompts["a"], draft_step=1)
+    driver.decode("a", verify_step=1, draft_step=3)
+    driver.start("b", 2, prompts["b"])
+    for round_index, (verify_step, draft_step) in enumerate(((3, 3), (3, 1), (1, 3), (3, 3))):
+        depth = {"verify_step": verify_step, "draft_step": draft_step}
+        driver.run("verify", ("a", "b"), **depth)
+        if round_index == 1:
+            driver.start("c", 3, prompts["c"])
+        driver.run("accept", ("a", "b"), **depth)
+        driver.decode("b", "a", verify_step=draft_step, draft_step=3)
+    driver.offload("a", 0)
+    driver.decode("c", "b")
+    driver.bring_back("a", 0, 1)
+    driver.decode("a", "b", "c")
+    driver.offload("c", 1)
+    driver.move("a", 3, with_blocks=True)
+    driver.bring_back("c", 1, 1)
+    for _ in range(3):
+        driver.decode("c", "a", "b")
+    return driver.drain()
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize("graph_mode", ["off", "replay", "reduce-overhead"])
+def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, max_in_flight: int) -> None:
+    directory = directories["qwen3_5"]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_in_flight": max_in_flight}
+    plain = Driver(make_runner(directory, mtp_step=0, compile="off", **options))
+    for slot, (name, length) in enumerate((("a", 20), ("b", 70), ("c", 65)), start=1):
+        plain.start(name, slot, prompt_of(length, length, 512), draft_step=0)
+        for _ in range(50):
+            plain.decode(name, verify_step=0, draft_step=0)
+    expected = plain.drain()
+    if graph_mode == "off":
+        options |= {"compile": "off"}
+    else:
+        options |= {"compile": "on", "graph_mode": graph_mode, "batch_sizes": (3,)}
+    features = Features(depths=(1, 3), with_halves=True, host_records=2, host_blocks=2 * BLOCKS_EACH)
+    driver = Driver(make_runner(directory, features, **options))
+    with torch.compiler.set_stance("default" if graph_mode == "off" else "fail_on_recompile"):
+        tokens = depths_halves_and_moves(driver)
+    for name, gained in tokens.items():
+        assert len(gained) > 5
+        assert gained == expected[name][: len(gained)]
