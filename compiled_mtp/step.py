@@ -73,8 +73,8 @@ class Step(nn.Module):
         """Verify S drafts of each request and draft S new ones.
 
         state_index [B] int32, 0 for padding. Returns [B, 2 + W] int64: num_new, num_finite, then the
-        W sampled tokens of which the first num_new are the request's (`Accepted`). Both are 0 for padding. Mutates the caches and the
-        slots' cursors, last tokens and drafts.
+        W sampled tokens of which the first num_new are the request's (`Accepted`). Both are 0 for padding.
+        Mutates the caches and the slots' cursors, last tokens and drafts.
         """
         slots, mtp_step = self.slots, self.mtp_step
         place = (mtp_step, self.kv_cache.block_size, self.max_model_len)

@@ -7,7 +7,6 @@ by the weight's shape (config.py).
 from __future__ import annotations
 
 import functools
-
 from typing import Any
 
 import torch

@@ -114,7 +114,9 @@ def test_bits_of_a_row_are_its_own(shape, dtype):
             for begin in {0, 8 - window}:
                 pick = rows[requests, begin : begin + window].flatten()
                 wide = torch.nn.functional.pad(table[requests], (0, 37 * window), value=-1)
-                got = paged_attention.launch(q[pick], gate[pick], kv, scale, wide, positions[pick], softmax_scale, first)
+                got = paged_attention.launch(
+                    q[pick], gate[pick], kv, scale, wide, positions[pick], softmax_scale, first
+                )
                 assert torch.equal(got, full[pick]), (window, requests, begin)
 
 

@@ -15,7 +15,13 @@ from compiled_mtp.ops.linear.config import (
     read_table,
 )
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops.harness import check_compiles, check_equal, check_launch, check_registration, check_row_invariance
+from tests.ops.harness import (
+    check_compiles,
+    check_equal,
+    check_launch,
+    check_registration,
+    check_row_invariance,
+)
 
 
 def block_fp8(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

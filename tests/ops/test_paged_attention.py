@@ -221,7 +221,9 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
         table = torch.cat((args[4], torch.full_like(args[4], -1)))
         after = torch.arange(70, 70 + window)
         padding = torch.zeros(2 * window, dtype=torch.int64)
-        got = paged_attention.launch(q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:])
+        got = paged_attention.launch(
+            q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:]
+        )
         assert torch.equal(got[:window], want)
         assert (got[2 * window :] == 0).all()
 
