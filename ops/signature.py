@@ -1,11 +1,12 @@
-"""What a specification's annotations say, and the functions that are made of them once: checks, fake, binding.
+"""What a specification's annotations say, and the functions made of them once: checks, fake, binding.
 
 `q: Annotated[Tensor, "rows Hk Dk", F32]` is a tensor of three dimensions. A name stands for the size at which
 it is first met and must agree afterwards, as must a number and an expression without blanks ("Hv*Dv", of
-dimensions before it and of the operator's numbers); "slots|0" is one or the other, "_" any size, and "..." in
-front stands for any further dimensions. Without a shape the rank is free. Further notes, in any order: a dtype or a tuple of them, `Like("q")` for the dtype of
-another argument, CONTIGUOUS (else the last dimension has stride 1 and the others are free), and `Remedy(...)`,
-which ends the errors. A NamedTuple of such tensors is a record: one argument here, one a field in torch.
+dimensions and of the operator's numbers); "slots|0" is one or the other, "_" any size, and "..." in front
+stands for any further dimensions. Without a shape the rank is free. Further notes, in any order: a dtype or a
+tuple of them, `Like("q")` for the dtype of another argument, CONTIGUOUS (else the last dimension has stride 1
+and the others are free), and `Remedy(...)`, which ends the errors. A NamedTuple of such tensors is a record:
+one argument here, one a field in torch.
 """
 
 from __future__ import annotations

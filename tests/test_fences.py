@@ -2,8 +2,8 @@
 
 A race between two launches would show on a GPU only, and there perhaps once in a million steps. So the order
 is checked: what a kernel touches early is declared with its operator and compared with its source, and when
-that was written is read from a step that is recorded operator by operator. Kernels of torch and of Inductor, which are fences, count as none
-here: they may be fused or moved.
+that was written is read from a step that is recorded operator by operator. Kernels of torch and of Inductor,
+which are fences, count as none here: they may be fused or moved.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.ops.gdn_prefill.reference import CHUNK
+from compiled_mtp.ops.gdn_prefill.cpu import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.

@@ -88,9 +88,9 @@ def gdn_verify_kernel(
         gdc_wait()
     key = load_key(k + key_at, DK, LANES)
     query = load_key(q + key_at, DK, LANES)
-    target = tl.load(v + head_at * DV + value)
+    value_row = tl.load(v + head_at * DV + value)
     decay = tl.load(exp_g + head_at)
-    rate = tl.load(beta + head_at)
+    own_beta = tl.load(beta + head_at)
     for token in range(query_len):
         # The next token is on its way while this one is computed; the last one is loaded twice.
         is_more = (token + 1 < query_len).to(tl.int32)
@@ -98,13 +98,13 @@ def gdn_verify_kernel(
         next_head_at = head_at + is_more * NV
         next_key = load_key(k + next_key_at, DK, LANES)
         next_query = load_key(q + next_key_at, DK, LANES)
-        next_target = tl.load(v + next_head_at * DV + value)
+        next_value_row = tl.load(v + next_head_at * DV + value)
         next_decay = tl.load(exp_g + next_head_at)
-        next_rate = tl.load(beta + next_head_at)
+        next_beta = tl.load(beta + next_head_at)
 
         wide_key = widen_key(key, BLOCK_V)
         read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
-        update = rate * (target - read)
+        update = own_beta * (value_row - read)
         tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
         result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
         tl.store(out + head_at * DV + value, result)
@@ -120,9 +120,9 @@ def gdn_verify_kernel(
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
         key = next_key
         query = next_query
-        target = next_target
+        value_row = next_value_row
         decay = next_decay
-        rate = next_rate
+        own_beta = next_beta
         key_at = next_key_at
         head_at = next_head_at
 
@@ -135,7 +135,8 @@ def launch(args: Any) -> torch.Tensor:
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=v.device)
     has_pdl = device_of(v.device.index).has_dependent_launch
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
-        args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g, args.state_index, args.base, args.pos, rows // batch,
+        args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
+        args.state_index, args.base, args.pos, rows // batch,
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip

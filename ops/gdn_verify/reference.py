@@ -25,10 +25,10 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
         raise fail("ring length", f"be at least 2*W = {2 * (rows // B)}", R, "use a longer ring")
 
 
-# in_proj, a fence, is launched right before spec_conv1d and writes no state, ring or cursor, and all that does
-# write them, the same layer's call of the step before, a prefill or the step's end, lies before in_proj. It
-# does not hold for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm is a
-# fence because calls of gdn_verify may follow one another with nothing else between.
+# in_proj, a fence, is launched right before spec_conv1d and writes no state, ring or cursor, and all that
+# does write them, the same layer's call of the step before, a prefill or the step's end, lies before in_proj.
+# It does not hold for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm
+# is a fence because calls of gdn_verify may follow one another with nothing else between.
 @operator(
     mutates=("state", "ring_k", "ring_u", "ring_g"),
     launches=(
@@ -64,8 +64,8 @@ def gdn_verify(
 
     q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (row
     stride free); norm_weight [dv], used as it is. Mutated: state [slots, nv, dv, dk], ring_k [slots, nk, R,
-    dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (holds exp(g)); the records of the window are written
-    at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
+    dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (holds exp(g)); the records of the window are
+    written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
     Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
     act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
     token. Returns y [B*W, nv*dv] in z's dtype.

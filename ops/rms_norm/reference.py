@@ -55,8 +55,8 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
     return residual.new_empty(shape), residual.new_empty(shape)
 
 
-# A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither may
-# be the result of the operator before. From memory they take as long as everything that comes after.
+# A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither
+# may be the result of the operator before. From memory they take as long as everything that comes after.
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     check=_is_sum_or_parts,

@@ -252,8 +252,8 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     has_pdl = device_of(proj.device.index).has_dependent_launch
     spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
-        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos, *outputs,
-        proj.stride(0), rows // args.state_index.shape[0],
+        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos,
+        *outputs, proj.stride(0), rows // args.state_index.shape[0],
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         PDL=has_pdl, num_warps=1, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
@@ -267,8 +267,8 @@ def launch_conv_prefill(
     rows = proj.shape[0]
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
-        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start, args.length, *outputs,
-        proj.stride(0), rows,
+        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
+        args.length, *outputs, proj.stride(0), rows,
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         ROWS=PREFILL_ROWS, num_warps=1, **OPTIONS,
     )  # fmt: skip

@@ -232,7 +232,7 @@ def fold(
     base: torch.Tensor,
     pos: torch.Tensor,
 ) -> None:
-    """Fold the records of [base, pos) into the states, as a window of one token does first; ruins the rings."""
+    """Fold the records of [base, pos) into the states, as a window of one token does; ruins the rings."""
     batch, dim_k, (heads, dim_v) = len(state_index), ring_k.shape[3], state.shape[1:3]
     key = state.new_zeros((batch, ring_k.shape[1], dim_k))
     gates = state.new_zeros((batch, heads))

@@ -156,7 +156,7 @@ def test_registration_and_compilation() -> None:
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
-        (0, lambda t: t[:5], "q"),
+        (0, lambda t: t[:5], "k must have shape"),
         (3, lambda t: t[:, :2], "g"),
         (5, lambda t: t[:, :8], "z"),
         (7, lambda t: t.bfloat16(), "state"),

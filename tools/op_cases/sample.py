@@ -54,10 +54,10 @@ def make_inputs(
 
 def check(args: tuple[Any, ...]) -> None:
     token, logprob, _ = sample(*args)
-    *window, tables, num_valid_ids = args
+    logits, tokens, positions, state_index, tables, num_valid_ids = args
     on_cpu = SamplingTables(*(table.cpu() for table in tables))
-    rows, tokens, positions, state_index = (value.cpu() for value in window)
-    wanted, wanted_logprob, _ = sample(rows, tokens, positions, state_index, on_cpu, num_valid_ids)
+    rows = (logits.cpu(), tokens.cpu(), positions.cpu(), state_index.cpu())
+    wanted, wanted_logprob, _ = sample(*rows, on_cpu, num_valid_ids)
     # A noise that differs in its last bit decides between two ids whose scores are as good as equal.
     different = int((token.cpu() != wanted).sum())
     assert different <= len(token) // 1000, f"{different} of {len(token)} tokens differ from the reference"
