@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args, get_origin
 
@@ -27,6 +27,17 @@ from compiled_mtp.spec.stats import SpeculationStats
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
+_METRICS = (
+    "prompt_tokens",
+    "seed",
+    "output_tokens",
+    "rounds",
+    "rounds_by_accepted",
+    "accepted_by_index",
+    "drafted_by_index",
+    "time_to_first_token_s",
+    "total_s",
+)
 _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -353,7 +364,7 @@ def _to_line(index: int, job: Job) -> dict[str, Any]:
 
 
 def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
-    return asdict(metrics) | {"rounds": metrics.rounds, "accepted_by_index": metrics.accepted_by_index}
+    return {name: getattr(metrics, name) for name in _METRICS}
 
 
 class _Progress:

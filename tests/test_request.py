@@ -23,7 +23,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
     params = SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
     eos_ids = frozenset(map(ord, eos))
     request = Request("r", [1, 2, 3], params, eos_token_ids=eos_ids, detokenizer=CharDetokenizer())
-    request.metrics.rounds_by_accepted = [0] * 8
+    request.history.mtp_step = 7
     return request
 
 
@@ -143,8 +143,8 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop() -> None:
 
 def test_eos_inside_a_window_cuts_tokens_text_and_metrics_together() -> None:
     request = make_request(eos="$")
-    assert request.append([ord("a")], is_round=False, now_s=0.0) == ([ord("a")], "a")
-    kept, text = request.append([ord(c) for c in "b$cd"], is_round=True, now_s=0.0)
+    assert request.append([ord("a")], num_drafts=None, now_s=0.0) == ([ord("a")], "a")
+    kept, text = request.append([ord(c) for c in "b$cd"], num_drafts=3, now_s=0.0)
     assert kept == [ord("b"), ord("$")]
     assert text == "b"
     assert request.finish_reason == "stop"
@@ -152,6 +152,7 @@ def test_eos_inside_a_window_cuts_tokens_text_and_metrics_together() -> None:
     assert metrics.output_tokens == 3
     assert metrics.rounds == 1
     assert metrics.accepted_by_index == [1, 1, 0, 0, 0, 0, 0]
+    assert metrics.drafted_by_index == [1, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_stops_do_not_depend_on_the_window(
     tokens = [ord(c) for c in "ab$cd"]
     got, shown = [], ""
     for start in range(0, len(tokens), window):
-        new_tokens, new_text = request.append(tokens[start : start + window], is_round=True, now_s=0.0)
+        new_tokens, new_text = request.append(tokens[start : start + window], num_drafts=7, now_s=0.0)
         got, shown = got + new_tokens, shown + new_text
         if request.finish_reason is not None:
             break
@@ -187,6 +188,6 @@ def test_stops_do_not_depend_on_the_window(
 
 def test_abort_gives_back_the_text_that_was_held() -> None:
     request = make_request(stop=("xyz",))
-    assert request.append([ord("a"), ord("x")], is_round=True, now_s=0.0)[1] == "a"
+    assert request.append([ord("a"), ord("x")], num_drafts=7, now_s=0.0)[1] == "a"
     assert request.finish("abort") == "x"
     assert request.finish_reason == "abort"
