@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_mtp.request import SlotInit, StepPlan
+from compiled_mtp.plan import Admit, Release, StepPlan
 
 
 class SlotState(nn.Module):
@@ -74,10 +74,12 @@ class SlotState(nn.Module):
 
         Called before a launch, outside every graph. A plan that changes nothing copies nothing.
         """
-        if plan.released:
-            self.block_table[self._indices(plan.released)] = -1
-        if plan.admitted:
-            self._admit(plan.admitted)
+        released = [move.slot for move in plan.moves if isinstance(move, Release)]
+        admitted = tuple(move for move in plan.moves if isinstance(move, Admit))
+        if released:
+            self.block_table[self._indices(released)] = -1
+        if admitted:
+            self._admit(admitted)
         if plan.block_updates:
             slots, columns, blocks = zip(*plan.block_updates, strict=True)
             values = self._indices(blocks).to(torch.int32)
@@ -88,7 +90,7 @@ class SlotState(nn.Module):
         for name in ("base", "pos", "last_token", "drafts", "last_hidden"):
             getattr(self, name)[0] = 0
 
-    def _admit(self, admitted: tuple[SlotInit, ...]) -> None:
+    def _admit(self, admitted: tuple[Admit, ...]) -> None:
         rows = self._indices([init.slot for init in admitted])
         for name in ("base", "pos", "last_token", "drafts"):
             getattr(self, name)[rows] = 0

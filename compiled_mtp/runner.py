@@ -37,7 +37,7 @@ from compiled_mtp.models.row_unit import find_row_unit
 from compiled_mtp.models.weights import kept_fp8, load_weights
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
-from compiled_mtp.request import StepPlan, StepResult
+from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ class Runner:
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:
     logger.error("a %s step failed", plan.kind, exc_info=error)
-    return StepResult(plan, [], f"{type(error).__name__}: {error}")
+    return StepResult(plan, error=f"{type(error).__name__}: {error}")
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.request import SlotInit, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Release, StepPlan
 from compiled_mtp.step import Step
 
 BLOCK_SIZE = 16
@@ -158,12 +158,9 @@ def install(
     temperature: float = 0.0,
 ) -> None:
     """Admit a request to `slot` with the given (slot, index, block) entries of its block table."""
-    init = SlotInit(slot, 0, seed, temperature, 0, 1.0, 0.0)
-    step.slots.install(
-        StepPlan(
-            0, "decode", (), (), step.mtp_step, released=(slot,), admitted=(init,), block_updates=updates
-        )
-    )
+    moves = (Release(slot), Admit(slot, seed, temperature, 0, 1.0, 0.0))
+    block_updates = tuple(BlockUpdate(*update) for update in updates)
+    step.slots.install(StepPlan(0, "decode", moves=moves, block_updates=block_updates))
 
 
 @torch.no_grad()
