@@ -11,7 +11,8 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.request import RequestOutput, StepPlan
+from compiled_mtp.plan import Admit, StepPlan
+from compiled_mtp.request import RequestOutput
 from tests import tiny
 
 
@@ -31,7 +32,7 @@ def make_engine(directory: Path, **options: Any) -> Engine:
 
     def poison_then_install(plan: StepPlan) -> None:
         nan = float("nan")
-        for init in plan.admitted:
+        for init in (move for move in plan.moves if isinstance(move, Admit)):
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
                     buffer[init.slot] = nan
@@ -62,7 +63,7 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
 
     def forced(slots: tuple[int, ...]) -> torch.Tensor:
         for slot in slots:
-            request = engine.scheduler._running[slot]
+            request = engine.scheduler.running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)
