@@ -21,7 +21,6 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
 
-
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 

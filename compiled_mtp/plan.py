@@ -79,7 +79,8 @@ class StepPlan:
     decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left.
     verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
     with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
-    until accept has been planned nothing else is done with those slots and their blocks.
+    until accept has been planned nothing else is done with those slots and their blocks. A round whose
+    requests have all ended in between has no accept.
     move: nothing is launched; its result comes when every copy given so far is complete.
     """
 

@@ -318,8 +318,8 @@ class RequestOutput:
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    `max_output`, and seed and mtp_step of `history`, may be changed until the scheduler has it. Raises ValueError for an empty prompt
-    and for stop strings without a detokenizer.
+    `max_output`, and seed and mtp_step of `history`, may be changed until the scheduler has it. Raises
+    ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str

@@ -36,8 +36,8 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
 from compiled_mtp.models.weights import kept_fp8, load_weights
 from compiled_mtp.ops.registry import use_reference
-from compiled_mtp.programs import Programs
 from compiled_mtp.plan import StepPlan, StepResult
+from compiled_mtp.programs import Programs
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)

@@ -124,7 +124,7 @@ class FakeRunner:
                 continue
             place = Place("slot", move.slot)
             assert place not in self._busy_places(), f"{place} belongs to a copy"
-            assert self.open_round is None or move.slot not in self.open_round.slots
+            assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
             if isinstance(move, Release):
                 self.rows.pop(place, None)
             elif isinstance(move, Admit):
@@ -175,6 +175,19 @@ class FakeRunner:
             del self.rows[copy.source]
         self.copies[copy.copy_id] = (copy, self.copy_delay)
 
+    def _open_places(self) -> set[Place]:
+        """The slots of the round whose accept is still to come; none if all its requests have ended."""
+        if self.open_round is None:
+            return set()
+        owners = self.scheduler._holdings.owners
+        pairs = zip(self.open_round.slots, self.open_round.generations, strict=True)
+        is_live = any(slot in owners and owners[slot].generation == generation for slot, generation in pairs)
+        return {Place("slot", slot) for slot in self.open_round.slots} if is_live else set()
+
+    def _check_no_round_is_open(self) -> None:
+        assert not self._open_places(), "two rounds are open"
+        self.open_round = None
+
     def _busy_places(self) -> set[Place]:
         return {place for copy, _ in self.copies.values() for place in (copy.source, copy.target)}
 
@@ -212,12 +225,12 @@ class FakeRunner:
         return self._emit(plan, [0])
 
     def _decode(self, plan: StepPlan) -> StepResult:
-        assert self.open_round is None
+        self._check_no_round_is_open()
         self._verify_rows(plan)
         return self._emit_round(plan)
 
     def _verify(self, plan: StepPlan) -> StepResult:
-        assert self.open_round is None, "two rounds are open"
+        self._check_no_round_is_open()
         self._verify_rows(plan)
         self.open_round = plan
         return StepResult(plan, [[] for _ in plan.slots])

@@ -32,7 +32,11 @@ class Limits:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
 
     def fit(self, request: Request) -> None:
-        """Set the request's output limit and mtp_step. Raises ValueError if it could never run: its prompt leaves no room for a token, or its worst case needs more blocks than there are."""
+        """Set the request's output limit and mtp_step.
+
+        Raises ValueError if it could never run: its prompt leaves no room for a token, or its worst case
+        needs more blocks than there are.
+        """
         room = self.max_model_len - request.prompt_len
         if room < 1:
             raise ValueError(

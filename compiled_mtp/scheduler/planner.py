@@ -114,6 +114,12 @@ class Planner:
         else:
             self.look_again()
 
+    def drop_dead_round(self) -> None:
+        """A round whose members have all ended is not accepted: nobody would read its tokens."""
+        members = [] if self._open_round is None else self._open_round.members
+        if members and all(holding.phase is RequestPhase.FINISHED for holding in members):
+            self._close_round()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
         assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())

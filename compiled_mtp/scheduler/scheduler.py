@@ -240,7 +240,7 @@ class Scheduler:
             if holding is None or holding.generation != generation:
                 continue
             request = holding.request
-            assert (slot in broken) <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
+            assert (slot not in broken) <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             holding.is_first_token_due = False
             if slot in broken:
                 self._take_last_tokens(holding, new, num_drafts, now_s)
@@ -294,6 +294,7 @@ class Scheduler:
         del self._live[holding.request.request_id]
         self._planner.leave(holding)
         self._holdings.give_back(holding)
+        self._planner.drop_dead_round()
 
 
 def _last_output(request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
