@@ -224,8 +224,7 @@ class Detokenizer(Protocol):
 class RequestHistory:
     """What the metrics of one request are counted from; it only grows, so that each of them is a prefix.
 
-    rounds holds a number for each verify round: its drafts, verified and kept, as verified * (mtp_step + 1) +
-    kept.
+    rounds holds a number for each verify round: its drafts, verified and kept, as verified * 16 + kept.
     """
 
     prompt_tokens: int
@@ -284,8 +283,8 @@ class RequestMetrics(NamedTuple):
         width = self.history.mtp_step + 1
         kept, verified = [0] * width, [0] * width
         for pair, count in Counter(self.history.rounds[: self.rounds]).items():
-            kept[pair % width] += count
-            verified[pair // width] += count
+            kept[pair % _MOST_KEPT] += count
+            verified[pair // _MOST_KEPT] += count
         return kept, verified
 
 
@@ -294,6 +293,8 @@ def _at_least(counts: list[int]) -> list[int]:
     return [sum(counts[n:]) for n in range(1, len(counts))]
 
 
+# Above every mtp_step that is allowed.
+_MOST_KEPT = 16
 _new_tuple = tuple.__new__
 
 
@@ -332,7 +333,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     history: RequestHistory = field(init=False)
-    _total_s: float = 0.0
+    metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
 
@@ -345,6 +346,7 @@ class Request:
             )
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
+        self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self.max_output = self.params.max_tokens
         self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
         self._stop_ids = frozenset(self.params.stop_token_ids)
@@ -355,15 +357,6 @@ class Request:
     def prompt_len(self) -> int:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        """Counts and times as they are now."""
-        history = self.history
-        # As RequestMetrics(...) does, in a third of the time.
-        return _new_tuple(
-            RequestMetrics, (history, len(history.rounds), len(self.output_token_ids), self._total_s)
-        )
 
     def append(
         self, token_ids: list[int], num_drafts: int | None, now_s: float, *, has_bonus: bool = True
@@ -386,13 +379,15 @@ class Request:
         if self.detokenizer is not None:
             kept, text = self._take_text(kept, self.detokenizer)
         output.extend(kept)
-        self._total_s = now_s - self.arrival_s
+        history, total_s = self.history, now_s - self.arrival_s
         if num_drafts is None:
-            self.history.time_to_first_token_s = self._total_s
+            history.time_to_first_token_s = total_s
         else:
             # A stop that cut the round cut its bonus token off.
             num_kept = len(kept) - (has_bonus and len(kept) == len(token_ids))
-            self.history.rounds.append(num_drafts * (self.history.mtp_step + 1) + num_kept)
+            history.rounds.append(num_drafts * _MOST_KEPT + num_kept)
+        # As RequestMetrics(...) does, in a third of the time.
+        self.metrics = _new_tuple(RequestMetrics, (history, len(history.rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)
         return kept, text
@@ -400,7 +395,7 @@ class Request:
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         self.finish_reason = reason
-        self._total_s = time.monotonic() - self.arrival_s
+        self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         held = self.detokenizer.flush() if self.detokenizer is not None else ""
         return self._stop_strings.flush() + held
 

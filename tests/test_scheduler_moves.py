@@ -224,7 +224,7 @@ def test_a_round_verifies_the_drafts_that_were_left_and_leaves_as_many_as_it_is_
         assert all(kept <= (had if accept else 0) or accept is None for kept, had in pairs)
     for slot, request in enumerate(requests.values(), start=1):
         verified = [plan.verify_step for plan in rounds if slot in plan.slots]
-        counted = [pair // 8 for pair in request.history.rounds]
+        counted = [pair // 16 for pair in request.history.rounds]
         assert counted == verified[: len(counted)]
 
 

@@ -231,39 +231,40 @@ class Scheduler:
 
     def _take_tokens(self, result: StepResult) -> None:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
-        num_drafts = None if plan.kind == "prefill" else plan.verify_step
+        is_round = plan.kind != "prefill"
+        num_drafts = plan.verify_step if is_round else None
         most = plan.verify_step + 1
-        broken = {plan.slots[index] for index in result.not_finite}
         now_s = time.monotonic()
+        for index in result.not_finite:
+            self._take_last_tokens(result, index, num_drafts, now_s)
         for slot, generation, new in zip(plan.slots, plan.generations, result.token_ids, strict=True):
             holding = owners.get(slot)
             if holding is None or holding.generation != generation:
                 continue
             request = holding.request
-            assert (slot not in broken) <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
-            holding.is_first_token_due = False
-            if slot in broken:
-                self._take_last_tokens(holding, new, num_drafts, now_s)
-                continue
+            assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
+            if not is_round:
+                holding.is_first_token_due = False
             kept, text = request.append(new, num_drafts, now_s)
             reason = request.finish_reason
             outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
             if reason is not None:
                 self._finish(holding)
 
-    def _take_last_tokens(
-        self, holding: Holding, new: list[int], num_drafts: int | None, now_s: float
-    ) -> None:
-        """Take the tokens before one that could not be drawn, which is an error unless they end the request
-        themselves.
+    def _take_last_tokens(self, result: StepResult, index: int, num_drafts: int | None, now_s: float) -> None:
+        """Take the tokens before one that could not be drawn and end the request: with an error, unless they
+        end it themselves.
         """
+        holding = self._holdings.owners.get(result.plan.slots[index])
+        if holding is None or holding.generation != result.plan.generations[index]:
+            return
         request, error = holding.request, None
-        kept, text = new, ""
+        kept, text = result.token_ids[index], ""
         if num_drafts is not None:
-            kept, text = request.append(new, num_drafts, now_s, has_bonus=False)
+            kept, text = request.append(kept, num_drafts, now_s, has_bonus=False)
         if request.finish_reason is None:
             error = (
-                f"logits must be finite, got NaN or infinity for position "
+                "logits must be finite, got NaN or infinity for position "
                 f"{request.prompt_len + len(request.output_token_ids)}; look for such numbers in the "
                 "checkpoint's weights, and for a dtype or kv_dtype that is too narrow for it"
             )

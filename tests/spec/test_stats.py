@@ -12,7 +12,7 @@ def metrics(output_tokens: int, rounds_by_accepted: list[int], drafted: int | No
     """Of rounds that all verified `drafted` drafts, by default as many as there may be."""
     most = len(rounds_by_accepted) - 1
     pairs = [
-        (most if drafted is None else drafted) * (most + 1) + kept
+        (most if drafted is None else drafted) * 16 + kept
         for kept, count in enumerate(rounds_by_accepted)
         for _ in range(count)
     ]
