@@ -106,7 +106,8 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=0,
         lt=2**63,
-        description="seed of requests that bring none, 0 to 2**63 - 1; default: from the operating system",
+        description="seed of requests that bring none, 0 to 2**63 - 1: the first to arrive has it, "
+        "those of the others are derived from it and their number; default: from the operating system",
     )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 
 LONGEST_TEXT = 400
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 120
+_REPR.maxlong = 60
 
 
 def shown(value: object, text_of: Callable[[object], str] = str) -> str:
@@ -18,12 +22,30 @@ def shown(value: object, text_of: Callable[[object], str] = str) -> str:
         text = text_of(value)
     except ValueError:  # An integer of more digits than Python writes out.
         text = f"a number of more than {LONGEST_TEXT} digits"
-    head = "".join(c if c.isprintable() else _escaped(c) for c in text[:LONGEST_TEXT])
+    head = escape(text[:LONGEST_TEXT])
     return head if len(text) <= LONGEST_TEXT else f"{head}... ({len(text)} characters)"
 
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+def quote(value: object) -> str:
+    """`value` as Python writes it, made safe as by `shown`: of what is longer the middle is left out."""
+    return _without_middle(escape(_REPR.repr(value)), LONGEST_TEXT)
+
+
+def escape(text: str, most_characters: int | None = None) -> str:
+    """`text` with everything escaped that does not print; of more than `most_characters`, if given, the
+    middle is left out first."""
+    if most_characters is not None:
+        text = _without_middle(text, most_characters)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _without_middle(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:

@@ -78,8 +78,10 @@ class StepPlan:
     chunk also emits the first token and leaves draft_step drafts.
     decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left.
     verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
-    with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths.
-    move: nothing is launched.
+    with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
+    until accept has been planned nothing else is done with those slots and their blocks. A round whose
+    requests have all ended in between has no accept.
+    move: nothing is launched; its result comes when every copy given so far is complete.
     """
 
     step_id: int
@@ -103,11 +105,12 @@ class StepResult:
     token_ids: the tokens each request gained, [[y_0]] after the last chunk of a prompt and [[]] before.
     not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
     is not finite; token_ids holds what was drawn before that row. drafts: the next round's, where they were
-    asked for, else empty. copies_done: ids of the copies that are complete.
+    asked for, else empty. copies_done: ids of the copies that are complete. With an error none of the plan's
+    copies is under way any more.
     """
 
     plan: StepPlan
-    token_ids: Sequence[Sequence[int]] = ()
+    token_ids: Sequence[list[int]] = ()
     not_finite: tuple[int, ...] = ()
     drafts: Sequence[Sequence[int]] = ()
     copies_done: tuple[int, ...] = ()

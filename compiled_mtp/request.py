@@ -1,17 +1,22 @@
-"""What a caller asks for, what it gets back, and what the scheduler and the runner tell each other.
+"""What a caller asks for, what it gets back, and what a request has gained so far. No torch.
 
-The host's side of one request lives in `Request`; the device's side lives in the runner, by slot. No torch.
+Where a request stands and what it holds of the device is the scheduler's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from compiled_mtp.errors import escape, quote
+from compiled_mtp.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -28,6 +33,10 @@ _GENERATION_FIELDS = (
 
 _ELSE = "default: the checkpoint's, else"
 _FLAGS = ("ignore_eos", "include_stop")
+
+# Each request with stop strings keeps a tree of their characters.
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 256
 
 # Known by name, so that they are refused instead of ignored.
 _NOT_IN_THIS_VERSION: dict[str, Any] = {
@@ -67,11 +76,17 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(default=1.0, description="not in this version")
     logit_bias: dict[int, float] | None = Field(default=None, description="not in this version")
     min_tokens: int = Field(default=0, description="not in this version")
-    stop: tuple[str, ...] = Field(default=(), description="strings that end the text")
+    stop: tuple[str, ...] = Field(
+        default=(), description="strings that end the text, at most 64 of at most 256 characters each"
+    )
     stop_token_ids: tuple[int, ...] = Field(default=(), description="token ids that end the request")
     ignore_eos: bool = Field(default=False, description="go on after an eos token")
     include_stop: bool = Field(default=False, description="leave the stop in the text")
-    seed: int | None = Field(default=None, description="of the noise; none: drawn from the operating system")
+    seed: int | None = Field(
+        default=None,
+        description="of the noise, taken as it is; none: derived from the engine's seed and the order of "
+        "arrival, else drawn from the operating system",
+    )
     logprobs: int | None = Field(default=None, description="not in this version")
     n: int = Field(default=1, description="not in this version")
 
@@ -97,7 +112,9 @@ class SamplingParams(BaseModel):
         for name, value in fields.items() if isinstance(fields, dict) else ():
             several = value if isinstance(value, (list, tuple)) else (value,)
             if name not in _FLAGS and any(isinstance(one, bool) for one in several):
-                raise ValueError(f"{name} must not be a boolean, got {value!r}; give a value of its own type")
+                raise ValueError(
+                    f"{name} must not be a boolean, got {quote(value)}; give a value of its own type"
+                )
         return fields
 
     @model_validator(mode="after")
@@ -114,6 +131,14 @@ class SamplingParams(BaseModel):
             ),
             ("min_p", 0 <= self.min_p <= 1, "be from 0 to 1", "0 turns it off"),
             ("stop", all(self.stop), "hold no empty string", "leave it out"),
+            ("stop", len(self.stop) <= MOST_STOPS, f"hold at most {MOST_STOPS} strings", "leave some out"),
+            (
+                "stop",
+                all(len(stop) <= MOST_STOP_CHARACTERS for stop in self.stop),
+                f"hold strings of at most {MOST_STOP_CHARACTERS} characters",
+                "end them earlier",
+            ),
+            ("stop", all(map(_is_unicode, self.stop)), "hold Unicode text", "leave lone surrogates out"),
             (
                 "stop_token_ids",
                 all(i >= 0 for i in self.stop_token_ids),
@@ -129,12 +154,12 @@ class SamplingParams(BaseModel):
         )
         for name, is_met, rule, remedy in rules:
             if not is_met:
-                raise ValueError(f"{name} must {rule}, got {getattr(self, name)!r}; {remedy}")
+                raise ValueError(f"{name} must {rule}, got {quote(getattr(self, name))}; {remedy}")
         for name, neutral in _NOT_IN_THIS_VERSION.items():
             value = getattr(self, name)
             if value != neutral:
                 raise ValueError(
-                    f"{name} must be {neutral!r}, got {value!r}; {name} is not in this version, "
+                    f"{name} must be {neutral!r}, got {quote(value)}; {name} is not in this version, "
                     f"leave it out or set {name}={neutral!r}"
                 )
         return self
@@ -155,15 +180,34 @@ class SamplingParams(BaseModel):
             raise ValueError(f"generation_config.json of the checkpoint: {error}") from None
 
 
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of the request that arrived after `index` others: the first has `seed` itself.
+
+    Requests that shared one would share their noise, and different prompts would begin alike.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _describe(problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
+    name = escape(".".join(str(part) for part in problem["loc"]), 80)
     if problem["type"] == "extra_forbidden":
         known = ", ".join(SamplingParams.model_fields)
         return f"{name} must be a sampling parameter, got an unknown name; known are {known}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     rule = problem["msg"].replace("Input should be", "must be", 1)
-    return f"{name} {rule}, got {problem['input']!r}; correct the value"
+    return f"{name} {rule}, got {quote(problem['input'])}; correct the value"
 
 
 class Detokenizer(Protocol):
@@ -176,74 +220,82 @@ class Detokenizer(Protocol):
         """Return what was held back, once, at the end."""
 
 
-class StopStrings:
-    """Finds the stop string that is complete first in a stream of text.
+@dataclass(slots=True, eq=False)
+class RequestHistory:
+    """What the metrics of one request are counted from; it only grows, so that each of them is a prefix.
 
-    "First" counts characters, so the answer does not depend on how the text was cut into tokens or windows;
-    of several that end at one character the longest counts.
-    """
-
-    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
-        self.stops = tuple(stops)
-        self.include_stop = include_stop
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, bool]:
-        """Take more text; return the text that is safe to show, and whether a stop string was found.
-
-        Held back is the longest tail that may be the beginning of a stop string.
-        """
-        if not self.stops:
-            return text, False
-        held, self._held = self._held + text, ""
-        found = min(
-            ((at + len(stop), at) for stop in self.stops if (at := held.find(stop)) >= 0),
-            default=None,
-        )
-        if found is not None:
-            end, start = found
-            return held[: end if self.include_stop else start], True
-        for length in range(min(self._longest - 1, len(held)), 0, -1):
-            if held.endswith(tuple(stop[:length] for stop in self.stops if len(stop) > length)):
-                self._held = held[-length:]
-                return held[:-length], False
-        return held, False
-
-    def flush(self) -> str:
-        """Return the text held back, once no stop string can follow."""
-        held, self._held = self._held, ""
-        return held
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """Counts and times of one request so far; ratios are in `spec.stats`.
-
-    All outputs of a request share one object, which goes on counting until the request has finished: copy
-    what is to be kept of an unfinished one.
-
-    rounds_by_accepted[n] is the number of verify rounds that kept exactly n drafts. It and output_tokens
-    leave out what a stop cut off; the first output token comes from prefill, the others from the rounds.
-    Times are seconds from the request's arrival; total_s is that of its last token, or of its end.
+    rounds holds a number for each verify round: its drafts, verified and kept, as verified * 16 + kept.
     """
 
     prompt_tokens: int
     seed: int
-    output_tokens: int = 0
-    rounds_by_accepted: list[int] = field(default_factory=list)
+    mtp_step: int = 0
+    rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
-    total_s: float = 0.0
+
+
+class RequestMetrics(NamedTuple):
+    """Counts and times of one request up to the output that carries them; ratios are in `spec.stats`.
+
+    It does not change while the request goes on. rounds counts verify rounds. It and output_tokens leave out
+    what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
+    seconds from the request's arrival; total_s is that of its last token, or of its end. One is made for each
+    request at each step, so what takes time is counted when it is asked for.
+    """
+
+    history: RequestHistory
+    rounds: int
+    output_tokens: int
+    total_s: float
 
     @property
-    def rounds(self) -> int:
-        """Verify rounds so far."""
-        return sum(self.rounds_by_accepted)
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.history.prompt_tokens
+
+    @property
+    def seed(self) -> int:
+        """Of the noise: given, derived or drawn."""
+        return self.history.seed
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """None before the first token."""
+        return self.history.time_to_first_token_s if self.output_tokens else None
+
+    @property
+    def rounds_by_accepted(self) -> list[int]:
+        """[mtp_step + 1] Verify rounds that kept exactly n drafts, for each n."""
+        return self._count_rounds()[0]
 
     @property
     def accepted_by_index(self) -> list[int]:
-        """Rounds that kept draft i + 1, for each i."""
-        return [sum(self.rounds_by_accepted[n:]) for n in range(1, len(self.rounds_by_accepted))]
+        """[mtp_step] Rounds that kept draft i + 1, for each i."""
+        return _at_least(self._count_rounds()[0])
+
+    @property
+    def drafted_by_index(self) -> list[int]:
+        """[mtp_step] Rounds that had a draft i + 1 to verify, for each i."""
+        return _at_least(self._count_rounds()[1])
+
+    def _count_rounds(self) -> tuple[list[int], list[int]]:
+        """Rounds by the drafts they kept, and by the drafts they verified."""
+        width = self.history.mtp_step + 1
+        kept, verified = [0] * width, [0] * width
+        for pair, count in Counter(self.history.rounds[: self.rounds]).items():
+            kept[pair % _MOST_KEPT] += count
+            verified[pair // _MOST_KEPT] += count
+        return kept, verified
+
+
+def _at_least(counts: list[int]) -> list[int]:
+    """Sums of the counts from n on, for each n of at least 1."""
+    return [sum(counts[n:]) for n in range(1, len(counts))]
+
+
+# Above every mtp_step that is allowed.
+_MOST_KEPT = 16
+_new_tuple = tuple.__new__
 
 
 # One is made for each request at each step: a frozen dataclass takes four times as long to make.
@@ -265,10 +317,10 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The host's state of one request, owned by the scheduler.
+    """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    output_token_ids are those that the host knows. slot 0 means none; `generation` tells the owners of a slot
-    apart. Raises ValueError for an empty prompt.
+    `max_output`, and seed and mtp_step of `history`, may be changed until the scheduler has it. Raises
+    ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -277,15 +329,10 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     arrival_s: float = field(default_factory=time.monotonic)
-    seed: int = field(init=False)
     max_output: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
-    slot: int = 0
-    generation: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
-    is_first_token_due: bool = False
     finish_reason: FinishReason | None = None
+    history: RequestHistory = field(init=False)
     metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
@@ -295,11 +342,12 @@ class Request:
             raise ValueError("prompt must have at least one token, got none; give some text or token ids")
         if self.params.stop and self.detokenizer is None:
             raise ValueError(
-                f"stop must be empty without a tokenizer, got {self.params.stop!r}; use stop_token_ids"
+                f"stop must be empty without a tokenizer, got {quote(self.params.stop)}; use stop_token_ids"
             )
-        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self.history = RequestHistory(len(self.prompt_token_ids), seed)
+        self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self.max_output = self.params.max_tokens
-        self.metrics = RequestMetrics(len(self.prompt_token_ids), self.seed)
         self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
         self._stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
@@ -310,13 +358,16 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
-    def append(self, token_ids: list[int], is_round: bool, now_s: float) -> tuple[list[int], str]:
+    def append(
+        self, token_ids: list[int], num_drafts: int | None, now_s: float, *, has_bonus: bool = True
+    ) -> tuple[list[int], str]:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
-        `is_round` says that a verify round emitted them: all but the last were drafts. `now_s` is the time by
+        num_drafts is what the verify round had that emitted them: all were drafts but the last, and that one
+        too without `has_bonus`; None for the token that prefill emits. `now_s` is the time by
         time.monotonic(). Sets finish_reason.
         """
-        kept, text, metrics, output = token_ids, "", self.metrics, self.output_token_ids
+        kept, text, output = token_ids, "", self.output_token_ids
         room = self.max_output - len(output)
         if len(kept) >= room:
             kept = kept[:room]
@@ -328,14 +379,15 @@ class Request:
         if self.detokenizer is not None:
             kept, text = self._take_text(kept, self.detokenizer)
         output.extend(kept)
-        metrics.output_tokens = len(output)
-        metrics.total_s = now_s - self.arrival_s
-        if is_round:
-            # All but the last were drafts, unless a stop cut that one off.
-            is_cut = len(kept) < len(token_ids)
-            metrics.rounds_by_accepted[len(kept) if is_cut else len(kept) - 1] += 1
+        history, total_s = self.history, now_s - self.arrival_s
+        if num_drafts is None:
+            history.time_to_first_token_s = total_s
         else:
-            metrics.time_to_first_token_s = metrics.total_s
+            # A stop that cut the round cut its bonus token off.
+            num_kept = len(kept) - (has_bonus and len(kept) == len(token_ids))
+            history.rounds.append(num_drafts * _MOST_KEPT + num_kept)
+        # As RequestMetrics(...) does, in a third of the time.
+        self.metrics = _new_tuple(RequestMetrics, (history, len(history.rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)
         return kept, text
@@ -343,7 +395,7 @@ class Request:
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         self.finish_reason = reason
-        self.metrics.total_s = time.monotonic() - self.arrival_s
+        self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         held = self.detokenizer.flush() if self.detokenizer is not None else ""
         return self._stop_strings.flush() + held
 

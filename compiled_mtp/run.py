@@ -15,18 +15,37 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args, get_origin
 
 from tqdm import tqdm
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from compiled_mtp.errors import escape, quote
+from compiled_mtp.request import (
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    derive_seed,
+)
 from compiled_mtp.spec.stats import SpeculationStats
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
+_MOST_ERROR_CHARACTERS = 4000
+_METRICS = (
+    "prompt_tokens",
+    "seed",
+    "output_tokens",
+    "rounds",
+    "rounds_by_accepted",
+    "accepted_by_index",
+    "drafted_by_index",
+    "time_to_first_token_s",
+    "total_s",
+)
 _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -105,7 +124,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        _say(f"error: {'; '.join(str(error).splitlines())}")
+        _say(f"error: {escape('; '.join(str(error).splitlines()), _MOST_ERROR_CHARACTERS)}")
         return EXIT_USAGE
     _say(summarize(outcomes))
     if any(one.is_interrupted for one in outcomes):
@@ -192,6 +211,7 @@ def _add_fields(group: Any, model: Any, skip: frozenset[str]) -> None:
 def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
     """Return the requests of a prompt file; `sampling` holds the fields that every request starts from.
 
+    A seed in it is the first request's; the others' are derived from it and their place in the file.
     The last line break of a text file is not part of its prompt. Raises ValueError, naming file and line.
     """
     SamplingParams(**sampling)  # So that a bad flag is not blamed on the file.
@@ -211,7 +231,11 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
         raise ValueError(f"prompt-file must be readable, got {path}: {reason}; check the path") from None
     if path.endswith(".jsonl"):
         lines = enumerate(text.split("\n"), start=1)
-        jobs = [_read_line(f"{path} line {number}", line, sampling) for number, line in lines if line.strip()]
+        numbered = [(number, line) for number, line in lines if line.strip()]
+        jobs = [
+            _read_line(f"{path} line {number}", line, _own_fields(sampling, index))
+            for index, (number, line) in enumerate(numbered)
+        ]
     else:
         text = text.removesuffix("\n").removesuffix("\r")
         jobs = [Job(path, {"prompt": text}, SamplingParams(**sampling))] if text else []
@@ -220,13 +244,19 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
     return jobs
 
 
+def _own_fields(sampling: dict[str, Any], index: int) -> dict[str, Any]:
+    """The fields of the request after `index` others: one seed for all would be one noise for all."""
+    seed = SamplingParams(**sampling).seed
+    return sampling if seed is None else sampling | {"seed": derive_seed(seed, index)}
+
+
 def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be a JSON object, got an error: {error}; fix the line") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{where} must be a JSON object, got {line.strip()[:40]}; write {{...}}")
+        raise ValueError(f"{where} must be a JSON object, got {quote(line.strip()[:40])}; write {{...}}")
     prompt = {kind: fields.pop(kind) for kind in _PROMPT_KINDS if kind in fields}
     if len(prompt) != 1:
         raise ValueError(f"{where} must have one of {', '.join(_PROMPT_KINDS)}, got {len(prompt)}; give one")
@@ -235,7 +265,7 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     is_ids = kind == "prompt_token_ids"
     if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
         rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
-        raise ValueError(f"{where}: {kind} must be {rule}, got {str(value)[:40]!r}; change it")
+        raise ValueError(f"{where}: {kind} must be {rule}, got {quote(value)}; change it")
     try:
         return Job(where, prompt, SamplingParams(**(sampling | fields)))
     except ValueError as error:
@@ -326,7 +356,7 @@ class _Printer:
                 _say(f"--- {index} ({job.where}): {job.finish_reason}")
                 self._write(job.text + "\n")
             if job.error is not None:
-                _say(f"error: {job.where}: {job.error}")
+                _say(f"error: {escape(f'{job.where}: {job.error}', _MOST_ERROR_CHARACTERS)}")
 
     def _write(self, text: str) -> None:
         encoding = self._stdout.encoding or "utf-8"
@@ -353,7 +383,7 @@ def _to_line(index: int, job: Job) -> dict[str, Any]:
 
 
 def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
-    return asdict(metrics) | {"rounds": metrics.rounds, "accepted_by_index": metrics.accepted_by_index}
+    return {name: getattr(metrics, name) for name in _METRICS}
 
 
 class _Progress:

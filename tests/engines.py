@@ -70,7 +70,7 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
 
     def forced(slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         for slot in slots:
-            request = engine.scheduler._running[slot]
+            request = engine.scheduler.running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)

@@ -207,7 +207,7 @@ def test_nan_in_one_request_stays_there(checkpoint: Path, stream: list[int]) -> 
     tokens: dict[str, list[int]] = {}
     while len(tokens.get("sound", ())) < 2:
         collect(tokens, engine.step())
-    slot = next(s for s, r in engine.scheduler._running.items() if r.request_id == "broken")
+    slot = next(s for s, r in engine.scheduler.running.items() if r.request_id == "broken")
     for layer in engine.runner.step.state_cache.layers:
         layer.state[slot] = float("nan")
     before = len(tokens["broken"])

@@ -231,9 +231,9 @@ def test_an_interrupt_inside_generate_takes_nothing_from_others(
     engine.add_request(prompt_token_ids=PROMPTS["a"], params=PARAMS, request_id="a")
     engine._advance()
     engine._advance()
-    assert engine._undelivered
+    assert engine.scheduler._outputs
     with pytest.raises(KeyboardInterrupt):
-        engine._take(Interrupting())
+        engine._take_outputs(Interrupting())
     with (
         raising(engine.scheduler, "add", 2, KeyboardInterrupt(), is_late=True),
         pytest.raises(KeyboardInterrupt),
@@ -320,9 +320,9 @@ def test_the_name_of_a_special_token_stops_as_its_id_does(checkpoint: Path) -> N
     assert token_id is not None
     assert tokenizer.special_id("def") is None
     engine.add_request("x", PARAMS.model_copy(update={"stop": ("<|endoftext|>", "zzz")}))
-    (request,) = engine.scheduler._waiting
+    (request,) = engine._inbox._requests.values()
     assert token_id in request._stop_ids
-    assert request.append([7, token_id, 8], False, 0.0)[0] == [7, token_id]
+    assert request.append([7, token_id, 8], None, 0.0)[0] == [7, token_id]
     assert request.finish_reason == "stop"
 
 

@@ -109,13 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
     def every_block_and_slot_has_one_owner(self) -> None:
         if not hasattr(self, "engine"):
             return
-        scheduler = self.engine.scheduler
-        owners = list(scheduler._running.values())
-        owners += [scheduler._prefilling] if scheduler._prefilling is not None else []
-        blocks = [block for request in owners for block in request.block_ids]
-        assert len(set(blocks)) == len(blocks) == scheduler.pool.num_used
-        slots = [request.slot for request in owners] + scheduler._free_slots
-        assert sorted(slots) == list(range(1, self.engine.config.max_batch + 1))
+        self.engine.scheduler.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.request import Request, SamplingParams, StopStrings
+from compiled_mtp.errors import escape, quote
+from compiled_mtp.request import Request, SamplingParams, derive_seed
+from compiled_mtp.stop_strings import StopStrings
 
 
 class CharDetokenizer:
@@ -23,7 +25,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
     params = SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
     eos_ids = frozenset(map(ord, eos))
     request = Request("r", [1, 2, 3], params, eos_token_ids=eos_ids, detokenizer=CharDetokenizer())
-    request.metrics.rounds_by_accepted = [0] * 8
+    request.history.mtp_step = 7
     return request
 
 
@@ -40,6 +42,10 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"top_p": 1.5}, r"^top_p must be above 0"),
         ({"min_p": 1.5}, r"^min_p must be from 0 to 1, got 1.5; "),
         ({"stop": ("a", "")}, r"^stop must hold no empty string"),
+        ({"stop": ("a", "\ud800")}, r"^stop must hold Unicode text, got \('a', '\\ud800'\); leave lone"),
+        ({"stop": ("a",) * 65}, r"^stop must hold at most 64 strings, got \('a', .*\.\.\.\); leave some out"),
+        ({"stop": "a" * 257}, r"^stop must hold strings of at most 256 characters, got \('a+\.\.\.a+',\); "),
+        ({"x\x1b[31m": 1}, r"^x\\x1b\[31m must be a sampling parameter"),
         ({"stop_token_ids": (-1,)}, r"^stop_token_ids must hold no negative id"),
         ({"seed": 2**63}, r"^seed must fit into 64 signed bits"),
         ({"presence_penalty": 0.5}, r"^presence_penalty must be 0.0, got 0.5; .* is not in this version"),
@@ -56,6 +62,45 @@ def test_bad_parameter_is_refused_by_name_in_one_line(fields: dict[str, object],
     with pytest.raises(ValueError, match=message) as error:
         SamplingParams(**fields)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["temperature", "stop_token_ids", "seed", "logit_bias", "unknown" * 10**6])
+@pytest.mark.parametrize("value", ["x" * 5_000_000, ["x" * 5_000_000] * 3, "\x1b[2J\n" * 99, 10**4000])
+def test_what_a_caller_gave_is_told_short_and_on_one_printable_line(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match="must") as error:
+        SamplingParams(**{name: value})
+    assert len(str(error.value)) < 1000
+    assert str(error.value).isprintable()
+
+
+@given(st.one_of(st.text(), st.binary(), st.integers(), st.lists(st.text())))
+def test_a_quoted_value_is_short_and_printable(value: object) -> None:
+    assert len(quote(value)) <= 400
+    assert quote(value).isprintable()
+    assert escape("\x07" * 50 + "a" * 50, 60).isprintable()
+
+
+def test_the_seeds_of_requests_are_apart_and_the_first_is_the_engines() -> None:
+    seeds = [derive_seed(7, index) for index in range(1000)]
+    assert seeds[0] == 7
+    assert seeds == [derive_seed(7, index) for index in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert set(seeds[1:]).isdisjoint(derive_seed(8, index) for index in range(1000))
+
+
+def test_many_long_stops_cost_little_a_token() -> None:
+    stops = StopStrings(["a" * 200 + str(index) for index in range(64)], include_stop=False)
+    looks, advance = [0], stops._advance
+
+    def counted(node: int, char: str) -> int:
+        looks[0] += 1
+        return advance(node, char)
+
+    stops._advance = counted  # type: ignore[method-assign]
+    shown = "".join(stops.add("aaaa")[0] for _ in range(500))
+    assert len(shown) == 2000 - 200
+    assert looks[0] == 2000
 
 
 def test_parameters_are_frozen_and_a_single_stop_may_be_a_string() -> None:
@@ -143,8 +188,8 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop() -> None:
 
 def test_eos_inside_a_window_cuts_tokens_text_and_metrics_together() -> None:
     request = make_request(eos="$")
-    assert request.append([ord("a")], is_round=False, now_s=0.0) == ([ord("a")], "a")
-    kept, text = request.append([ord(c) for c in "b$cd"], is_round=True, now_s=0.0)
+    assert request.append([ord("a")], num_drafts=None, now_s=0.0) == ([ord("a")], "a")
+    kept, text = request.append([ord(c) for c in "b$cd"], num_drafts=3, now_s=0.0)
     assert kept == [ord("b"), ord("$")]
     assert text == "b"
     assert request.finish_reason == "stop"
@@ -152,6 +197,7 @@ def test_eos_inside_a_window_cuts_tokens_text_and_metrics_together() -> None:
     assert metrics.output_tokens == 3
     assert metrics.rounds == 1
     assert metrics.accepted_by_index == [1, 1, 0, 0, 0, 0, 0]
+    assert metrics.drafted_by_index == [1, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +223,7 @@ def test_stops_do_not_depend_on_the_window(
     tokens = [ord(c) for c in "ab$cd"]
     got, shown = [], ""
     for start in range(0, len(tokens), window):
-        new_tokens, new_text = request.append(tokens[start : start + window], is_round=True, now_s=0.0)
+        new_tokens, new_text = request.append(tokens[start : start + window], num_drafts=7, now_s=0.0)
         got, shown = got + new_tokens, shown + new_text
         if request.finish_reason is not None:
             break
@@ -187,6 +233,6 @@ def test_stops_do_not_depend_on_the_window(
 
 def test_abort_gives_back_the_text_that_was_held() -> None:
     request = make_request(stop=("xyz",))
-    assert request.append([ord("a"), ord("x")], is_round=True, now_s=0.0)[1] == "a"
+    assert request.append([ord("a"), ord("x")], num_drafts=7, now_s=0.0)[1] == "a"
     assert request.finish("abort") == "x"
     assert request.finish_reason == "abort"

@@ -65,7 +65,7 @@ class FakeEngine:
                 "prompt must be shorter than max_model_len=40 tokens, got a long one; shorten it"
             )
         request = Request(request_id, [1] * len(text), params, detokenizer=Letters())
-        request.metrics.rounds_by_accepted = [0] * (self.config.mtp_step + 1)
+        request.history.mtp_step = self.config.mtp_step
         self.requests[request_id], self.answers[request_id] = request, text.upper() + "." * 200
         self.params.append(params)
         return request_id
@@ -86,7 +86,8 @@ class FakeEngine:
             window = self.answers[name][done : done + (WIDTH if self.config.mtp_step else 1)]
             if self.wrong_with_mtp_step_0 and not self.config.mtp_step and done == 2:
                 window = "?"
-            kept, text = request.append([ord(c) for c in window], is_round=done > 0, now_s=time.monotonic())
+            num_drafts = len(window) - 1 if done else None
+            kept, text = request.append([ord(c) for c in window], num_drafts, time.monotonic())
             error = None
             if self.fail == name:
                 request.finish("error")
@@ -245,7 +246,7 @@ def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identi
     assert "mtp_step 2 decodes at " in printed.err
     assert printed.out.count("\n") == 3
     assert [one.config.mtp_step for one in made] == [2, 0]
-    first, second = ([request.seed for request in one.requests.values()] for one in made)
+    first, second = ([request.history.seed for request in one.requests.values()] for one in made)
     assert first == second
 
 

@@ -165,8 +165,8 @@ class Loop:
 
     def step(self) -> int:
         """One step; the number of new tokens."""
-        outputs = self.scheduler.update(self.runner.run(self.scheduler.schedule()))
-        return sum(len(output.new_token_ids) for output in outputs)
+        self.scheduler.update(self.runner.run(self.scheduler.schedule()))
+        return sum(len(output.new_token_ids) for output in self.scheduler.take_outputs())
 
 
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
@@ -190,7 +190,7 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
         scheduler.add(Request(str(index), ids, params))
     loop = Loop(runner, scheduler)
-    while scheduler.num_waiting or scheduler._prefilling is not None:
+    while len(scheduler.running) < batch:
         loop.step()
     return loop
 
@@ -215,9 +215,8 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
 
 
 def end_loop(loop: Loop) -> None:
-    """Abort what still runs and wait."""
-    for request in list(loop.scheduler._running.values()):
-        loop.scheduler.abort(request.request_id)
+    """Forget what still runs and wait."""
+    loop.scheduler.forget_all()
     loop.runner.close()
 
 
@@ -240,7 +239,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
         host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
         last = now
     total = last - begin
-    slots, depth = tuple(sorted(loop.scheduler._running)), (runner.config.mtp_step,) * 2
+    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.config.mtp_step,) * 2
     assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
@@ -294,7 +293,7 @@ def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, f
     from torch.profiler import ProfilerActivity, profile
 
     loop = start_loop(runner, batch, context)
-    slots, depth = tuple(sorted(loop.scheduler._running)), (runner.config.mtp_step,) * 2
+    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.config.mtp_step,) * 2
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

@@ -6,6 +6,7 @@ count nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,26 +17,28 @@ from compiled_mtp.request import RequestMetrics
 class SpeculationStats:
     """Sums over the verify rounds of any number of requests, and the ratios that follow.
 
-    round_tokens are the tokens that rounds emitted; accepted_by_index[i] the rounds that kept draft i + 1. A
-    ratio without a round is 0.
+    round_tokens are the tokens that rounds emitted; accepted_by_index[i] the rounds that kept draft i + 1,
+    drafted_by_index[i] those that had one. A ratio without a draft or a round is 0.
     """
 
     rounds: int
     round_tokens: int
     accepted_by_index: tuple[int, ...]
+    drafted_by_index: tuple[int, ...]
 
     @classmethod
     def empty(cls, mtp_step: int) -> Self:
         """Return the sums of no request."""
-        return cls(rounds=0, round_tokens=0, accepted_by_index=(0,) * mtp_step)
+        none = (0,) * mtp_step
+        return cls(rounds=0, round_tokens=0, accepted_by_index=none, drafted_by_index=none)
 
     def plus(self, metrics: RequestMetrics) -> SpeculationStats:
         """Return these sums with those of one more request, of the same mtp_step."""
-        pairs = zip(self.accepted_by_index, metrics.accepted_by_index, strict=True)
         return SpeculationStats(
             rounds=self.rounds + metrics.rounds,
             round_tokens=self.round_tokens + max(metrics.output_tokens - 1, 0),
-            accepted_by_index=tuple(mine + more for mine, more in pairs),
+            accepted_by_index=_add(self.accepted_by_index, metrics.accepted_by_index),
+            drafted_by_index=_add(self.drafted_by_index, metrics.drafted_by_index),
         )
 
     @property
@@ -46,10 +49,15 @@ class SpeculationStats:
     @property
     def acceptance_rate(self) -> float:
         """Accepted drafts / proposed drafts."""
-        proposed = self.rounds * len(self.accepted_by_index)
+        proposed = sum(self.drafted_by_index)
         return sum(self.accepted_by_index) / proposed if proposed else 0.0
 
     @property
     def acceptance_by_index(self) -> tuple[float, ...]:
-        """Rounds that kept draft i + 1 / rounds."""
-        return tuple(count / self.rounds if self.rounds else 0.0 for count in self.accepted_by_index)
+        """Rounds that kept draft i + 1 / rounds that had one."""
+        pairs = zip(self.accepted_by_index, self.drafted_by_index, strict=True)
+        return tuple(kept / drafted if drafted else 0.0 for kept, drafted in pairs)
+
+
+def _add(mine: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(mine, more, strict=True))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_mtp.request import Request, RequestMetrics, SamplingParams
+from compiled_mtp.request import Request, RequestHistory, RequestMetrics, SamplingParams
 from compiled_mtp.spec.stats import SpeculationStats
 
 
-def metrics(output_tokens: int, rounds_by_accepted: list[int]) -> RequestMetrics:
-    return RequestMetrics(
-        prompt_tokens=5, seed=0, output_tokens=output_tokens, rounds_by_accepted=rounds_by_accepted
-    )
+def metrics(output_tokens: int, rounds_by_accepted: list[int], drafted: int | None = None) -> RequestMetrics:
+    """Of rounds that all verified `drafted` drafts, by default as many as there may be."""
+    most = len(rounds_by_accepted) - 1
+    pairs = [
+        (most if drafted is None else drafted) * 16 + kept
+        for kept, count in enumerate(rounds_by_accepted)
+        for _ in range(count)
+    ]
+    history = RequestHistory(prompt_tokens=5, seed=0, mtp_step=most, rounds=pairs)
+    return RequestMetrics(history, len(pairs), output_tokens, 0.0)
 
 
 def test_ratios_count_verify_rounds_alone() -> None:
@@ -37,11 +43,37 @@ def test_plain_decode_proposes_nothing() -> None:
 
 def test_tokens_past_a_stop_do_not_count() -> None:
     request = Request("r", [1], SamplingParams(max_tokens=4))
-    request.metrics.rounds_by_accepted = [0, 0, 0, 0]
-    request.append([10], is_round=False, now_s=0.0)
-    request.append([11], is_round=True, now_s=0.0)
-    request.append([12, 13, 14, 15], is_round=True, now_s=0.0)
+    request.history.mtp_step = 3
+    request.append([10], num_drafts=None, now_s=0.0)
+    request.append([11], num_drafts=3, now_s=0.0)
+    request.append([12, 13, 14, 15], num_drafts=3, now_s=0.0)
     stats = SpeculationStats.empty(3).plus(request.metrics)
     assert request.output_token_ids == [10, 11, 12, 13]
     assert stats.mean_new_tokens == 1.5
     assert stats.accepted_by_index == (1, 1, 0)
+
+
+def test_rounds_of_several_depths_are_rated_by_the_drafts_they_had() -> None:
+    stats = SpeculationStats.empty(3).plus(metrics(7, [1, 1, 0, 1])).plus(metrics(4, [1, 1, 0, 0], drafted=1))
+    stats = stats.plus(metrics(3, [2, 0, 0, 0], drafted=0))
+    assert (stats.rounds, stats.drafted_by_index, stats.accepted_by_index) == (7, (5, 3, 3), (3, 1, 1))
+    assert stats.acceptance_by_index == (3 / 5, 1 / 3, 1 / 3)
+    assert stats.acceptance_rate == 5 / 11
+
+
+def test_metrics_do_not_change_while_the_request_goes_on() -> None:
+    request = Request("r", [1], SamplingParams(max_tokens=9))
+    request.history.mtp_step = 3
+    before = request.metrics
+    request.append([10], num_drafts=None, now_s=request.arrival_s + 1)
+    first = request.metrics
+    request.append([11, 12], num_drafts=2, now_s=request.arrival_s + 3)
+    request.append([13], num_drafts=0, now_s=request.arrival_s + 4)
+    assert (before.output_tokens, before.rounds, before.time_to_first_token_s) == (0, 0, None)
+    assert (first.output_tokens, first.rounds_by_accepted) == (1, [0, 0, 0, 0])
+    assert first.time_to_first_token_s == first.total_s == pytest.approx(1.0)
+    assert request.metrics.rounds_by_accepted == [1, 1, 0, 0]
+    assert request.metrics.drafted_by_index == [1, 1, 0]
+    assert request.metrics.total_s == pytest.approx(4.0)
+    with pytest.raises(AttributeError):
+        first.output_tokens = 5  # type: ignore[misc]

@@ -1,0 +1,124 @@
+"""The front of the engine: what a caller gives becomes a Request, or an error that names the mistake."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import quote
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.tokenizer import Tokenizer
+
+
+class Front:
+    """Tokenises, validates and makes requests. It holds no state: any thread may call it.
+
+    `path` is the checkpoint's, for the texts of errors; without a tokenizer prompts are token ids.
+    """
+
+    def __init__(
+        self, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None, limits: Limits
+    ) -> None:
+        self.path = path
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.limits = limits
+        own = frozenset(model_config.eos_token_ids)
+        self.eos_token_ids = own if tokenizer is None else own | frozenset(tokenizer.eos_token_ids)
+
+    def make_request(
+        self,
+        request_id: str,
+        params: SamplingParams | None,
+        *,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int] | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+    ) -> Request:
+        """Return a request that fits the limits, with the checkpoint's defaults filled in.
+
+        Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for a
+        prompt that is empty or too long, an id out of range and a parameter out of range.
+        """
+        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(
+                f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
+            )
+        check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
+        check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
+        params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
+        if prompt_token_ids is not None:
+            token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
+        else:
+            tokenizer = self._require_tokenizer(names[0])
+            text = prompt if prompt is not None else tokenizer.apply_chat_template(_as_chat(messages))
+            # The vocabulary of a tokenizer may have grown beyond the checkpoint's.
+            token_ids = self._check_ids(names[0], tokenizer.encode(text))
+        params = self._with_special_stops(params)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+        )
+        self.limits.fit(request)
+        return request
+
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """The names of special tokens among the stops mean their ids: they have no text to be found in."""
+        if not params.stop or self.tokenizer is None:
+            return params
+        special = (self.tokenizer.special_id(stop) for stop in params.stop)
+        ids = tuple(i for i in special if i is not None and i < self.model_config.vocab_size)
+        return params.model_copy(update={"stop_token_ids": params.stop_token_ids + ids})
+
+    def _require_tokenizer(self, name: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{name} must be token ids, got text; {self.path} has no tokenizer.json, "
+                "pass prompt_token_ids"
+            )
+        return self.tokenizer
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        try:
+            ids = [_as_id(i) for i in token_ids]
+        except TypeError as error:
+            raise ValueError(
+                f"{name} must hold whole numbers, got {quote(token_ids)} ({error}); correct them"
+            ) from None
+        wrong = [i for i in ids if not 0 <= i < self.model_config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"{name} must lie in 0..{self.model_config.vocab_size - 1}, got {quote(wrong[0])}; "
+                "use the ids of this checkpoint's tokenizer"
+            )
+        return ids
+
+
+def check_type(name: str, value: object, kind: type, remedy: str) -> None:
+    """Raise ValueError unless `value` is None or a `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {quote(value)}; {remedy}")
+
+
+def _as_id(value: Any) -> int:
+    """`value` if it is a whole number of any library; raises TypeError for text, booleans and fractions."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no id")
+    return operator.index(value)
+
+
+def _as_chat(messages: Any) -> list[Mapping[str, Any]]:
+    is_chat = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    if not is_chat or isinstance(messages, str):
+        raise ValueError(f"messages must be a list of mappings, got {quote(messages)}; give each a role")
+    return list(messages)

@@ -1,0 +1,96 @@
+"""Where requests and aborts of any thread wait for the thread that steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+from compiled_mtp.errors import quote
+from compiled_mtp.request import Request, derive_seed
+from compiled_mtp.scheduler import Scheduler
+
+
+class Inbox:
+    """Names requests, numbers them in the order of arrival, and keeps them until `hand_over`.
+
+    `seed` is the engine's: the seeds of requests that bring none are derived from it. Any thread may call
+    every method but `hand_over` and `forget`, which belong to the thread that steps.
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
+        self._scheduler = scheduler
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._requests: dict[str, Request] = {}
+        self._aborts: set[str] = set()
+        self._num_named = 0
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to hand over."""
+        return not (self._requests or self._aborts)
+
+    def put(self, request: Request) -> None:
+        """Take a request; names it if its id is empty. Raises ValueError for an id in use."""
+        with self._lock:
+            if not request.request_id:
+                request.request_id = self._new_id()
+            elif self._has_id(request.request_id):
+                raise ValueError(
+                    f"request_id must be unused, got {quote(request.request_id)}; choose another"
+                )
+            if request.params.seed is None and self._seed is not None:
+                request.history.seed = derive_seed(self._seed, self._num_arrived)
+            self._num_arrived += 1
+            self._requests[request.request_id] = request
+
+    def new_id(self) -> str:
+        """An id of our own that nobody has taken, and that is not given again."""
+        with self._lock:
+            return self._new_id()
+
+    def abort(self, request_id: str) -> None:
+        """Note that a request is to end. Raises ValueError for an id that names none that is live."""
+        with self._lock:
+            is_live = request_id in self._requests or self._scheduler.is_live(request_id)
+            if not is_live or request_id in self._aborts:
+                raise ValueError(
+                    f"request_id must name a request that has not finished, got {quote(request_id)}; give a "
+                    "live one"
+                )
+            self._aborts.add(request_id)
+
+    def hand_over(self) -> None:
+        """Give the scheduler what has come since. Interrupted anywhere it can be called again."""
+        if self.is_empty:
+            return
+        with self._lock:
+            for request_id, request in list(self._requests.items()):
+                if not self._scheduler.has_id(request_id):
+                    self._scheduler.add(request)
+                del self._requests[request_id]
+            for request_id in list(self._aborts):
+                if self._scheduler.is_live(request_id):
+                    self._scheduler.abort(request_id)
+                self._aborts.discard(request_id)
+
+    def forget(self, request_ids: Collection[str] | None = None) -> None:
+        """Drop these requests, or all."""
+        with self._lock:
+            for request_id in list(self._requests) if request_ids is None else request_ids:
+                self._requests.pop(request_id, None)
+                self._aborts.discard(request_id)
+
+    def _has_id(self, request_id: str) -> bool:
+        # In this order: a request is handed over before it leaves the inbox.
+        return request_id in self._requests or self._scheduler.has_id(request_id)
+
+    def _new_id(self) -> str:
+        while True:
+            self._num_named += 1
+            if not self._has_id(request_id := f"request-{self._num_named}"):
+                return request_id

@@ -1,0 +1,325 @@
+"""The one owner of slots, generations, blocks and host records: who holds what, and what is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from compiled_mtp.cache.block_pool import BlockPool
+from compiled_mtp.errors import quote
+from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
+from compiled_mtp.request import Request
+from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.scheduler.phases import RequestPhase, check_transition
+
+# Blocks reserved beyond what the next launch may write.
+_BLOCKS_AHEAD = 8
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A request on its way from one place to another; both, and the blocks there, belong to it till the end.
+
+    copy_id is None until the copy has been planned: before, the request's launches are still to be read.
+    """
+
+    source: Place
+    target: Place
+    generation: int
+    target_block_ids: list[int]
+    copy_id: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """A request, the phase it is in, and what it holds: slot (0: none), its generation, host record (None:
+    none), and blocks of the tier where it stands.
+
+    is_told: the device knows who owns the slot. is_in_open_round: its round was verified and its accept is
+    still to be planned.
+    """
+
+    request: Request
+    phase: RequestPhase = RequestPhase.WAITING
+    slot: int = 0
+    generation: int = 0
+    host_record: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    committed: int = 0
+    num_prefilled: int = 0
+    is_told: bool = False
+    is_first_token_due: bool = False
+    is_in_open_round: bool = False
+    transfer: Transfer | None = None
+
+    def enter(self, phase: RequestPhase) -> None:
+        """Go on to `phase`; raises AssertionError for one that may not follow."""
+        check_transition(self.phase, phase)
+        self.phase = phase
+
+    @property
+    def place(self) -> Place | None:
+        """Where its rows lie."""
+        if self.host_record is not None:
+            return Place("host", self.host_record)
+        return Place("slot", self.slot) if self.slot else None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a launch or a copy is still to touch what it holds, in whatever order it runs."""
+        is_copied = self.transfer is not None and self.transfer.copy_id is not None
+        return is_copied or self.is_in_open_round
+
+
+class Holdings:
+    """Gives out slots, blocks and host records, and takes them back.
+
+    `owners` maps slots to the holdings of requests that have not ended, `moving` are those with a transfer.
+
+    A request is admitted with its worst case of blocks, so its growth cannot fail. A launch in flight may
+    still write what was taken back: it runs before the next owner's, and its tokens are dropped by
+    generation. What a copy or the second half of a round will touch is kept until they are through.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._generations = [0] * (limits.max_batch + 1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Take everything back, whoever holds it; the device is to be told that every slot is free."""
+        self.pool = BlockPool(self.limits.num_blocks)
+        self.host_pool = BlockPool(self.limits.host_blocks, first=0)
+        self.owners: dict[int, Holding] = {}
+        self._free_slots = self._all_slots()
+        self._free_records = list(range(self.limits.host_records - 1, -1, -1))
+        self._committed_blocks = 0
+        self._untold_releases = self._all_slots() if any(self._generations) else []
+        self.moving: list[Holding] = []
+        # Of requests that have ended.
+        self._kept: list[Holding] = []
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a slot is free and the request's worst case fits beside those of the others."""
+        blocks = self._committed_blocks + self.limits.worst_case_blocks(request)
+        return bool(self._free_slots) and blocks <= self.limits.num_blocks - 1
+
+    def admit(self, holding: Holding) -> None:
+        """Give a waiting request a slot, and promise it the blocks of its worst case."""
+        self._commit(holding, self.limits.worst_case_blocks(holding.request))
+        holding.slot = self._free_slots.pop()
+        holding.generation = self._next_generation(holding.slot)
+        self.owners[holding.slot] = holding
+        holding.enter(RequestPhase.PREFILLING)
+
+    def reserve(self, holding: Holding, position: int) -> list[BlockUpdate]:
+        """Give the blocks that make every position up to `position` writable, and several more, within what
+        was promised; return their block-table entries.
+
+        Most steps then hand out none, and copy nothing to the device.
+        """
+        owned, most = len(holding.block_ids), holding.committed
+        needed = self.limits.blocks_up_to(position)
+        assert needed <= most, f"{needed} blocks are needed of {most}"
+        new = self.pool.allocate(max(min(needed + _BLOCKS_AHEAD, most) - owned, 0))
+        holding.block_ids += new
+        return [BlockUpdate(holding.slot, owned + index, block_id) for index, block_id in enumerate(new)]
+
+    def give_back(self, holding: Holding) -> None:
+        """End a request and take back what it holds, once nothing is still to touch it."""
+        holding.enter(RequestPhase.FINISHED)
+        self.owners.pop(holding.slot, None)
+        self._kept.append(holding)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Take back what was kept of ended requests and nothing touches any more."""
+        ended = [holding for holding in self._kept if not holding.is_pinned]
+        if not ended:
+            return
+        self._kept = [holding for holding in self._kept if holding.is_pinned]
+        for holding in ended:
+            if holding.transfer is not None:
+                self._free(holding.transfer.target, holding.transfer.target_block_ids)
+                self._end_transfer(holding)
+            if (place := holding.place) is not None:
+                self._free(place, holding.block_ids)
+            self._commit(holding, 0)
+            holding.slot, holding.host_record, holding.block_ids = 0, None, []
+
+    def move(self, holding: Holding, slot: int) -> None:
+        """Begin the move of a running request to another slot; its blocks stay. Raises ValueError for a slot
+        that is not free.
+        """
+        if slot not in self._free_slots:
+            raise ValueError(f"target must be a free slot, got {slot}; free are {sorted(self._free_slots)}")
+        self._free_slots.remove(slot)
+        self._begin_transfer(holding, Place("slot", slot), [])
+
+    def offload(self, holding: Holding) -> None:
+        """Begin to bring a running request to the host. Raises ValueError if there is no room for it."""
+        needed, free = len(holding.block_ids), self.host_pool.num_free
+        if not self._free_records or needed > free:
+            raise ValueError(
+                f"host tier must have a record and {needed} blocks free, got {len(self._free_records)} "
+                f"records and {free} blocks; raise host_records or host_blocks"
+            )
+        blocks = self.host_pool.allocate(needed)
+        self._begin_transfer(holding, Place("host", self._free_records.pop()), blocks)
+
+    def resume(self, holding: Holding) -> None:
+        """Begin to bring an offloaded request back. Raises ValueError if it does not fit now."""
+        if not self.has_room(holding.request):
+            raise ValueError(
+                "request_id must name a request for which a slot and blocks are free, got "
+                f"{quote(holding.request.request_id)}; wait until others have ended"
+            )
+        self._commit(holding, self.limits.worst_case_blocks(holding.request))
+        blocks = self.pool.allocate(len(holding.block_ids))
+        self._begin_transfer(holding, Place("slot", self._free_slots.pop()), blocks)
+
+    def plan_copy(self, holding: Holding, copy_id: int) -> tuple[Copy, list[BlockUpdate]]:
+        """The copy of a transfer whose request has left the plans, and its new slot's block-table row."""
+        transfer = holding.transfer
+        assert transfer is not None
+        assert transfer.copy_id is None, "a copy is planned once"
+        transfer.copy_id = copy_id
+        # None where the blocks stay.
+        pairs = tuple(zip(holding.block_ids, transfer.target_block_ids, strict=False))
+        return Copy(copy_id, transfer.source, transfer.target, pairs), self._target_row(holding)
+
+    def finish_transfer(self, holding: Holding) -> None:
+        """The copy of a transfer is complete: its target is where the request stands, its source is free."""
+        transfer = self._end_transfer(holding)
+        if holding.phase is RequestPhase.FINISHED:
+            self._free(transfer.target, transfer.target_block_ids)
+            self.sweep()
+            return
+        is_within = transfer.source.tier == transfer.target.tier
+        self.owners.pop(holding.slot, None)
+        self._free(transfer.source, [] if is_within else holding.block_ids)
+        if not is_within:
+            holding.block_ids = transfer.target_block_ids
+        if transfer.target.tier == "host":
+            self._commit(holding, 0)
+            holding.slot, holding.host_record = 0, transfer.target.number
+            holding.enter(RequestPhase.OFFLOADED)
+            return
+        holding.slot, holding.host_record = transfer.target.number, None
+        holding.generation = transfer.generation
+        self.owners[holding.slot] = holding
+        if holding.phase is RequestPhase.OFFLOADED:
+            holding.enter(RequestPhase.RUNNING)
+
+    def drop_copies(self, copy_ids: Collection[int]) -> list[Holding]:
+        """The plan of these copies was lost: they are not under way. Return whose they are and live."""
+        lost = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
+        for _, transfer in lost:
+            transfer.copy_id = None
+        self.sweep()
+        return [holding for holding, _ in lost if holding.phase is not RequestPhase.FINISHED]
+
+    def take_releases(self) -> list[Release]:
+        """The slots taken back since the device was told last."""
+        slots, self._untold_releases = self._untold_releases, []
+        return [Release(slot) for slot in slots]
+
+    def forget_what_was_told(self) -> None:
+        """A plan was lost: slots that are free, or of which the device knows no owner, are released again."""
+        told = {holding.slot for holding in (*self.owners.values(), *self._kept) if holding.is_told}
+        told |= {transfer.target.number for _, transfer in self._copied_to_slots()}
+        self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
+
+    def all_block_updates(self) -> list[BlockUpdate]:
+        """The block-table entries of everybody who owns a slot or is being copied to one."""
+        entries = [_row(holding.slot, holding.block_ids) for holding in self.owners.values()]
+        entries += [self._target_row(holding) for holding, _ in self._copied_to_slots()]
+        return [entry for row in entries for entry in row]
+
+    def check_integrity(self, live: Collection[Holding]) -> None:
+        """Raise AssertionError unless every slot, block and record is free or owned once, and the phase of
+        each of the `live` requests agrees with what it holds.
+        """
+        everyone = {id(holding): holding for holding in (*live, *self._kept)}.values()
+        transfers = [holding.transfer for holding in everyone if holding.transfer is not None]
+        for holding in everyone:
+            self._check_holding(holding)
+        tiers = (
+            ("slot", self.pool, self._free_slots, list(range(1, len(self._generations)))),
+            ("host", self.host_pool, self._free_records, list(range(self.limits.host_records))),
+        )
+        for tier, pool, free, numbers in tiers:
+            places = [(place, h.block_ids) for h in everyone if (place := h.place) is not None]
+            places += [(transfer.target, transfer.target_block_ids) for transfer in transfers]
+            owned = [(place.number, blocks) for place, blocks in places if place.tier == tier]
+            got = sorted([*free, *(number for number, _ in owned)])
+            assert got == numbers, f"{tier} numbers must be free or owned once, got {got}"
+            pool.check_integrity(block_id for _, blocks in owned for block_id in blocks)
+        assert self._committed_blocks == sum(holding.committed for holding in everyone)
+        assert self._committed_blocks < self.limits.num_blocks
+        assert {id(h) for h in self.owners.values()} == {id(h) for h in live if h.slot}
+        assert [id(h) for h in self.moving] == [id(h) for h in self.moving if h.transfer is not None]
+        assert len(self.moving) == len(transfers)
+
+    def _check_holding(self, holding: Holding) -> None:
+        phase, has_slot, has_record = holding.phase, holding.slot > 0, holding.host_record is not None
+        if phase is RequestPhase.FINISHED:
+            assert holding.is_pinned, "a request that has ended holds something"
+        elif phase is RequestPhase.WAITING:
+            assert (holding.place, holding.block_ids, holding.committed) == (None, [], 0)
+        else:
+            is_offloaded = phase is RequestPhase.OFFLOADED
+            assert (has_slot, has_record) == (not is_offloaded, is_offloaded), f"{phase} agrees with no place"
+        if has_slot and phase is not RequestPhase.FINISHED:
+            assert self.owners[holding.slot] is holding
+            assert holding.generation == self._generations[holding.slot], "an owner of a slot is out of date"
+            assert len(holding.block_ids) <= holding.committed
+
+    def _begin_transfer(self, holding: Holding, target: Place, blocks: list[int]) -> None:
+        assert holding.place is not None
+        assert holding.transfer is None, "a request is moved twice at once"
+        generation = self._next_generation(target.number) if target.tier == "slot" else 0
+        holding.transfer = Transfer(holding.place, target, generation, blocks)
+        self.moving.append(holding)
+
+    def _end_transfer(self, holding: Holding) -> Transfer:
+        transfer = holding.transfer
+        assert transfer is not None, "there is no transfer to end"
+        self.moving.remove(holding)
+        holding.transfer = None
+        return transfer
+
+    def _copied_to_slots(self) -> list[tuple[Holding, Transfer]]:
+        copied = [(h, h.transfer) for h in self.moving if h.transfer is not None]
+        return [(h, t) for h, t in copied if t.copy_id is not None and t.target.tier == "slot"]
+
+    def _target_row(self, holding: Holding) -> list[BlockUpdate]:
+        transfer = holding.transfer
+        assert transfer is not None
+        if transfer.target.tier == "host":
+            return []
+        return _row(transfer.target.number, transfer.target_block_ids or holding.block_ids)
+
+    def _free(self, place: Place, block_ids: Iterable[int]) -> None:
+        if place.tier == "host":
+            self._free_records.append(place.number)
+            self.host_pool.free(block_ids)
+        else:
+            self._free_slots.append(place.number)
+            self._untold_releases.append(place.number)
+            self.pool.free(block_ids)
+
+    def _commit(self, holding: Holding, blocks: int) -> None:
+        self._committed_blocks += blocks - holding.committed
+        holding.committed = blocks
+
+    def _next_generation(self, slot: int) -> int:
+        self._generations[slot] += 1
+        return self._generations[slot]
+
+    def _all_slots(self) -> list[int]:
+        return list(range(len(self._generations) - 1, 0, -1))
+
+
+def _row(slot: int, block_ids: Iterable[int]) -> list[BlockUpdate]:
+    return [BlockUpdate(slot, column, block_id) for column, block_id in enumerate(block_ids)]

@@ -1,0 +1,67 @@
+"""The sizes a scheduler works within, and what follows from them for one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from compiled_mtp.request import Request
+
+_LEAST = {"max_model_len": 2, "mtp_step": 0, "max_in_flight": 0, "host_records": 0, "host_blocks": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
+    from 0; lengths in tokens. Any thread may use it. Raises ValueError for a number that is too small.
+    """
+
+    max_batch: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    prefill_chunk: int
+    mtp_step: int
+    max_in_flight: int
+    host_records: int = 0
+    host_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
+            if value < low:
+                raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
+
+    def fit(self, request: Request) -> None:
+        """Set the request's output limit and mtp_step.
+
+        Raises ValueError if it could never run: its prompt leaves no room for a token, or its worst case
+        needs more blocks than there are.
+        """
+        room = self.max_model_len - request.prompt_len
+        if room < 1:
+            raise ValueError(
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got "
+                f"{request.prompt_len}; shorten it or raise max_model_len"
+            )
+        request.max_output = min(request.params.max_tokens, room)
+        blocks, most = self.worst_case_blocks(request), self.num_blocks - 1
+        if blocks > most:
+            raise ValueError(
+                f"prompt and max_tokens must fit into {most} blocks of {self.block_size} tokens, got "
+                f"{request.prompt_len} and {request.params.max_tokens} tokens, which need {blocks}; lower "
+                "max_tokens, shorten the prompt or raise num_blocks"
+            )
+        request.history.mtp_step = self.mtp_step
+
+    def worst_case_blocks(self, request: Request) -> int:
+        """Blocks for every position that any launch of this request may write.
+
+        A round is launched while one token may be missing, unread rounds counted with one token each; each of
+        those may have given mtp_step more.
+        """
+        last = request.prompt_len + max(request.max_output - 2, 0) + (self.max_in_flight + 2) * self.mtp_step
+        return self.blocks_up_to(last)
+
+    def blocks_up_to(self, position: int) -> int:
+        """Blocks that hold positions 0 to `position`, of which none lies beyond max_model_len."""
+        return min(position, self.max_model_len - 1) // self.block_size + 1

@@ -1,0 +1,341 @@
+"""What is launched next: one prefill chunk, one decode round or half of one, or copies alone.
+
+While a prompt and rounds are both waiting they take turns, so a long prompt delays the others by one chunk a
+round. Results may arrive `max_in_flight` launches late: a plan depends on what is certain and reserves for
+what is possible.
+
+Rounds are planned many times a second: a look at every request tells for how many rounds nothing can end and
+every block is reserved, and until then, or until a request comes or goes, a round is planned without another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, PlanKind, StepPlan
+from compiled_mtp.request import Request
+from compiled_mtp.scheduler.holdings import Holding, Holdings
+from compiled_mtp.scheduler.phases import RequestPhase
+
+# What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
+_MOST_TOP_K = 2**31 - 1
+
+Depth = Callable[[], int]
+"""How many drafts the round that is planned now leaves, 0 to mtp_step; asked once a round and once before."""
+
+IsHalved = Callable[[], bool]
+"""Whether the round that is planned now runs as two halves; asked once a round."""
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """A round that was planned as far as its logits; its accept is still to come."""
+
+    plan: StepPlan
+    members: list[Holding]
+
+
+class Planner:
+    """Makes the plans. Slots and blocks are the holdings'; which launches are unread, and whose turn it is,
+    is known here.
+    """
+
+    def __init__(self, holdings: Holdings, depth: Depth | None, is_halved: IsHalved | None) -> None:
+        self.limits = holdings.limits
+        self.holdings = holdings
+        self._depth = depth
+        self._is_halved = is_halved
+        # Of the drafts that the launches planned so far leave on the device.
+        self._draft_step = self._choose_depth()
+        self.waiting: dict[str, Holding] = {}
+        self._is_prefill_next = True
+        self._next_step_id = 0
+        self._next_copy_id = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every launch and everybody who is not waiting."""
+        self.prefilling: Holding | None = None
+        # Planned, and their results not yet taken; results come in the order of the launches.
+        self._unread: deque[StepPlan] = deque()
+        self._open_round: _OpenRound | None = None
+        # The slots of the last round, and the rounds that may follow without a look at each request.
+        self.decoding_slots: tuple[int, ...] = ()
+        self._decoding_generations: tuple[int, ...] = ()
+        self._rounds_ahead = 0
+        # What the next plan carries.
+        self._copies: list[Copy] = []
+        self._block_updates: list[BlockUpdate] = []
+        # A plan was lost, and with it what it would have installed.
+        self._is_install_lost = False
+
+    def look_again(self) -> None:
+        """Somebody came or went: choose anew who decodes."""
+        self._rounds_ahead = 0
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
+        assert len(self._unread) <= self.limits.max_in_flight, f"{len(self._unread)} results are late"
+        if self.prefilling is None and self.waiting:
+            self._admit()
+        if self.holdings.moving:
+            self._plan_copies()
+        if not self._rounds_ahead and self._open_round is None:
+            self._look_ahead()
+        plan = self._plan_next()
+        if plan is not None:
+            self._unread.append(plan)
+        return plan
+
+    def read(self, plan: StepPlan) -> None:
+        """The result of `plan` has come: it must be the oldest that is due."""
+        oldest = self._unread[0]
+        assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
+        self._unread.popleft()
+
+    def lose(self, plan: StepPlan) -> None:
+        """`plan` ended with an error, maybe before its turn: nobody knows how much of it was installed, and
+        the next one says everything again.
+        """
+        self._unread.remove(plan)
+        if self._open_round is not None and self._open_round.plan is plan:
+            self._close_round()
+        self._is_install_lost = True
+        self.look_again()
+
+    def leave(self, holding: Holding) -> None:
+        """A request ends: nothing more is planned for it."""
+        if holding.phase is RequestPhase.WAITING:
+            del self.waiting[holding.request.request_id]
+        elif holding is self.prefilling:
+            self.prefilling = None
+        else:
+            self.look_again()
+
+    def drop_dead_round(self) -> None:
+        """A round whose members have all ended is not accepted: nobody would read its tokens."""
+        members = [] if self._open_round is None else self._open_round.members
+        if members and all(holding.phase is RequestPhase.FINISHED for holding in members):
+            self._close_round()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
+        assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
+        owners = self.holdings.owners.values()
+        prefilling = [holding for holding in owners if holding.phase is RequestPhase.PREFILLING]
+        assert prefilling == ([] if self.prefilling is None else [self.prefilling])
+        members = [] if self._open_round is None else self._open_round.members
+        assert all(holding.is_in_open_round for holding in members)
+        assert all(holding in members for holding in owners if holding.is_in_open_round)
+
+    def _admit(self) -> None:
+        name, holding = next(iter(self.waiting.items()))
+        if self.holdings.has_room(holding.request):
+            del self.waiting[name]
+            self.holdings.admit(holding)
+            self.prefilling = holding
+
+    def _plan_copies(self) -> None:
+        """Plan the copy of everybody on the move whose last launch has been read."""
+        unread = self._count_unread_rounds()
+        for holding in self.holdings.moving:
+            is_read = not (holding.is_first_token_due or unread[holding.slot, holding.generation])
+            if is_read and holding.transfer is not None and holding.transfer.copy_id is None:
+                copy, row = self.holdings.plan_copy(holding, self._next_copy_id)
+                self._next_copy_id += 1
+                self._copies.append(copy)
+                self._block_updates += row
+
+    def _look_ahead(self) -> None:
+        """Choose who decodes, reserve the blocks of their next rounds, and count these."""
+        unread = self._count_unread_rounds()
+        decoding = [
+            (holding, in_flight)
+            for holding in self.holdings.owners.values()
+            if holding.phase is RequestPhase.RUNNING
+            and holding.transfer is None
+            and _least_output(holding, in_flight := unread[holding.slot, holding.generation])
+            < holding.request.max_output
+        ]
+        for holding, in_flight in decoding:
+            self._block_updates += self.holdings.reserve(holding, self._last_write(holding, in_flight))
+        self.decoding_slots = tuple(holding.slot for holding, _ in decoding)
+        self._decoding_generations = tuple(holding.generation for holding, _ in decoding)
+        # The one that is planned next was looked at itself.
+        rounds = (self._certain_rounds(*one) for one in decoding)
+        self._rounds_ahead = max(min(rounds), 1) if decoding else 0
+
+    def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
+        """Rounds whose results are not yet taken, by slot and generation."""
+        rounds = [plan for plan in self._unread if plan.kind in ("decode", "accept")]
+        if self._open_round is not None:
+            rounds.append(self._open_round.plan)
+        return Counter(owner for plan in rounds for owner in zip(plan.slots, plan.generations, strict=True))
+
+    def _certain_rounds(self, holding: Holding, in_flight: int) -> int:
+        """Rounds from now on that cannot be the request's last one and have their blocks."""
+        width, request = self.limits.mtp_step + 1, holding.request
+        # Each result may be read before the next launch.
+        most_output = _least_output(holding, in_flight) + in_flight * self.limits.mtp_step
+        rounds = -((most_output - request.max_output) // width)
+        owned = len(holding.block_ids)
+        if owned < holding.committed:
+            last_write = self._last_write(holding, in_flight)
+            rounds = min(rounds, (owned * self.limits.block_size - 1 - last_write) // width + 1)
+        return rounds
+
+    def _last_write(self, holding: Holding, in_flight: int) -> int:
+        """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
+        request, mtp_step = holding.request, self.limits.mtp_step
+        # The first token, known or not, stands right after the prompt; others are known when they are read.
+        pos = request.prompt_len + max(len(request.output_token_ids) - 1, 0)
+        return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
+
+    def _plan_next(self) -> StepPlan | None:
+        has_round = self._open_round is not None or bool(self.decoding_slots)
+        if self.prefilling is not None and (self._is_prefill_next or not has_round):
+            self._is_prefill_next = False
+            return self._plan_prefill(self.prefilling)
+        if self._open_round is not None:
+            return self._plan_accept(self._open_round)
+        self._is_prefill_next = True
+        if has_round:
+            return self._plan_round()
+        # With copies alone under way a plan without a launch gives the next step a result to wait for.
+        is_copying = any(holding.is_pinned for holding in self.holdings.moving)
+        if self._copies or (is_copying and not self._unread):
+            return self._make_plan("move")
+        return None
+
+    def _plan_prefill(self, holding: Holding) -> StepPlan:
+        request, start = holding.request, holding.num_prefilled
+        end = min(start + self.limits.prefill_chunk, request.prompt_len)
+        is_last = end == request.prompt_len
+        admits = [] if holding.is_told else [_admit_move(holding)]
+        # After the last chunk the draft writes the pairs of its drafts, from slot `end` on.
+        last_write = end - 1 + (self.limits.mtp_step if is_last else 0)
+        self._restore_install()
+        self._block_updates += self.holdings.reserve(holding, last_write)
+        holding.num_prefilled, holding.is_told = end, True
+        if is_last:
+            holding.is_first_token_due = True
+            holding.enter(RequestPhase.RUNNING)
+            self.prefilling = None
+            self.look_again()
+        return self._make_plan(
+            "prefill",
+            (holding.slot,),
+            (holding.generation,),
+            admits,
+            draft_step=self._draft_step if is_last else 0,
+            token_ids=tuple(request.prompt_token_ids[start:end]),
+            start=start,
+            is_last=is_last,
+            prompt_len=request.prompt_len,
+        )
+
+    def _plan_round(self) -> StepPlan:
+        self._rounds_ahead -= 1
+        is_halved = self._is_halved is not None and self._is_halved()
+        verify_step, self._draft_step = self._draft_step, self._choose_depth()
+        plan = self._make_plan(
+            "verify" if is_halved else "decode",
+            self.decoding_slots,
+            self._decoding_generations,
+            verify_step=verify_step,
+            draft_step=self._draft_step,
+        )
+        if is_halved:
+            members = [self.holdings.owners[slot] for slot in plan.slots]
+            for holding in members:
+                holding.is_in_open_round = True
+            self._open_round = _OpenRound(plan, members)
+        return plan
+
+    def _plan_accept(self, opened: _OpenRound) -> StepPlan:
+        first = opened.plan
+        plan = self._make_plan(
+            "accept",
+            first.slots,
+            first.generations,
+            verify_step=first.verify_step,
+            draft_step=first.draft_step,
+        )
+        # What ended in between is released with a later plan: moves go before the launch.
+        self._close_round()
+        return plan
+
+    def _close_round(self) -> None:
+        assert self._open_round is not None
+        for holding in self._open_round.members:
+            holding.is_in_open_round = False
+        self._open_round = None
+        self.holdings.sweep()
+
+    def _make_plan(
+        self,
+        kind: PlanKind,
+        slots: tuple[int, ...] = (),
+        generations: tuple[int, ...] = (),
+        admits: Sequence[Admit] = (),
+        *,
+        verify_step: int = 0,
+        draft_step: int = 0,
+        token_ids: tuple[int, ...] = (),
+        start: int = 0,
+        is_last: bool = False,
+        prompt_len: int = 0,
+    ) -> StepPlan:
+        self._restore_install()
+        moves: tuple[Move, ...] = (*self.holdings.take_releases(), *admits, *self._copies)
+        block_updates = tuple(self._block_updates)
+        self._copies, self._block_updates = [], []
+        self._next_step_id += 1
+        return StepPlan(
+            step_id=self._next_step_id - 1,
+            kind=kind,
+            slots=slots,
+            generations=generations,
+            verify_step=verify_step,
+            draft_step=draft_step,
+            token_ids=token_ids,
+            start=start,
+            is_last=is_last,
+            prompt_len=prompt_len,
+            moves=moves,
+            block_updates=block_updates,
+        )
+
+    def _restore_install(self) -> None:
+        """After a lost plan: say again who owns nothing and who owns which blocks."""
+        if self._is_install_lost:
+            self.holdings.forget_what_was_told()
+            self._block_updates = self.holdings.all_block_updates()
+            self._is_install_lost = False
+
+    def _choose_depth(self) -> int:
+        mtp_step = self.limits.mtp_step
+        depth = mtp_step if self._depth is None else self._depth()
+        if not 0 <= depth <= mtp_step:
+            raise ValueError(f"depth must lie in 0..{mtp_step} (mtp_step), got {depth}; choose another")
+        return depth
+
+
+def _least_output(holding: Holding, in_flight: int) -> int:
+    """Tokens the request will have for certain: every unread round emits one at least."""
+    return len(holding.request.output_token_ids) + holding.is_first_token_due + in_flight
+
+
+def _admit_move(holding: Holding) -> Admit:
+    request: Request = holding.request
+    params = request.params
+    return Admit(
+        slot=holding.slot,
+        seed=request.history.seed,
+        temperature=params.temperature,
+        top_k=min(max(params.top_k, 0), _MOST_TOP_K),
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )

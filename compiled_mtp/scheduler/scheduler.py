@@ -1,0 +1,311 @@
+"""The scheduler: requests in, plans out, results in, outputs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from compiled_mtp.cache.block_pool import BlockPool
+from compiled_mtp.errors import quote
+from compiled_mtp.plan import Copy, StepPlan, StepResult
+from compiled_mtp.request import FinishReason, Request, RequestOutput
+from compiled_mtp.scheduler.holdings import Holding, Holdings
+from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.scheduler.phases import RequestPhase
+from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
+
+
+class Scheduler:
+    """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served.
+
+    A request is admitted when its worst case (prompt, output, speculative rows) fits beside the worst cases
+    of those running; then its growth cannot fail and nothing is ever preempted. host_records and host_blocks
+    are what `offload` may fill. Raises ValueError for a number that is too small. For use from one thread;
+    `limits` and `has_id` from any.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefill_chunk: int,
+        mtp_step: int,
+        max_in_flight: int,
+        host_records: int = 0,
+        host_blocks: int = 0,
+        depth: Depth | None = None,
+        is_halved: IsHalved | None = None,
+    ) -> None:
+        self.limits = Limits(
+            max_batch=max_batch,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            prefill_chunk=prefill_chunk,
+            mtp_step=mtp_step,
+            max_in_flight=max_in_flight,
+            host_records=host_records,
+            host_blocks=host_blocks,
+        )
+        self._holdings = Holdings(self.limits)
+        self._planner = Planner(self._holdings, depth, is_halved)
+        # By id, those that have not ended.
+        self._live: dict[str, Holding] = {}
+        self._outputs: list[RequestOutput] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request; mutates its output limit. Raises ValueError if its id is in use or if it could
+        never run (`Limits.fit`).
+        """
+        name = request.request_id
+        if self.has_id(name):
+            raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
+        self.limits.fit(request)
+        holding = Holding(request)
+        # In this order: interrupted in between, the request can be added again.
+        self._planner.waiting[name] = holding
+        self._live[name] = holding
+
+    def abort(self, request_id: str) -> None:
+        """End a request now. Raises ValueError for an id that names none that is live.
+
+        Its last output has finish_reason "abort"; launches in flight are dropped.
+        """
+        self._end(self._find(request_id), "abort")
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """End those of the requests that have not finished, now and without an output."""
+        for request_id in request_ids:
+            holding = self._live.get(request_id)
+            if holding is not None:
+                holding.request.finish("abort")
+                self._finish(holding)
+        self.take_outputs(request_ids)
+
+    def forget_all(self) -> None:
+        """End every request, now and without an output."""
+        self.forget(tuple(self._live))
+        self._outputs = []
+
+    def recover(self, error: str) -> None:
+        """Start over after a step that stopped anywhere (Ctrl-C): of its bookkeeping nothing is believed.
+
+        Requests that were no longer waiting end with `error`; the others go on. Nothing that was launched may
+        still be under way.
+        """
+        waiting = self._planner.waiting
+        settled = {output.request_id for output in self._outputs if output.finish_reason is not None}
+        ended = [one for name, one in self._live.items() if name not in waiting and name not in settled]
+        self._live = dict(waiting)
+        self._planner.reset()
+        self._holdings.reset()
+        for holding in ended:
+            self._outputs.append(_last_output(holding.request, "error", error))
+
+    def move(self, request_id: str, target: int) -> None:
+        """Bring a request that decodes to the slot `target`; it goes on there with the same tokens.
+
+        It leaves the plans, its last result is read, then its rows are copied; its blocks stay. Raises
+        ValueError for a request that does not decode and for a slot that is not free.
+        """
+        self._holdings.move(self._find(request_id, RequestPhase.RUNNING), target)
+        self._planner.look_again()
+
+    def offload(self, request_id: str) -> None:
+        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`.
+
+        It leaves the plans, its last result is read, then it is copied. Raises ValueError for a request that
+        does not decode and where the host tier has no room.
+        """
+        self._holdings.offload(self._find(request_id, RequestPhase.RUNNING))
+        self._planner.look_again()
+
+    def resume(self, request_id: str) -> None:
+        """Bring an offloaded request back into a slot and blocks. Raises ValueError for another request, and
+        while there is no room.
+        """
+        self._holdings.resume(self._find(request_id, RequestPhase.OFFLOADED))
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
+        return self._planner.schedule()
+
+    def update(self, result: StepResult | None) -> None:
+        """Take the result of a launch, if there is one; what the requests gained waits for `take_outputs`.
+
+        Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch and
+        copies alone; it may come before its turn, since whoever launches knows at once.
+        """
+        if result is None:
+            return
+        plan = result.plan
+        if result.copies_done:
+            self._take_copies(result.copies_done)
+        if result.error is not None:
+            self._take_error(plan, result.error)
+            return
+        self._planner.read(plan)
+        if plan.is_last or plan.kind in ("decode", "accept"):
+            self._take_tokens(result)
+
+    def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
+        """Return the outputs that nobody has taken yet, of these requests or of all; the others stay."""
+        outputs = self._outputs
+        if request_ids is None:
+            self._outputs = []
+            return outputs
+        taken = [output for output in outputs if output.request_id in request_ids]
+        self._outputs = [output for output in outputs if output.request_id not in request_ids]
+        return taken
+
+    def has_unfinished(self) -> bool:
+        """Return whether a request, or an output that nobody has taken, is still to come."""
+        return bool(self._live or self._outputs)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the id names a request that has not finished."""
+        return request_id in self._live
+
+    def has_id(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not finished, or its last output is still to come."""
+        return request_id in self._live or any(o.request_id == request_id for o in self._outputs)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the device."""
+        return self._holdings.pool
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return len(self._holdings.owners)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for blocks."""
+        return len(self._planner.waiting)
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """The requests whose prompts have been planned to their ends, by the slot that each owns."""
+        owners = self._holdings.owners.items()
+        return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
+
+    def phase(self, request_id: str) -> RequestPhase:
+        """Where a request stands. Raises ValueError for an id that names none that is live."""
+        return self._find(request_id).phase
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
+        agrees with where its request stands.
+        """
+        self._holdings.check_integrity(self._live.values())
+        self._planner.check_integrity()
+        assert self._planner.waiting.keys() <= self._live.keys()
+        for name, holding in self._live.items():
+            assert (holding.phase is RequestPhase.WAITING) == (name in self._planner.waiting)
+
+    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
+        holding = self._live.get(request_id)
+        if holding is None:
+            raise ValueError(
+                f"request_id must name a request that has not finished, got {quote(request_id)}; give a "
+                "live one"
+            )
+        if phase is not None and (holding.phase is not phase or holding.transfer is not None):
+            stands = holding.phase.value if holding.transfer is None else "on the move"
+            raise ValueError(
+                f"request_id must name a request that is {phase.value}, got {quote(request_id)}, which is "
+                f"{stands}; give another"
+            )
+        return holding
+
+    def _take_copies(self, copy_ids: Collection[int]) -> None:
+        for holding in list(self._holdings.moving):
+            if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
+                self._holdings.finish_transfer(holding)
+        self._planner.look_again()
+
+    def _take_tokens(self, result: StepResult) -> None:
+        plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
+        is_round = plan.kind != "prefill"
+        num_drafts = plan.verify_step if is_round else None
+        most = plan.verify_step + 1
+        now_s = time.monotonic()
+        for index in result.not_finite:
+            self._take_last_tokens(result, index, num_drafts, now_s)
+        for slot, generation, new in zip(plan.slots, plan.generations, result.token_ids, strict=True):
+            holding = owners.get(slot)
+            if holding is None or holding.generation != generation:
+                continue
+            request = holding.request
+            assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
+            if not is_round:
+                holding.is_first_token_due = False
+            kept, text = request.append(new, num_drafts, now_s)
+            reason = request.finish_reason
+            outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
+            if reason is not None:
+                self._finish(holding)
+
+    def _take_last_tokens(self, result: StepResult, index: int, num_drafts: int | None, now_s: float) -> None:
+        """Take the tokens before one that could not be drawn and end the request: with an error, unless they
+        end it themselves.
+        """
+        holding = self._holdings.owners.get(result.plan.slots[index])
+        if holding is None or holding.generation != result.plan.generations[index]:
+            return
+        request, error = holding.request, None
+        kept, text = result.token_ids[index], ""
+        if num_drafts is not None:
+            kept, text = request.append(kept, num_drafts, now_s, has_bonus=False)
+        if request.finish_reason is None:
+            error = (
+                "logits must be finite, got NaN or infinity for position "
+                f"{request.prompt_len + len(request.output_token_ids)}; look for such numbers in the "
+                "checkpoint's weights, and for a dtype or kv_dtype that is too narrow for it"
+            )
+            text += request.finish("error")
+        self._outputs.append(
+            RequestOutput(request.request_id, kept, text, request.metrics, request.finish_reason, error)
+        )
+        self._finish(holding)
+
+    def _take_error(self, plan: StepPlan, error: str) -> None:
+        self._planner.lose(plan)
+        owners = [self._holdings.owners.get(slot) for slot in plan.slots]
+        ended = [
+            holding
+            for holding, generation in zip(owners, plan.generations, strict=True)
+            if holding is not None and holding.generation == generation
+        ]
+        copy_ids = {move.copy_id for move in plan.moves if isinstance(move, Copy)}
+        ended += self._holdings.drop_copies(copy_ids)
+        for holding in ended:
+            self._end(holding, "error", error)
+
+    def _end(self, holding: Holding, reason: FinishReason, error: str | None = None) -> None:
+        self._outputs.append(_last_output(holding.request, reason, error))
+        self._finish(holding)
+
+    def _finish(self, holding: Holding) -> None:
+        del self._live[holding.request.request_id]
+        self._planner.leave(holding)
+        self._holdings.give_back(holding)
+        self._planner.drop_dead_round()
+
+
+def _last_output(request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
+    """End the request; what its caller gets when no launch is the cause."""
+    text = request.finish(reason)
+    return RequestOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        new_text=text,
+        metrics=request.metrics,
+        finish_reason=reason,
+        error=error,
+    )

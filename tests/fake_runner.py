@@ -1,0 +1,335 @@
+"""A runner in pure Python that knows what every launch writes and reads, and when its result is read."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, StepPlan, StepResult
+from compiled_mtp.request import Request, RequestOutput, SamplingParams
+from compiled_mtp.scheduler import Scheduler
+
+EOS = 7
+
+
+def token_at(seed: int, index: int) -> int:
+    """The index-th output token of the request with this seed; one in 15 is an eos."""
+    return random.Random(f"{seed} {index}").randrange(EOS, EOS + 15)
+
+
+@dataclass
+class Row:
+    """The device's view of a slot, or of a host record. The generation is that of its first launch."""
+
+    seed: int
+    generation: int | None = None
+    prompt: list[int] = field(default_factory=list)
+    pos: int = 0
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class FakeRunner:
+    """Executes plans at once and hands their results out `delay` launches late, as a device would.
+
+    Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
+    broken holds (seed, index) of output tokens whose logits are not finite.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        delay: int,
+        seed: int = 0,
+        accept: int | None = None,
+        copy_delay: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.delay = delay
+        self.copy_delay = copy_delay
+        self.random = random.Random(seed)
+        self.accept = accept
+        self.broken: set[tuple[int, int]] = set()
+        self.rows: dict[Place, Row] = {}
+        # Of a tier's block, the (seed, position) that each of its places holds.
+        self.kv: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+        self.copies: dict[int, tuple[Copy, int]] = {}
+        self.open_round: StepPlan | None = None
+        self.results: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.fail_next = False
+        self.lose_next = False
+        self.has_failed = False
+
+    def run(self, plan: StepPlan | None) -> StepResult | None:
+        if plan is not None and self.lose_next:
+            # As a launch that raises: nothing of it happens, and its error comes before its turn.
+            self.lose_next, self.has_failed = False, True
+            self.plans.append(plan)
+            self._forget_round(plan)
+            return StepResult(plan, error="out of memory")
+        if plan is not None:
+            self.plans.append(plan)
+            self.results.append(self._execute(plan))
+            if len(self.results) <= self.delay:
+                return None
+        return self._with_copies(self.results.popleft()) if self.results else None
+
+    def drop(self) -> None:
+        """As `Runner.drop_launches` does: nothing is under way any more."""
+        self.results.clear()
+        self.copies.clear()
+        self.open_round = None
+        self.has_failed = True
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._install(plan)
+        launch: dict[str, Callable[[StepPlan], StepResult]] = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "verify": self._verify,
+            "accept": self._accept,
+            "move": StepResult,
+        }
+        result = launch[plan.kind](plan)
+        if self.fail_next:
+            self.fail_next, self.has_failed = False, True
+            self._forget_round(plan)
+            for copy in _copies(plan):
+                del self.copies[copy.copy_id]
+            return StepResult(plan, error="the device is on fire")
+        return result
+
+    def _forget_round(self, plan: StepPlan) -> None:
+        if plan.kind in ("verify", "accept"):
+            self.open_round = None
+
+    def _with_copies(self, result: StepResult) -> StepResult:
+        """The result, and which copies are complete by then."""
+        done = []
+        for copy_id, (copy, wait) in list(self.copies.items()):
+            if wait == 0 or result.plan.kind == "move":
+                del self.copies[copy_id]
+                done.append(copy_id)
+            else:
+                self.copies[copy_id] = (copy, wait - 1)
+        return replace(result, copies_done=tuple(done))
+
+    def _install(self, plan: StepPlan) -> None:
+        for move in plan.moves:
+            if isinstance(move, Copy):
+                self._copy(move)
+                continue
+            place = Place("slot", move.slot)
+            assert place not in self._busy_places(), f"{place} belongs to a copy"
+            assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
+            if isinstance(move, Release):
+                self.rows.pop(place, None)
+            elif isinstance(move, Admit):
+                assert place not in self.rows, "a slot is given out before it was released"
+                self.rows[place] = Row(move.seed)
+        for update in plan.block_updates:
+            self._update(update)
+        assert 0 not in plan.slots
+        assert len(set(plan.slots)) == len(plan.slots)
+        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+            row = self.rows[Place("slot", slot)]
+            assert row.generation in (None, generation)
+            row.generation = generation
+
+    def _update(self, update: BlockUpdate) -> None:
+        slot, column, block_id = update
+        row = self.rows[Place("slot", slot)]
+        others = [
+            (place.number, at)
+            for place, other in self.rows.items()
+            if place.tier == "slot"
+            for at, owned_id in other.blocks.items()
+            if owned_id == block_id
+        ]
+        is_said_again = self.has_failed and (slot, column) in others
+        sources = {
+            copy.source.number for copy, _ in self.copies.values() if copy.target == ("slot", slot)
+        } | {slot}
+        assert is_said_again or all(other in sources for other, _ in others), "a block has two owners"
+        assert column == len(row.blocks) or is_said_again
+        row.blocks[column] = block_id
+
+    def _copy(self, copy: Copy) -> None:
+        busy = self._busy_places()
+        assert copy.source not in busy
+        assert copy.target not in busy
+        assert copy.target not in self.rows, "a copy goes to a place that somebody has"
+        source = self.rows[copy.source]
+        self.rows[copy.target] = Row(source.seed, None, list(source.prompt), source.pos)
+        columns = [block for _, block in sorted(source.blocks.items())]
+        if copy.blocks:
+            assert [block for block, _ in copy.blocks] == columns, "other blocks are copied than it has"
+        for index, (block, target) in enumerate(copy.blocks):
+            self.kv[copy.target.tier, target] = dict(self.kv.get((copy.source.tier, block), {}))
+            if copy.target.tier == "host":
+                self.rows[copy.target].blocks[index] = target
+        if copy.source.tier == "host":
+            del self.rows[copy.source]
+        self.copies[copy.copy_id] = (copy, self.copy_delay)
+
+    def _open_places(self) -> set[Place]:
+        """The slots of the round whose accept is still to come; none if all its requests have ended."""
+        if self.open_round is None:
+            return set()
+        owners = self.scheduler._holdings.owners
+        pairs = zip(self.open_round.slots, self.open_round.generations, strict=True)
+        is_live = any(slot in owners and owners[slot].generation == generation for slot, generation in pairs)
+        return {Place("slot", slot) for slot in self.open_round.slots} if is_live else set()
+
+    def _check_no_round_is_open(self) -> None:
+        assert not self._open_places(), "two rounds are open"
+        self.open_round = None
+
+    def _busy_places(self) -> set[Place]:
+        return {place for copy, _ in self.copies.values() for place in (copy.source, copy.target)}
+
+    def _busy_blocks(self) -> Iterator[int]:
+        for copy, _ in self.copies.values():
+            for pair in copy.blocks:
+                yield pair[0 if copy.source.tier == "slot" else 1]
+
+    def _write(self, row: Row, first: int, last: int) -> None:
+        busy, block_size = set(self._busy_blocks()), self.scheduler.limits.block_size
+        for position in range(first, min(last, self.scheduler.limits.max_model_len - 1) + 1):
+            block = row.blocks.get(position // block_size, 0)
+            assert block > 0, f"{position} is not reserved"
+            assert block not in busy, f"block {block} belongs to a copy"
+            self.kv.setdefault(("slot", block), {})[position % block_size] = (row.seed, position)
+
+    def _read(self, row: Row, end: int) -> None:
+        block_size = self.scheduler.limits.block_size
+        for position in range(end):
+            block = self.kv[("slot", row.blocks[position // block_size])]
+            assert block[position % block_size] == (row.seed, position), f"{position} was lost"
+
+    def _prefill(self, plan: StepPlan) -> StepResult:
+        (slot,) = plan.slots
+        row, end = self.rows[Place("slot", slot)], plan.start + len(plan.token_ids)
+        assert plan.start == len(row.prompt)
+        assert plan.start % self.scheduler.limits.prefill_chunk == 0
+        assert 1 <= len(plan.token_ids) <= self.scheduler.limits.prefill_chunk
+        row.prompt += plan.token_ids
+        self._read(row, plan.start)
+        self._write(row, plan.start, end - 1 + plan.draft_step)
+        row.pos = end
+        if not plan.is_last:
+            return StepResult(plan, [[]])
+        return self._emit(plan, [0])
+
+    def _decode(self, plan: StepPlan) -> StepResult:
+        self._check_no_round_is_open()
+        self._verify_rows(plan)
+        return self._emit_round(plan)
+
+    def _verify(self, plan: StepPlan) -> StepResult:
+        self._check_no_round_is_open()
+        self._verify_rows(plan)
+        self.open_round = plan
+        return StepResult(plan, [[] for _ in plan.slots])
+
+    def _accept(self, plan: StepPlan) -> StepResult:
+        opened = self.open_round
+        assert opened is not None
+        self.open_round = None
+        assert (plan.slots, plan.generations) == (opened.slots, opened.generations)
+        assert (plan.verify_step, plan.draft_step) == (opened.verify_step, opened.draft_step)
+        return self._emit_round(plan)
+
+    def _verify_rows(self, plan: StepPlan) -> None:
+        for slot in plan.slots:
+            row = self.rows[Place("slot", slot)]
+            self._read(row, row.pos)
+            self._write(row, row.pos, row.pos + plan.verify_step)
+
+    def _emit_round(self, plan: StepPlan) -> StepResult:
+        counts = []
+        for slot in plan.slots:
+            row, most = self.rows[Place("slot", slot)], plan.verify_step
+            accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
+            self._read(row, row.pos)
+            self._write(row, row.pos, row.pos + accepted + plan.draft_step)
+            counts.append(accepted)
+        return self._emit(plan, counts)
+
+    def _emit(self, plan: StepPlan, accepted: list[int]) -> StepResult:
+        """Each row's next tokens, up to the first whose logits are not finite."""
+        token_ids: list[list[int]] = []
+        not_finite = []
+        for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
+            row = self.rows[Place("slot", slot)]
+            done = 0 if plan.kind == "prefill" else row.pos - len(row.prompt) + 1
+            indices = range(done, done + count + 1)
+            wrong = next((i for i in indices if (row.seed, i) in self.broken), None)
+            if wrong is not None:
+                not_finite.append(index)
+                indices = range(done, wrong)
+            token_ids.append([token_at(row.seed, i) for i in indices])
+            if plan.kind != "prefill":
+                row.pos += count + 1
+        return StepResult(plan, token_ids, tuple(not_finite))
+
+
+def _copies(plan: StepPlan) -> list[Copy]:
+    return [move for move in plan.moves if isinstance(move, Copy)]
+
+
+def make_scheduler(**numbers: Any) -> Scheduler:
+    defaults = {
+        "max_batch": 3,
+        "num_blocks": 31,
+        "block_size": 4,
+        "max_model_len": 40,
+        "prefill_chunk": 8,
+        "mtp_step": 3,
+        "max_in_flight": 1,
+    }
+    return Scheduler(**(defaults | numbers))
+
+
+def make_request(name: str, prompt_len: int, max_tokens: int, seed: int = 0, **fields: object) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)  # type: ignore[arg-type]
+    return Request(name, list(range(100, 100 + prompt_len)), params, eos_token_ids=frozenset({EOS}))
+
+
+def expected_tokens(request: Request, max_model_len: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < min(request.params.max_tokens, max_model_len - request.prompt_len):
+        tokens.append(token_at(request.history.seed, len(tokens)))
+        if tokens[-1] == EOS and not request.params.ignore_eos:
+            break
+    return tokens
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
+    """One step, with every invariant checked after each of its operations."""
+    plan = scheduler.schedule()
+    scheduler.check_integrity()
+    scheduler.update(runner.run(plan))
+    scheduler.check_integrity()
+    return scheduler.take_outputs()
+
+
+def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[RequestOutput]]:
+    """Step to the end; the outputs by request."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    for output in stream(scheduler, runner):
+        outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def stream(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
+    """Step to the end; the outputs as they come."""
+    outputs: list[RequestOutput] = []
+    for _ in range(5000):
+        if not scheduler.has_unfinished():
+            return outputs
+        outputs += step(scheduler, runner)
+    raise AssertionError("the requests do not end")

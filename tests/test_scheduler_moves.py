@@ -1,0 +1,335 @@
+"""Moves, depths of several sizes, halved rounds, logits that are not finite: same tokens, one owner each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from compiled_mtp.plan import Copy, Release, StepPlan
+from compiled_mtp.request import Request, RequestOutput
+from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.phases import TRANSITIONS, RequestPhase, check_transition
+from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+
+HOST = {"host_records": 2, "host_blocks": 24}
+
+
+def start(
+    scheduler: Scheduler, runner: FakeRunner, names: str = "abc", max_tokens: int = 24
+) -> tuple[dict[str, Request], list[RequestOutput]]:
+    """Requests that decode, and their outputs so far."""
+    requests = {n: make_request(n, 5 + i, max_tokens, i, ignore_eos=True) for i, n in enumerate(names)}
+    for request in requests.values():
+        scheduler.add(request)
+    outputs: list[RequestOutput] = []
+    while len(scheduler.running) < len(names):
+        outputs += step(scheduler, runner)
+    return requests, outputs
+
+
+def check_tokens(requests: dict[str, Request], outputs: list[RequestOutput]) -> None:
+    for name, request in requests.items():
+        tokens = [token for o in outputs if o.request_id == name for token in o.new_token_ids]
+        assert tokens == expected_tokens(request, 40)
+
+
+def slot_of(scheduler: Scheduler, name: str) -> int:
+    return next(slot for slot, request in scheduler.running.items() if request.request_id == name)
+
+
+def copies(plans: list[StepPlan]) -> list[tuple[StepPlan, Copy]]:
+    return [(plan, move) for plan in plans for move in plan.moves if isinstance(move, Copy)]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("copy_delay", [0, 3])
+@pytest.mark.parametrize("is_halved", [False, True])
+def test_a_request_moves_to_another_slot_in_the_middle_of_its_output(
+    delay: int, copy_delay: int, is_halved: bool
+) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, max_batch=4, num_blocks=60, is_halved=lambda: is_halved)
+    runner = FakeRunner(scheduler, delay, copy_delay=copy_delay)
+    requests, outputs = start(scheduler, runner)
+    old = slot_of(scheduler, "b")
+    scheduler.move("b", 4)
+    scheduler.check_integrity()
+    for call in (lambda: scheduler.move("b", 4), lambda: scheduler.offload("b")):
+        with pytest.raises(ValueError, match="request_id must name a request that is running, got 'b', wh"):
+            call()
+    with pytest.raises(ValueError, match=r"target must be a free slot, got 4; free are \[\]"):
+        scheduler.move("a", 4)
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+    ((plan, copy),) = copies(runner.plans)
+    assert (copy.source, copy.target, copy.blocks) == (("slot", old), ("slot", 4), ())
+    assert {update.slot for update in plan.block_updates} >= {4}
+    rounds_between = [p for p in runner.plans if p.kind == "decode" and p.slots and old not in p.slots]
+    assert is_halved or any(4 in p.slots for p in rounds_between)
+    later = runner.plans[runner.plans.index(plan) + 1 :]
+    assert any(Release(old) in p.moves for p in later)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("copy_delay", [0, 2])
+def test_a_request_goes_to_the_host_and_comes_back_into_other_blocks(delay: int, copy_delay: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, num_blocks=40, **HOST)
+    runner = FakeRunner(scheduler, delay, copy_delay=copy_delay)
+    requests, outputs = start(scheduler, runner)
+    used = scheduler.pool.num_used
+    scheduler.offload("b")
+    while scheduler.phase("b") is not RequestPhase.OFFLOADED:
+        outputs += step(scheduler, runner)
+    assert scheduler.pool.num_used < used
+    scheduler.add(make_request("d", 9, 12, 9, ignore_eos=True))
+    with pytest.raises(ValueError, match="request_id must name a request that is offloaded, got 'a', which"):
+        scheduler.resume("a")
+    for _ in range(3):
+        outputs += step(scheduler, runner)
+    with pytest.raises(ValueError, match="for which a slot and blocks are free, got 'b'; wait"):
+        scheduler.resume("b")
+    while scheduler.phase("b") is RequestPhase.OFFLOADED:
+        outputs += step(scheduler, runner)
+        if scheduler.num_running < 3:
+            with_room = scheduler.pool.num_used
+            scheduler.resume("b")
+            assert scheduler.pool.num_used > with_room
+            break
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+    assert [copy.source.tier for _, copy in copies(runner.plans)] == ["slot", "host"]
+    assert all(copy.blocks for _, copy in copies(runner.plans))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_with_copies_alone_outstanding_a_plan_that_launches_nothing_waits_for_them(delay: int) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, **HOST)
+    runner = FakeRunner(scheduler, delay, copy_delay=99)
+    requests, outputs = start(scheduler, runner, "a")
+    scheduler.offload("a")
+    while scheduler.phase("a") is not RequestPhase.OFFLOADED:
+        outputs += step(scheduler, runner)
+        assert len(runner.plans) < 20
+    assert runner.plans[-1].kind == "move"
+    assert scheduler.schedule() is None
+    scheduler.resume("a")
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+
+
+def test_the_last_result_of_a_request_that_leaves_is_read_and_may_end_it() -> None:
+    scheduler = make_scheduler(max_in_flight=1, **HOST)
+    runner = FakeRunner(scheduler, 1, accept=3)
+    scheduler.add(request := make_request("a", 5, 5, 1, ignore_eos=True))
+    outputs = [output for _ in range(2) for output in step(scheduler, runner)]
+    scheduler.offload("a")
+    outputs += stream(scheduler, runner)
+    check_tokens({"a": request}, outputs)
+    assert outputs[-1].finish_reason == "length"
+    assert copies(runner.plans) == []
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("kind", ["move", "offload", "resume"])
+def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_is_done(
+    steps: int, delay: int, kind: str
+) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, max_batch=4, num_blocks=60, **HOST)
+    runner = FakeRunner(scheduler, delay, copy_delay=4)
+    requests, outputs = start(scheduler, runner)
+    if kind == "move":
+        scheduler.move("b", 4)
+    else:
+        scheduler.offload("b")
+    if kind == "resume":
+        while scheduler.phase("b") is not RequestPhase.OFFLOADED:
+            outputs += step(scheduler, runner)
+        scheduler.resume("b")
+    for _ in range(steps):
+        outputs += step(scheduler, runner)
+    scheduler.abort("b")
+    scheduler.check_integrity()
+    # Whoever comes now must not be given what the copy still reads or writes: the runner looks.
+    requests["d"] = make_request("d", 9, 12, 9, ignore_eos=True)
+    scheduler.add(requests["d"])
+    outputs += stream(scheduler, runner)
+    del requests["b"]
+    check_tokens(requests, outputs)
+    while runner.copies:
+        step(scheduler, runner)
+    assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_lost_plan_ends_the_requests_whose_copies_it_carried(delay: int, is_late: bool) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, **HOST)
+    runner = FakeRunner(scheduler, delay)
+    _, outputs = start(scheduler, runner)
+    scheduler.offload("b")
+    is_lost = False
+    while not is_lost:
+        plan = scheduler.schedule()
+        is_lost = plan is not None and bool(copies([plan]))
+        runner.fail_next, runner.lose_next = is_lost and is_late, is_lost and not is_late
+        scheduler.update(runner.run(plan))
+        scheduler.check_integrity()
+        outputs += scheduler.take_outputs()
+    outputs += stream(scheduler, runner)
+    reasons = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert reasons["b"] == "error"
+    assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
+
+
+def test_what_the_host_has_no_room_for_is_refused() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner(scheduler, 1)
+    start(scheduler, runner)
+    with pytest.raises(
+        ValueError, match="host tier must have a record and 10 blocks free, got 0 records and"
+    ):
+        scheduler.offload("a")
+    scheduler.check_integrity()
+    waiting = make_request("w", 5, 5)
+    scheduler.add(waiting)
+    with pytest.raises(ValueError, match="got 'w', which is waiting"):
+        scheduler.move("w", 2)
+
+
+def cycle(*values: int) -> Callable[[], int]:
+    numbers: Iterator[int] = itertools.cycle(values)
+    return lambda: next(numbers)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("accept", [0, 7, None])
+def test_a_round_verifies_the_drafts_that_were_left_and_leaves_as_many_as_it_is_told(
+    delay: int, accept: int | None
+) -> None:
+    depths = (3, 1, 0, 7, 3)
+    scheduler = make_scheduler(max_in_flight=delay, mtp_step=7, num_blocks=99, depth=cycle(*depths))
+    runner = FakeRunner(scheduler, delay, accept=accept)
+    requests, outputs = start(scheduler, runner, max_tokens=30)
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+    rounds = [plan for plan in runner.plans if plan.kind == "decode"]
+    expected = list(itertools.islice(itertools.cycle(depths), len(rounds) + 1))
+    assert [plan.verify_step for plan in rounds] == expected[:-1]
+    assert [plan.draft_step for plan in rounds] == expected[1:]
+    metrics = [output.metrics for output in outputs if output.finish_reason]
+    for one in metrics:
+        pairs = zip(one.accepted_by_index, one.drafted_by_index, strict=True)
+        assert all(kept <= (had if accept else 0) or accept is None for kept, had in pairs)
+    for slot, request in enumerate(requests.values(), start=1):
+        verified = [plan.verify_step for plan in rounds if slot in plan.slots]
+        counted = [pair // 16 for pair in request.history.rounds]
+        assert counted == verified[: len(counted)]
+
+
+def test_a_depth_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"depth must lie in 0\.\.3 \(mtp_step\), got 4; choose another"):
+        make_scheduler(depth=lambda: 4)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("pattern", [(1,), (1, 0)])
+def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern: tuple[int, ...]) -> None:
+    turns = cycle(*pattern)
+    scheduler = make_scheduler(max_in_flight=delay, num_blocks=60, is_halved=lambda: bool(turns()))
+    runner = FakeRunner(scheduler, delay)
+    requests, outputs = start(scheduler, runner, "a")
+    requests["long"] = make_request("long", 33, 5, 8, ignore_eos=True)
+    scheduler.add(requests["long"])
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+    kinds = [plan.kind for plan in runner.plans]
+    # A round whose requests have ended by then is not accepted.
+    assert kinds.count("accept") <= kinds.count("verify") <= kinds.count("accept") + delay
+    assert kinds.count("accept") > 3
+    assert ("decode" in kinds) == (len(pattern) > 1)
+    assert any(kinds[i : i + 3] == ["verify", "prefill", "accept"] for i in range(len(kinds)))
+    verified = [plan for plan in runner.plans if plan.kind == "verify"]
+    accepted = [plan for plan in runner.plans if plan.kind == "accept"]
+    pairs = zip(verified, accepted, strict=False)
+    assert all((v.slots, v.generations) == (a.slots, a.generations) for v, a in pairs)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_ends_between_the_halves_is_given_away_after_them(delay: int, is_lost: bool) -> None:
+    scheduler = make_scheduler(max_in_flight=delay, max_batch=2, is_halved=lambda: True)
+    runner = FakeRunner(scheduler, delay)
+    requests, outputs = start(scheduler, runner, "ab")
+    while not (runner.plans[-1].kind == "verify" and len(runner.plans[-1].slots) == 2):
+        outputs += step(scheduler, runner)
+    requests["c"] = make_request("c", 5, 8, 7, ignore_eos=True)
+    scheduler.add(requests["c"])
+    scheduler.abort("a")
+    scheduler.check_integrity()
+    runner.lose_next = is_lost
+    outputs += stream(scheduler, runner)
+    reasons = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert reasons == {"a": "abort", "b": "error" if is_lost else "length", "c": "length"}
+    del requests["a"]
+    check_tokens({"c": requests["c"]} if is_lost else requests, outputs)
+    assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 6])
+@pytest.mark.parametrize("accept", [0, 3])
+def test_logits_that_are_not_finite_end_their_request_after_the_tokens_before(
+    delay: int, index: int, accept: int
+) -> None:
+    scheduler = make_scheduler(max_in_flight=delay)
+    runner = FakeRunner(scheduler, delay, accept=accept)
+    runner.broken = {(1, index), (2, 999)}
+    requests = {name: make_request(name, 5 + i, 24, i, ignore_eos=True) for i, name in enumerate("abc")}
+    for request in requests.values():
+        scheduler.add(request)
+    outputs = stream(scheduler, runner)
+    last = {o.request_id: o for o in outputs if o.finish_reason}
+    assert {name: o.finish_reason for name, o in last.items()} == {"a": "length", "b": "error", "c": "length"}
+    # The prompt of b has 6 tokens.
+    assert last["b"].error is not None
+    assert f"got NaN or infinity for position {6 + index}; look for such numbers in the check" in str(
+        last["b"].error
+    )
+    tokens = [token for o in outputs if o.request_id == "b" for token in o.new_token_ids]
+    assert tokens == expected_tokens(requests.pop("b"), 40)[:index]
+    assert last["b"].metrics.output_tokens == index
+    check_tokens(requests, outputs)
+
+
+def test_a_stop_before_the_row_that_is_not_finite_ends_the_request_without_an_error() -> None:
+    scheduler = make_scheduler(max_in_flight=0)
+    runner = FakeRunner(scheduler, 0, accept=3)
+    runner.broken = {(1, 3)}
+    scheduler.add(make_request("a", 5, 3, 1, ignore_eos=True))
+    assert stream(scheduler, runner)[-1].finish_reason == "length"
+
+
+def test_phases_follow_the_table_and_nothing_else() -> None:
+    allowed = [(old, new) for old, following in TRANSITIONS.items() for new in following]
+    assert len(allowed) == 8
+    for old, new in itertools.product(RequestPhase, RequestPhase):
+        if (old, new) in allowed:
+            check_transition(old, new)
+        else:
+            with pytest.raises(AssertionError, match=f"{old.name} must be followed by .*, got {new.name}"):
+                check_transition(old, new)
+
+
+def test_what_is_owned_twice_is_found() -> None:
+    scheduler = make_scheduler()
+    start(scheduler, FakeRunner(scheduler, 1))
+    one, other = list(scheduler._holdings.owners.values())[:2]
+    other.block_ids[0], saved = one.block_ids[0], other.block_ids[0]
+    with pytest.raises(AssertionError, match="blocks must be free or owned once"):
+        scheduler.check_integrity()
+    other.block_ids[0] = saved
+    one.phase = RequestPhase.OFFLOADED
+    with pytest.raises(AssertionError, match="agrees with no place"):
+        scheduler.check_integrity()
