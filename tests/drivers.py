@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.build import Features
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, Release, StepPlan, StepResult
 from compiled_mtp.runner import Runner
 from tests import tiny
@@ -30,7 +30,7 @@ def make_runner(directory: Path, features: Features | None = None, **options: An
         "num_blocks": 4 * BLOCKS_EACH + 1,
     }
     config = EngineConfig(model=directory, **(defaults | options))
-    model_config = ModelConfig.from_hf(directory)
+    model_config = read_model_config(directory)
     runner = Runner(config, model_config, model_config.vocab_size, features=features)
     tiny.poison(runner.step)
     return runner
