@@ -13,7 +13,6 @@ whole.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,44 +25,17 @@ from compiled_mtp.models.layers import Rows
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.sample import sample
-from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
+from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
+from compiled_mtp.ops.window import (
+    Accepted,
+    Cursors,
+    Window,
+    accept_window,
+    place_chain,
+    place_rows,
+    read_window,
+)
 from compiled_mtp.step_output import StepOutput
-
-
-class Window(NamedTuple):
-    """The W rows that verify each request's drafts: its last token, then the drafts.
-
-    state_index [B] int32; base, start (its `pos`) [B], tokens, positions, kv_slots, and sampled_positions of
-    the tokens that the rows sample [B * W] int64; block_table [B, blocks] int32.
-    """
-
-    state_index: torch.Tensor
-    base: torch.Tensor
-    start: torch.Tensor
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    kv_slots: torch.Tensor
-    sampled_positions: torch.Tensor
-    block_table: torch.Tensor
-
-
-class Accepted(NamedTuple):
-    """What a round keeps, all int64. The draft goes on from it.
-
-    num_new, num_finite [B] and tokens [B, W] as in StepOutput; row [B]: the last new token's among B * W, and
-    that token, `bonus` [B]. positions, kv_slots [B * W]: of the pairs (token k, hidden k).
-    """
-
-    num_new: torch.Tensor
-    num_finite: torch.Tensor
-    tokens: torch.Tensor
-    row: torch.Tensor
-    bonus: torch.Tensor
-    positions: torch.Tensor
-    kv_slots: torch.Tensor
-    chain_positions: torch.Tensor
-    chain_slots: torch.Tensor
 
 
 class Step(nn.Module):
@@ -129,13 +101,13 @@ class Step(nn.Module):
         follows, so that a later round can draft again.
         """
         window = self.read_window(state_index, verify_step)
-        hidden, logits = self.verify(window)
-        return self._conclude(window, hidden, logits, draft_step)
+        hidden, logits = self.verify(state_index, window)
+        return self._conclude(state_index, window, hidden, logits, draft_step)
 
     def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
         """The first half of `decode`: leaves hidden states and logits in buffers that other launches keep."""
         window = self.read_window(state_index, verify_step)
-        hidden, logits = self.verify(window)
+        hidden, logits = self.verify(state_index, window)
         self.verified_hidden[: hidden.shape[0]] = hidden
         self.verified_logits[: logits.shape[0]] = logits
 
@@ -146,32 +118,36 @@ class Step(nn.Module):
         """
         window = self.read_window(state_index, verify_step)
         rows = window.tokens.shape[0]
-        return self._conclude(window, self.verified_hidden[:rows], self.verified_logits[:rows], draft_step)
+        hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
+        return self._conclude(state_index, window, hidden, logits, draft_step)
 
     def _conclude(
-        self, window: Window, hidden: torch.Tensor, logits: torch.Tensor, draft_step: int
+        self,
+        state_index: torch.Tensor,
+        window: Window,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        draft_step: int,
     ) -> torch.Tensor:
         """What follows the forward of a round."""
-        sampled = self.sample(logits, window.tokens, window.sampled_positions, window.state_index)
-        accepted = self.accept_and_commit(window, sampled, logits, draft_step)
-        drafts = self.extend_and_draft(window, sampled, hidden, accepted, draft_step)
-        return StepOutput(accepted.num_new, accepted.num_finite, accepted.tokens, drafts).pack()
+        sampled = self.sample(logits, window.tokens, window.sampled_positions, state_index)
+        accepted = self.accept_and_commit(state_index, window, sampled)
+        drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, draft_step)
+        head = accepted.packed
+        return StepOutput(head[:, 0], head[:, 1], head[:, 2:], drafts).pack()
 
     def read_window(self, state_index: torch.Tensor, verify_step: int) -> Window:
-        """The rows of a round, from the slots' cursors and drafts."""
+        """The W rows of each request, from the slots' cursors and drafts."""
         slots = self.slots
         place = (verify_step, self.kv_cache.block_size, self.max_model_len)
-        rows = read_window(
-            state_index, slots.base, slots.pos, slots.last_token, slots.drafts, slots.block_table, *place
-        )
-        return Window(state_index, *rows)
+        return read_window(state_index, self._cursors(), slots.drafts, slots.block_table, *place)
 
-    def verify(self, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+    def verify(self, state_index: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
         """1. One forward of the target over [last token, d_1 .. d_S1] at positions p .. p + S1.
 
         Returns hidden [B * W, H] and logits [B * W, V]. The GDN layers fold their state up to `pos`.
         """
-        rows = self._decode_rows(window)
+        rows = self._decode_rows(state_index, window)
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
@@ -181,81 +157,59 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         state_index: torch.Tensor,
-    ) -> torch.Tensor:
-        """2. Draw y_k [M] from each row of logits.
+    ) -> Sampled:
+        """2. Draw y_k [M] from each row of logits, and say whether the row is finite.
 
         It is the request's token at position p + k + 1, given that the k drafts before it are right.
         """
-        slots = self.slots
-        return sample(
-            logits,
-            tokens,
-            positions,
-            state_index,
-            slots.temperature,
-            slots.top_p,
-            slots.min_p,
-            slots.repetition_penalty,
-            slots.presence_penalty,
-            slots.frequency_penalty,
-            slots.top_k,
-            slots.seed,
-            slots.output_counts,
-            slots.prompt_seen,
-            slots.bias,
-            slots.min_position,
-            slots.stop_ids,
-            min(self.num_valid_ids, logits.shape[1]),
-        )[0]
+        tables = SamplingTables(*(getattr(self.slots, name) for name in SamplingTables._fields))
+        num_valid_ids = min(self.num_valid_ids, logits.shape[1])
+        return sample(logits, tokens, positions, state_index, tables, num_valid_ids)
 
-    def accept_and_commit(
-        self, window: Window, sampled: torch.Tensor, logits: torch.Tensor, draft_step: int
-    ) -> Accepted:
+    def accept_and_commit(self, state_index: torch.Tensor, window: Window, sampled: Sampled) -> Accepted:
         """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
         4. Commit: base becomes the old pos, pos and the last token move past the new tokens. One launch.
         """
-        slots, block_size = self.slots, self.kv_cache.block_size
-        verify_step = window.tokens.shape[0] // window.start.shape[0] - 1
-        result, row, bonus, positions, kv_slots, *chain = accept_window(
+        verify_step = window.tokens.shape[0] // window.pos.shape[0] - 1
+        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        return accept_window(
             window.tokens,
-            sampled,
-            window.state_index,
-            window.start,
+            sampled.token,
+            sampled.is_finite,
+            state_index,
+            window.pos,
             window.block_table,
-            slots.base,
-            slots.pos,
-            slots.last_token,
-            verify_step,
-            block_size,
-            self.max_model_len,
+            self._cursors(),
+            *place,
             self.hash_limit,
         )
-        num_new = result[:, 0]
-        if draft_step > verify_step:
-            # The operator places a chain as deep as the window.
-            end = window.start + num_new
-            chain = [*place_chain(end, draft_step, self.max_model_len, window.block_table, block_size)]
-        num_finite = _count_finite(logits, num_new)
-        return Accepted(num_new, num_finite, result[:, 1:], row, bonus, positions, kv_slots, *chain)
 
     def extend_and_draft(
         self,
+        state_index: torch.Tensor,
         window: Window,
-        sampled: torch.Tensor,
+        tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
         draft_step: int,
     ) -> torch.Tensor:
         """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
         if self.draft is None:
-            return accepted.tokens[:, :0]
+            return tokens.new_empty((state_index.shape[0], 0))
         rows = replace(
-            self._decode_rows(window), positions=accepted.positions, slot_mapping=accepted.kv_slots
+            self._decode_rows(state_index, window),
+            positions=accepted.positions,
+            slot_mapping=accepted.kv_slots,
         )
-        drafted = self._draft_forward(sampled, hidden, rows, accepted.row)
+        drafted = self._draft_forward(tokens, hidden, rows, accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
+        if draft_step > chain[0].shape[0]:
+            # The operator places a chain as deep as the window.
+            end = window.pos + accepted.packed[:, 0]
+            place = (self.max_model_len, window.block_table, self.kv_cache.block_size)
+            chain = place_chain(end, draft_step, *place)
         drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
-        return self._keep_drafts(window.state_index, drafts)
+        return self._keep_drafts(state_index, drafts)
 
     def prefill(
         self,
@@ -295,7 +249,8 @@ class Step(nn.Module):
         index = state_index.to(torch.int64)
         hidden, pos = slots.last_hidden[index], slots.pos[index]
         logits = self.target.logits(hidden, is_prefill=True)
-        token = self.sample(logits, slots.last_token[index], pos, state_index)
+        sampled = self.sample(logits, slots.last_token[index], pos, state_index)
+        token = sampled.token
         slots.last_token[index] = token
         drafts = token.new_empty((1, 0))
         if self.draft is not None:
@@ -307,7 +262,7 @@ class Step(nn.Module):
             drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
             drafts = self._keep_drafts(state_index, drafts)
         num_new = torch.ones_like(token)
-        return StepOutput(num_new, _count_finite(logits, num_new), token[:, None], drafts).pack()
+        return StepOutput(num_new, sampled.is_finite.to(torch.int64), token[:, None], drafts).pack()
 
     def _draft_forward(
         self,
@@ -349,11 +304,14 @@ class Step(nn.Module):
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
-            token = self.sample(logits, token, chain_positions[i, :batch], rows.state_index)
+            token = self.sample(logits, token, chain_positions[i, :batch], rows.state_index).token
             if self.draft_ids is not None:
                 token = self.draft_ids[token]
             drafts.append(token[:, None])
         return torch.cat(drafts, dim=1)
+
+    def _cursors(self) -> Cursors:
+        return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
 
     def _keep_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """Store drafts [B, S] as the slots' first S, zeros for padding; returns them."""
@@ -362,15 +320,15 @@ class Step(nn.Module):
         kept[state_index.to(torch.int64)] = torch.where(is_live[:, None], drafts, 0)
         return drafts
 
-    def _decode_rows(self, window: Window) -> Rows:
+    def _decode_rows(self, state_index: torch.Tensor, window: Window) -> Rows:
         return Rows(
             positions=window.positions,
             slot_mapping=window.kv_slots,
             block_table=window.block_table,
-            state_index=window.state_index,
-            start=window.start,
+            state_index=state_index,
+            start=window.pos,
             base=window.base,
-            length=window.start,
+            length=window.pos,
             is_prefill=False,
         )
 
@@ -406,9 +364,3 @@ class Step(nn.Module):
             length=start if length is None else length,
             is_prefill=length is not None,
         )
-
-
-def _count_finite(logits: torch.Tensor, num_new: torch.Tensor) -> torch.Tensor:
-    """How many of the first num_new [B] rows of each request come before one that is not finite [B] int64."""
-    rows = logits.isfinite().all(dim=1).view(num_new.shape[0], -1)
-    return torch.minimum(rows.to(torch.int64).cumprod(dim=1).sum(dim=1), num_new)

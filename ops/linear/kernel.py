@@ -7,6 +7,7 @@ by the weight's shape (config.py).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -54,28 +55,27 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
     return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    out_float32: bool,
-    prefill: bool,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    x, weight = args.x, args.weight
     rows = x.shape[0]
-    is_long = prefill and rows > SKINNY_ROWS
-    if is_long and weight_scale is None:
-        if out_float32 and x.dtype != torch.float32:
+    is_long = args.prefill and rows > SKINNY_ROWS
+    if is_long and args.weight_scale is None:
+        if args.out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
-    return launch_config(choose(x, weight, is_long), x, weight, weight_scale, out_float32)
+    return launch_config(choose(x, weight, is_long), x, weight, args.weight_scale, args.out_float32)
 
 
-def launch_gated(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
-    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, gated=True)
+def launch_linear_silu_mul(args: Any) -> torch.Tensor:
+    return launch_config(
+        choose(args.x, args.weight, False), args.x, args.weight, args.weight_scale, False, gated=True
+    )
 
 
-def launch_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
-    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, keep_parts=True)
+def launch_linear_parts(args: Any) -> torch.Tensor:
+    return launch_config(
+        choose(args.x, args.weight, False), args.x, args.weight, args.weight_scale, False, keep_parts=True
+    )
 
 
 def launch_config(

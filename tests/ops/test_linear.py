@@ -14,13 +14,14 @@ from compiled_mtp.ops.linear.config import (
     linear_config,
     read_table,
 )
-from compiled_mtp.ops.linear.reference import (
-    linear_parts_reference,
-    linear_reference,
-    linear_silu_mul_reference,
-)
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
+from tests.ops.harness import (
+    check_compiles,
+    check_equal,
+    check_launch,
+    check_registration,
+    check_row_invariance,
+)
 
 
 def block_fp8(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,6 +47,19 @@ def test_fp8_equals_float64(n: int, k: int) -> None:
     weight, scale, exact = block_fp8(n, k)
     x = torch.randn(3, k)
     torch.testing.assert_close(linear(x, weight, scale), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
+    weight, scale = (torch.randn(8200, 96) * 0.3).bfloat16(), None
+    if has_scale:
+        weight, scale, _ = block_fp8(8200, 96)
+    x = torch.randn(rows, 96).bfloat16()
+    for args in ((x, weight, scale, False, False), (x, weight, scale, True, True)):
+        check_equal(linear, linear.reference, args, rtol=8e-3, atol=1e-3)
+    check_equal(linear_silu_mul, linear_silu_mul.reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
+    check_equal(linear_parts, linear_parts.reference, (x, weight, scale, 1), rtol=8e-3, atol=1e-3)
 
 
 def test_registration_and_compile() -> None:
@@ -86,7 +100,7 @@ def test_the_reference_of_parts_is_their_sum(k: int) -> None:
     """As on a GPU whose operators are put back on their reference: P is the kernel's."""
     x = torch.randn(5, k)
     weight, scale, exact = block_fp8(200, k)
-    parts = linear_parts_reference(x, weight, scale, 3)
+    parts = linear_parts.reference(x, weight, scale, 3)
     assert parts.shape == (3, 5, 200)
     torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
 
@@ -122,8 +136,6 @@ def test_rows_do_not_depend_on_each_other_fp8() -> None:
 def test_kernel_in_interpreter(
     interpreter: None, rows: int, n: int, k: int, fp8: bool, out_float32: bool
 ) -> None:
-    from compiled_mtp.ops.linear.kernel import launch
-
     wide = torch.randn(rows, k + 8).bfloat16()
     wide[:, k:] = float("nan")
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
@@ -134,7 +146,7 @@ def test_kernel_in_interpreter(
     rtol = 1e-5 if out_float32 else 8e-3
     # Twice: the second launch finds the arrival counters as the first left them.
     for _ in range(2):
-        check_launch(launch, linear_reference, args, rtol=rtol, atol=1e-5)
+        check_launch(linear, args, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("split, chains, block_k", [(1, 4, 256), (3, 5, 128)])
@@ -155,7 +167,7 @@ def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, blo
     def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, *_: bool) -> torch.Tensor:
         return launch_config(config, x, weight, scale, True)
 
-    check_launch(launch, linear_reference, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
+    check_launch(linear, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -206,25 +218,20 @@ def test_parts_in_interpreter(interpreter: None, n: int, k: int, fp8: bool) -> N
     ],
 )
 def test_gated_kernel_in_interpreter(interpreter: None, rows: int, width: int, k: int, fp8: bool) -> None:
-    from compiled_mtp.ops.linear.kernel import launch, launch_gated
-    from compiled_mtp.ops.silu_mul.kernel import launch as launch_silu_mul
-
     x = torch.randn(rows, k).bfloat16()
     weight, scale = (torch.randn(2 * width, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(2 * width, k)
         scale = scale * k**-0.5
-    check_launch(launch_gated, linear_silu_mul_reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
+    check_launch(linear_silu_mul, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
     # The very bits of one after the other.
-    apart = launch_silu_mul(launch(x, weight, scale, False, False))
-    assert torch.equal(launch_gated(x, weight, scale), apart)
+    apart = silu_mul.launch(linear.launch(x, weight, scale))
+    assert torch.equal(linear_silu_mul.launch(x, weight, scale), apart)
 
 
 def test_kernel_float32_in_interpreter(interpreter: None) -> None:
-    from compiled_mtp.ops.linear.kernel import launch
-
     x, weight = torch.randn(18, 70), torch.randn(40, 70)
-    check_launch(launch, linear_reference, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
+    check_launch(linear, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
 
 
 def test_one_split_for_every_number_of_rows() -> None:
@@ -254,7 +261,7 @@ def test_bad_arguments_raise() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
     with pytest.raises(ValueError, match="x must have columns"):
         linear(torch.zeros(2, 0), torch.zeros(4, 0))
-    with pytest.raises(ValueError, match="x must have shape"):
+    with pytest.raises(ValueError, match="weight must have shape"):
         linear(x, torch.zeros(4, 9))
     with pytest.raises(ValueError, match="x must have dtype"):
         linear(x.half(), weight.half())
