@@ -112,6 +112,10 @@ class EngineConfig(BaseSettings):
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )
+    check_weights: bool = Field(
+        default=False,
+        description="True to look for NaN and infinity in every weight at load; on a GPU that is always done",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=0,
@@ -141,7 +145,9 @@ class EngineConfig(BaseSettings):
     def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
         # To pydantic, as to Python, True is the number 1.
         entries = value if isinstance(value, list | tuple) else (value,)
-        if info.field_name != "prefix_cache" and any(isinstance(entry, bool) for entry in entries):
+        if info.field_name not in ("prefix_cache", "check_weights") and any(
+            isinstance(entry, bool) for entry in entries
+        ):
             name = str(info.field_name)
             raise fail(name, "not be a bool", value, f"give {cls.model_fields[name].description}")
         return value

@@ -143,17 +143,14 @@ class Runner:
 
     def _read(self, plan: StepPlan, packed: torch.Tensor | None) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
-        copies_done = tuple(move.copy_id for move in plan.moves if isinstance(move, Copy))
+        copies_done = tuple([move.copy_id for move in plan.moves if isinstance(move, Copy)])
         if packed is None:
             return StepResult(plan, [[] for _ in plan.slots], copies_done=copies_done)
-        output = StepOutput.unpack(packed, 1 if plan.kind == "prefill" else plan.verify_step + 1)
-        num_finite, tokens = output.num_finite.tolist(), output.tokens.tolist()
-        count = len(plan.slots)
-        token_ids = [row[:end] for row, end in zip(tokens[:count], num_finite, strict=False)]
-        not_finite: tuple[int, ...] = ()
-        if (num_new := output.num_new.tolist()) != num_finite:
-            not_finite = tuple(i for i in range(count) if num_finite[i] < num_new[i])
-        drafts = output.drafts[:count].tolist() if self.features.with_drafts else ()
+        num_tokens = 1 if plan.kind == "prefill" else plan.verify_step + 1
+        rows = StepOutput.unpack(packed, num_tokens)[: len(plan.slots)]
+        token_ids = [row.tokens[: row.num_finite] for row in rows]
+        not_finite = tuple([i for i, row in enumerate(rows) if row.num_finite < row.num_new])
+        drafts = [row.drafts for row in rows] if self.features.with_drafts else ()
         return StepResult(plan, token_ids, not_finite, drafts, copies_done)
 
 

@@ -98,13 +98,14 @@ class Step(nn.Module):
         the caches and the slots' cursors, last tokens and first S2 drafts. With S2 = 0 the draft's KV still
         follows, so that a later round can draft again.
         """
-        window = self._read_window(state_index, verify_step)
-        hidden, logits = self.verify(window, state_index)
-        return self._conclude(window, state_index, hidden, logits, draft_step)
+        window = self.read_window(state_index, verify_step)
+        hidden, logits = self.verify(state_index, window)
+        return self._conclude(state_index, window, hidden, logits, draft_step)
 
     def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
         """The first half of `decode`: leaves hidden states and logits in buffers that other launches keep."""
-        hidden, logits = self.verify(self._read_window(state_index, verify_step), state_index)
+        window = self.read_window(state_index, verify_step)
+        hidden, logits = self.verify(state_index, window)
         self.verified_hidden[: hidden.shape[0]] = hidden
         self.verified_logits[: logits.shape[0]] = logits
 
@@ -113,32 +114,38 @@ class Step(nn.Module):
 
         The requests of state_index must be as they were then: the window is read once more.
         """
-        window = self._read_window(state_index, verify_step)
+        window = self.read_window(state_index, verify_step)
         rows = window.tokens.shape[0]
         hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
-        return self._conclude(window, state_index, hidden, logits, draft_step)
+        return self._conclude(state_index, window, hidden, logits, draft_step)
 
     def _conclude(
         self,
-        window: Window,
         state_index: torch.Tensor,
+        window: Window,
         hidden: torch.Tensor,
         logits: torch.Tensor,
         draft_step: int,
     ) -> torch.Tensor:
         """What follows the forward of a round."""
         sampled = self.sample(logits, window.tokens, window.sampled_positions, state_index)
-        accepted = self.accept_and_commit(window, state_index, sampled, draft_step)
-        drafts = self.extend_and_draft(window, state_index, sampled, hidden, accepted, draft_step)
-        output = StepOutput.unpack(accepted.packed, logits.shape[0] // state_index.shape[0])
-        return output._replace(drafts=drafts).pack()
+        accepted = self.accept_and_commit(state_index, window, sampled)
+        drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, draft_step)
+        head = accepted.packed
+        return StepOutput(head[:, 0], head[:, 1], head[:, 2:], drafts).pack()
 
-    def verify(self, window: Window, state_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_window(self, state_index: torch.Tensor, verify_step: int) -> Window:
+        """The W rows of each request, from the slots' cursors and drafts."""
+        slots = self.slots
+        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        return read_window(state_index, self._cursors(), slots.drafts, slots.block_table, *place)
+
+    def verify(self, state_index: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
         """1. One forward of the target over [last token, d_1 .. d_S1] at positions p .. p + S1.
 
         Returns hidden [B * W, H] and logits [B * W, V]. The GDN layers fold their state up to `pos`.
         """
-        rows = self._decode_rows(window, state_index)
+        rows = self._decode_rows(state_index, window)
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
@@ -149,7 +156,7 @@ class Step(nn.Module):
         positions: torch.Tensor,
         state_index: torch.Tensor,
     ) -> Sampled:
-        """2. Draw y_k from each row of logits.
+        """2. Draw y_k [M] from each row of logits, and say whether the row is finite.
 
         It is the request's token at position p + k + 1, given that the k drafts before it are right.
         """
@@ -157,49 +164,44 @@ class Step(nn.Module):
         num_valid_ids = min(self.num_valid_ids, logits.shape[1])
         return sample(logits, tokens, positions, state_index, tables, num_valid_ids)
 
-    def accept_and_commit(
-        self, window: Window, state_index: torch.Tensor, sampled: Sampled, draft_step: int
-    ) -> Accepted:
+    def accept_and_commit(self, state_index: torch.Tensor, window: Window, sampled: Sampled) -> Accepted:
         """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
         4. Commit: base becomes the old pos, pos and the last token move past the new tokens. One launch.
         """
-        block_size, end = self.kv_cache.block_size, self.max_model_len
-        verify_step = window.tokens.shape[0] // state_index.shape[0] - 1
-        accepted = accept_window(
+        verify_step = window.tokens.shape[0] // window.pos.shape[0] - 1
+        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        return accept_window(
             window.tokens,
             sampled.token,
             sampled.is_finite,
             state_index,
             window.pos,
             window.block_table,
-            self._cursors,
-            verify_step,
-            block_size,
-            end,
+            self._cursors(),
+            *place,
             self.hash_limit,
         )
-        if draft_step <= verify_step:
-            return accepted
-        # The operator places a chain as deep as the window.
-        start = window.pos + accepted.packed[:, 0]
-        chain = place_chain(start, draft_step, end, window.block_table, block_size)
-        return accepted._replace(chain_positions=chain[0], chain_slots=chain[1])
 
     def extend_and_draft(
         self,
-        window: Window,
         state_index: torch.Tensor,
-        sampled: Sampled,
+        window: Window,
+        tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
         draft_step: int,
     ) -> torch.Tensor:
         """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
         if self.draft is None:
-            return accepted.bonus.new_empty((state_index.shape[0], 0))
-        rows = self._decode_rows(window, state_index).moved(accepted.positions, accepted.kv_slots)
-        drafted = self._draft_forward(sampled.token, hidden, rows, accepted.accepted_row)
+            return tokens.new_empty((state_index.shape[0], 0))
+        rows = self._decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
+        drafted = self._draft_forward(tokens, hidden, rows, accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
+        if draft_step > chain[0].shape[0]:
+            # The operator places a chain as deep as the window.
+            end = window.pos + accepted.packed[:, 0]
+            place = (self.max_model_len, window.block_table, self.kv_cache.block_size)
+            chain = place_chain(end, draft_step, *place)
         drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
         return self._keep_drafts(state_index, drafts)
 
@@ -253,8 +255,8 @@ class Step(nn.Module):
             )
             drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
             drafts = self._keep_drafts(state_index, drafts)
-        num_finite = sampled.is_finite.to(torch.int64)
-        return StepOutput(torch.ones_like(token), num_finite, token[:, None], drafts).pack()
+        num_new = torch.ones_like(token)
+        return StepOutput(num_new, sampled.is_finite.to(torch.int64), token[:, None], drafts).pack()
 
     def _draft_forward(
         self,
@@ -300,6 +302,9 @@ class Step(nn.Module):
             drafts.append(token[:, None])
         return torch.cat(drafts, dim=1)
 
+    def _cursors(self) -> Cursors:
+        return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
+
     def _keep_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """Store drafts [B, S] as the slots' first S, zeros for padding; returns them."""
         is_live = state_index > 0
@@ -307,16 +312,7 @@ class Step(nn.Module):
         kept[state_index.to(torch.int64)] = torch.where(is_live[:, None], drafts, 0)
         return drafts
 
-    @property
-    def _cursors(self) -> Cursors:
-        return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
-
-    def _read_window(self, state_index: torch.Tensor, verify_step: int) -> Window:
-        """The rows of a round, from the slots' cursors and drafts."""
-        slots, place = self.slots, (verify_step, self.kv_cache.block_size, self.max_model_len)
-        return read_window(state_index, self._cursors, slots.drafts, slots.block_table, *place)
-
-    def _decode_rows(self, window: Window, state_index: torch.Tensor) -> DecodeRows:
+    def _decode_rows(self, state_index: torch.Tensor, window: Window) -> DecodeRows:
         return DecodeRows(
             rotary_positions=window.positions,
             causal_positions=window.positions,

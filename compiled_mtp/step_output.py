@@ -7,6 +7,15 @@ from typing import NamedTuple
 import torch
 
 
+class OutputRow(NamedTuple):
+    """What one request gained, on the host; the fields of StepOutput."""
+
+    num_new: int
+    num_finite: int
+    tokens: list[int]
+    drafts: list[int]
+
+
 class StepOutput(NamedTuple):
     """All int64, a row for each of B requests, of which padding rows come last.
 
@@ -24,8 +33,8 @@ class StepOutput(NamedTuple):
         """The record as one tensor [B, 2 + W + S], for one copy to the host."""
         return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
 
-    @classmethod
-    def unpack(cls, packed: torch.Tensor, num_tokens: int) -> StepOutput:
-        """The views of `packed`, of which num_tokens = W columns are tokens."""
+    @staticmethod
+    def unpack(packed: torch.Tensor, num_tokens: int) -> list[OutputRow]:
+        """The requests' rows of `packed` [B, 2 + num_tokens + S], which must be ready to be read."""
         end = 2 + num_tokens
-        return cls(packed[:, 0], packed[:, 1], packed[:, 2:end], packed[:, end:])
+        return [OutputRow(row[0], row[1], row[2:end], row[end:]) for row in packed.tolist()]

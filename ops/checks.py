@@ -19,6 +19,8 @@ def wrong_shape(
     """`tensor` has not the shape `dims`; what `sizes` does not know stands as it is."""
 
     def wanted(dim: str) -> str:
+        if dim == "...":
+            return dim
         try:
             return str(eval(dim, {}, dict(sizes)))
         except (NameError, SyntaxError):

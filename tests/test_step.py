@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.step import Step
-from compiled_mtp.step_output import StepOutput
+from compiled_mtp.step_output import OutputRow, StepOutput
 from tests import tiny
 from tests.ops.gdn_cases import fold
 
@@ -268,7 +268,7 @@ def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_be
     assert streams[0][:10] == streams[1][:10]
 
 
-def outputs(step: Step, slots: list[int], mtp_step: int) -> StepOutput:
+def outputs(step: Step, slots: list[int], mtp_step: int) -> list[OutputRow]:
     """What a round gives, whether or not its logits are finite."""
     index = torch.tensor(slots, dtype=torch.int32)
     with torch.no_grad():
@@ -285,13 +285,16 @@ def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: st
         step.target.layers[1].ffn.down.weight.data[3, 5] = float("nan")
     else:
         step.target.norm.weight.data[7] = float("inf")
-    output = outputs(step, [1, 0], mtp_step)
-    assert int(output.num_new[0]) >= 1
-    assert output.num_finite.tolist() == [0, 0]
+    row, padding = outputs(step, [1, 0], mtp_step)
+    assert row.num_new >= 1
+    assert row.num_finite == padding.num_finite == padding.num_new == 0
     packed = step.first_token(torch.tensor([1], dtype=torch.int32), mtp_step)
-    first = StepOutput.unpack(packed, 1)
+    (first,) = StepOutput.unpack(packed, 1)
     # What it reads was left before: only its own norm is behind it.
-    assert (int(first.num_new), int(first.num_finite)) == (1, 1)
+    assert (first.num_new, first.num_finite) == (1, 1)
+    step.slots.last_hidden[1, 3] = float("nan")
+    packed = step.first_token(torch.tensor([1], dtype=torch.int32), mtp_step)
+    assert StepOutput.unpack(packed, 1)[0].num_finite == 0
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])
@@ -301,11 +304,11 @@ def test_a_state_that_is_not_finite_costs_its_own_request_alone(mtp_step: int) -
     for layer in step.state_cache.layers:
         layer.state[2] = float("nan")
     while min(len(out[1]), len(out[3])) < COUNT:
-        output = outputs(step, [3, 2, 1], mtp_step)
-        assert int(output.num_finite[1]) == 0 < int(output.num_new[1])
-        for row, slot in ((0, 3), (2, 1)):
-            assert output.num_new[row] == output.num_finite[row]
-            out[slot] += output.tokens[row, : output.num_new[row]].tolist()
+        rows = outputs(step, [3, 2, 1], mtp_step)
+        assert rows[1].num_finite == 0 < rows[1].num_new
+        for row, slot in ((rows[0], 3), (rows[2], 1)):
+            assert row.num_new == row.num_finite
+            out[slot] += row.tokens[: row.num_new]
     for slot in (1, 3):
         stream = plain_stream("dense", "float32", slot)
         assert out[slot][: len(stream)] == stream[: len(out[slot])]
@@ -313,7 +316,10 @@ def test_a_state_that_is_not_finite_costs_its_own_request_alone(mtp_step: int) -
 
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
 def test_a_row_that_is_not_finite_counts_where_it_emits(num_right: int) -> None:
-    """Draft 2 has an embedding that is not finite: rows 2 and 3 have no logits to draw from."""
+    """Draft 2 has an embedding that is not finite: rows 2 and 3 have no logits to draw from.
+
+    Row 2 emits when two drafts or more are right.
+    """
     config = tiny.tiny_config(tie_word_embeddings=False)
     plain = tiny.build_step(config, 0)
     tiny.admit(plain, 1)
@@ -325,15 +331,15 @@ def test_a_row_that_is_not_finite_counts_where_it_emits(num_right: int) -> None:
     tokens = [tiny.prefill(step, 1, prompt_of(1))]
     force(step, 1, stream, 1, num_right)
     step.target.embed.weight.data[step.slots.drafts[1, 1]] = float("nan")
-    output = outputs(step, [1], 3)
-    num_new = min(num_right, 3) + 1 if num_right < 2 else int(output.num_new)
-    assert int(output.num_new) == num_new
-    assert int(output.num_finite) == min(num_new, 2)
-    tokens += output.tokens[0, : output.num_finite].tolist()
+    (row,) = outputs(step, [1], 3)
+    if num_right < 2:
+        assert row.num_new == num_right + 1
+    assert row.num_finite == min(row.num_new, 2)
+    tokens += row.tokens[: row.num_finite]
     if num_right < 2:
         # That row was rejected, and what it wrote is not read again.
         while len(tokens) < 12:
-            output = outputs(step, [1], 0)
-            assert int(output.num_finite) == int(output.num_new) == 1
-            tokens.append(int(output.tokens))
+            (row,) = outputs(step, [1], 0)
+            assert row.num_finite == row.num_new == 1
+            tokens += row.tokens
     assert tokens == stream[: len(tokens)]

@@ -176,7 +176,7 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_ste
         where = (torch.tensor([start], device=device), torch.tensor([len(part)], device=device))
         step.prefill(part, index, *where)
     packed = step.first_token(index, step.mtp_step if draft_step is None else draft_step)
-    return int(StepOutput.unpack(packed, 1).tokens)
+    return StepOutput.unpack(packed, 1)[0].tokens[0]
 
 
 @torch.no_grad()
@@ -192,9 +192,9 @@ def decode(
 
 def new_tokens(packed: torch.Tensor, verify_step: int) -> list[list[int]]:
     """The tokens that a packed output gives each request; all of them must be of finite logits."""
-    output = StepOutput.unpack(packed, verify_step + 1)
-    assert torch.equal(output.num_new, output.num_finite)
-    return [row[:count] for row, count in zip(output.tokens.tolist(), output.num_new.tolist(), strict=True)]
+    rows = StepOutput.unpack(packed, verify_step + 1)
+    assert all(row.num_new == row.num_finite for row in rows)
+    return [row.tokens[: row.num_new] for row in rows]
 
 
 @contextmanager

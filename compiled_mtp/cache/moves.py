@@ -55,14 +55,14 @@ class Moves:
             {name: like(pages, num_blocks) for name, pages in self._pages.items()},
         )
 
-    @torch.no_grad()
     def carry_out(self, plan: StepPlan) -> None:
         """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
 
         Raises ValueError for a place that does not exist; what came before it has been carried out.
         """
-        for kind, moves in groupby(plan.moves, type):
-            self._carry_out(kind, list(moves))
+        if plan.moves:
+            for kind, moves in groupby(plan.moves, type):
+                self._carry_out(kind, list(moves))
         if plan.block_updates:
             self._update_blocks(plan.block_updates)
 

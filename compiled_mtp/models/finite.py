@@ -11,8 +11,7 @@ import torch
 def check_finite(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError that names the parameters with an element that is NaN or infinite.
 
-    One reduction a tensor where it lies, and one look at all results: beside reading a checkpoint it takes
-    little time, and no memory but for FP8.
+    One reduction a tensor where it lies, and one look at all results. Takes no memory but for FP8.
     """
     if not parameters:
         return

@@ -107,6 +107,42 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     return LinearConfig(16, block_n, block_k, 4, 4 if block_n < 64 else 3, split, chains, 512)
 
 
+def fp8_tile_of_32(config: LinearConfig) -> LinearConfig:
+    """FP8 tiles of 32 rows: side by side the chains would not fit in the registers."""
+    block_k = min(config.block_k, PART_UNIT)
+    return replace(config, block_m=32, block_k=block_k, sequential=True, num_stages=4)
+
+
+def tall_tile(
+    config: LinearConfig,
+    n: int,
+    block_m: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    shared_bytes: int,
+) -> LinearConfig:
+    """Tiles from 17 rows on: half a tile may then be padding, and yet gate|up of 27B takes 91 us where tiles
+    of 32 rows took 132."""
+    block_m = max(block_m, 64)
+    # Rows, weight rows and warps of a tile, the largest first.
+    tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
+    if block_m == 128:
+        tiles[:1] = [(128, 128, 8), (128, 64, 4)]
+    programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
+    tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
+    rows, weight_rows, num_warps = tile
+    block_k = 128 if weight_dtype == torch.float8_e4m3fn else 64
+    config = replace(
+        config, block_m=rows, block_n=weight_rows, block_k=block_k, num_warps=num_warps, sequential=True
+    )
+    # As many stages as leave every program its place at once: a few that come late cost a whole round. Fewer
+    # than three would not stream.
+    stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
+    places = max(1, min(-(-programs[tile] // PROCESSORS), shared_bytes // (3 * stage)))
+    most = 6 if rows == 64 else 4
+    return replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
+
+
 @functools.lru_cache(maxsize=4096)
 def linear_config(
     arch: str,
@@ -128,41 +164,13 @@ def linear_config(
         # Float32 products run on the plain units, where registers and not memory are scarce.
         config = replace(config, block_n=32, block_k=128 if fp8 else 32, num_warps=4, sequential=True)
     elif fp8 and block_m == 32:
-        # Side by side the chains would not fit in the registers.
-        config = replace(
-            config,
-            block_m=32,
-            block_k=min(config.block_k, PART_UNIT),
-            sequential=True,
-            num_stages=4,
-        )
+        config = fp8_tile_of_32(config)
     elif fp8 and block_m > 16 and not prefill:
         # Two warps keep Triton from the warp-group products: with converted weights those take the columns in
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
     elif block_m > 16:
-        # Rows, weight rows and warps of a tile, the largest first. From 17 rows on: half a tile may then be
-        # padding, and yet gate|up of 27B takes 91 us where tiles of 32 rows took 132.
-        block_m = max(block_m, 64)
-        tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
-        if block_m == 128:
-            tiles[:1] = [(128, 128, 8), (128, 64, 4)]
-        programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
-        tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
-        config = replace(
-            config,
-            block_m=tile[0],
-            block_n=tile[1],
-            block_k=128 if fp8 else 64,
-            num_warps=tile[2],
-            sequential=True,
-        )
-        # As many stages as leave every program its place at once: a few that come late cost a whole round.
-        # Fewer than three would not stream.
-        stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
-        places = max(1, min(-(-programs[tile] // PROCESSORS), shared_bytes // (3 * stage)))
-        most = 6 if tile[0] == 64 else 4
-        config = replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
+        config = tall_tile(config, n, block_m, x_dtype, weight_dtype, shared_bytes)
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)
