@@ -282,4 +282,4 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """The last output of a request, with the tokens and texts of all."""
     tokens = [token_id for output in outputs for token_id in output.new_token_ids]
     text = "".join(output.new_text for output in outputs)
-    return dataclasses.replace(outputs[-1], new_token_ids=tokens, new_text=text)
+    return outputs[-1]._replace(new_token_ids=tokens, new_text=text)

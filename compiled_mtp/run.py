@@ -256,7 +256,7 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be a JSON object, got an error: {error}; fix the line") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{where} must be a JSON object, got {quote(line.strip()[:40])}; write {{...}}")
+        raise ValueError(f"{where} must be a JSON object, got {escape(line.strip()[:40])}; write {{...}}")
     prompt = {kind: fields.pop(kind) for kind in _PROMPT_KINDS if kind in fields}
     if len(prompt) != 1:
         raise ValueError(f"{where} must have one of {', '.join(_PROMPT_KINDS)}, got {len(prompt)}; give one")
@@ -265,7 +265,7 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     is_ids = kind == "prompt_token_ids"
     if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
         rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
-        raise ValueError(f"{where}: {kind} must be {rule}, got {quote(value)}; change it")
+        raise ValueError(f"{where}: {kind} must be {rule}, got {quote(str(value)[:40])}; change it")
     try:
         return Job(where, prompt, SamplingParams(**(sampling | fields)))
     except ValueError as error:

@@ -16,7 +16,7 @@ import pytest
 
 from compiled_mtp import run
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.request import Request, RequestOutput, SamplingParams
+from compiled_mtp.request import Request, RequestOutput, SamplingParams, derive_seed
 
 # What the fake engine decodes: the prompt in capitals, then full stops.
 WIDTH = 3
@@ -555,3 +555,17 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], tempe
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [len(line["token_ids"]) for line in written] == [20, 5]
     assert printed.out == "".join(line["text"] + "\n" for line in written)
+
+
+def test_one_seed_gives_every_line_its_own_and_an_error_is_printable(
+    engine: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c", "seed": 5}\n')
+    jobs = run.read_jobs(str(file), {"seed": 9})
+    assert [job.params.seed for job in jobs] == [9, derive_seed(9, 1), 5]
+    file.write_text('{"prompt": "a", "stop": "' + "\\u001b" * 500_000 + '"}')
+    assert run_main("--prompt-file", file) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert len(line) < 1000

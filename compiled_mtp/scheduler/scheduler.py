@@ -8,7 +8,7 @@ from collections.abc import Collection
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Request, RequestOutput
+from compiled_mtp.request import FinishReason, Request, RequestOutput, new_tuple
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -247,7 +247,8 @@ class Scheduler:
                 holding.is_first_token_due = False
             kept, text = request.append(new, num_drafts, now_s)
             reason = request.finish_reason
-            outputs.append(RequestOutput(request.request_id, kept, text, request.metrics, reason))
+            fields = (request.request_id, kept, text, request.metrics, reason, None, None)
+            outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
                 self._finish(holding)
 
