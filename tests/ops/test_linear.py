@@ -190,20 +190,18 @@ def test_scales_beyond_k_are_not_read(interpreter: None, gated: bool) -> None:
 @pytest.mark.parametrize("n, k, fp8", [(40, 1100, False), (200, 300, True), (40, 128, False)])
 def test_parts_in_interpreter(interpreter: None, n: int, k: int, fp8: bool) -> None:
     """Added up in their order and rounded, the parts are the product's very bits."""
-    from compiled_mtp.ops.linear.kernel import launch, launch_parts
-
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(n, k)
     for rows in (3, 20):
         x = torch.randn(rows, k).bfloat16()
-        parts = launch_parts(x, weight, scale)
+        parts = linear_parts.launch(x, weight, scale, 1)  # as many as there are, whatever count says
         assert parts.shape[1:] == (rows, n)
         assert parts.dtype == (torch.bfloat16 if parts.shape[0] == 1 else torch.float32)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        assert torch.equal(total.bfloat16(), launch(x, weight, scale, False, False))
+        assert torch.equal(total.bfloat16(), linear.launch(x, weight, scale))
 
 
 # One tile and several, K in parts, a width that no tile divides.

@@ -146,7 +146,7 @@ def test_traces_as_one_graph_at_two_sizes():
         ("qkv must have shape", 0, lambda t: t[:, :-1]),
         ("qkv must have dtype", 0, lambda t: t.half()),
         ("qkv must have a last dimension of stride 1", 0, lambda t: t.T.contiguous().T),
-        ("q_weight must have shape", 1, lambda t: t[1:]),
+        ("qkv must have shape", 1, lambda t: t[1:]),
         ("k_weight must have shape", 2, lambda t: t[1:]),
         ("cos_sin must have shape", 3, lambda t: t[0]),
         ("cos_sin must have dtype", 3, lambda t: t.bfloat16()),
@@ -155,7 +155,7 @@ def test_traces_as_one_graph_at_two_sizes():
         ("slot_mapping must have dtype", 5, lambda t: t.int()),
         ("kv must have shape", 6, lambda t: t[:, :, :1]),
         ("kv must have dtype", 6, lambda t: t.bfloat16()),
-        ("kv must have dtype", 7, lambda t: torch.ones(1)),
+        ("kv_scale must have shape", 7, lambda t: torch.ones(1)),
     ],
 )
 def test_errors_name_the_argument(message, index, value):

@@ -130,14 +130,14 @@ def test_registration_and_compilation() -> None:
     ("index", "change", "message"),
     [
         (0, lambda t: t[:, :-16], "columns"),
-        (0, lambda t: t[:, ::2], "columns"),
+        (0, lambda t: t[:, ::2].contiguous(), "columns"),
         (0, lambda t: t.half(), "dtype"),
         (0, lambda t: t[:5], "same number of rows"),
         (1, lambda t: t[:, :3], "conv_weight"),
         (2, lambda t: t.bfloat16(), "a_log"),
         (4, lambda t: t[:, :4], "conv_ring"),
         (4, lambda t: t.bfloat16(), "conv_ring"),
-        (8, lambda n: n + 1, "num_v_heads"),
+        (8, lambda n: n + 1, "conv_weight must have shape"),
     ],
 )
 def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None:
