@@ -147,11 +147,10 @@ class Runner:
         if packed is None:
             return StepResult(plan, [[] for _ in plan.slots], copies_done=copies_done)
         num_tokens = 1 if plan.kind == "prefill" else plan.verify_step + 1
-        rows = StepOutput.unpack(packed, num_tokens)[: len(plan.slots)]
-        token_ids = [row.tokens[: row.num_finite] for row in rows]
-        not_finite = tuple([i for i, row in enumerate(rows) if row.num_finite < row.num_new])
-        drafts = [row.drafts for row in rows] if self.features.with_drafts else ()
-        return StepResult(plan, token_ids, not_finite, drafts, copies_done)
+        output, count = StepOutput.unpack(packed, num_tokens), len(plan.slots)
+        drafts = output.drafts(count) if self.features.with_drafts else ()
+        tokens = output.finite_tokens(count)
+        return StepResult(plan, tokens, output.not_finite(count), drafts, copies_done)
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+# Columns of the packed form: num_new, num_finite, then the tokens.
+_FIRST = 2
 
 
 class OutputRow(NamedTuple):
@@ -14,6 +18,34 @@ class OutputRow(NamedTuple):
     num_finite: int
     tokens: list[int]
     drafts: list[int]
+
+
+class HostOutput(Sequence[OutputRow]):
+    """A packed StepOutput on the host, a row a request. At 32 requests a record for each would take longer
+    than all the rest of reading a result, so whole columns are read without."""
+
+    def __init__(self, rows: list[list[int]], num_tokens: int) -> None:
+        self._rows = rows
+        self._end = _FIRST + num_tokens
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._rows[index]
+        return OutputRow(row[0], row[1], row[_FIRST : self._end], row[self._end :])
+
+    def finite_tokens(self, count: int) -> list[list[int]]:
+        """Of the first `count` requests, the new tokens before one that is not drawn from finite logits."""
+        return [row[_FIRST : _FIRST + row[1]] for row in self._rows[:count]]
+
+    def not_finite(self, count: int) -> tuple[int, ...]:
+        """Those of the first `count` requests, by index, that have such a token."""
+        return tuple([index for index, row in enumerate(self._rows[:count]) if row[1] < row[0]])
+
+    def drafts(self, count: int) -> list[list[int]]:
+        """The drafts of the first `count` requests."""
+        return [row[self._end :] for row in self._rows[:count]]
 
 
 class StepOutput(NamedTuple):
@@ -34,7 +66,6 @@ class StepOutput(NamedTuple):
         return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
 
     @staticmethod
-    def unpack(packed: torch.Tensor, num_tokens: int) -> list[OutputRow]:
+    def unpack(packed: torch.Tensor, num_tokens: int) -> HostOutput:
         """The requests' rows of `packed` [B, 2 + num_tokens + S], which must be ready to be read."""
-        end = 2 + num_tokens
-        return [OutputRow(row[0], row[1], row[2:end], row[end:]) for row in packed.tolist()]
+        return HostOutput(packed.tolist(), num_tokens)

@@ -199,8 +199,8 @@ def test_a_missing_device_is_named(checkpoint: Path) -> None:
         Engine(EngineConfig(model=checkpoint, device="cuda"))
 
 
-def test_nan_in_one_request_stays_there(checkpoint: Path, stream: list[int]) -> None:
-    """A request whose state turned NaN gives id 0 for ever; its neighbours do not notice."""
+def test_nan_in_one_request_ends_it_alone(checkpoint: Path, stream: list[int]) -> None:
+    """A request whose state turned NaN ends with an error that names the position; its neighbour goes on."""
     engine = make_engine(checkpoint, mtp_step=3)
     engine.add_request(prompt_token_ids=prompt_of(30, 9, VOCAB), params=GREEDY, request_id="broken")
     engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="sound")
@@ -210,11 +210,16 @@ def test_nan_in_one_request_stays_there(checkpoint: Path, stream: list[int]) -> 
     slot = next(s for s, r in engine.scheduler.running.items() if r.request_id == "broken")
     for layer in engine.runner.step.state_cache.layers:
         layer.state[slot] = float("nan")
-    before = len(tokens["broken"])
+    before, last = len(tokens["broken"]), {}
     while engine.has_unfinished_requests():
-        collect(tokens, engine.step())
+        outputs = engine.step()
+        collect(tokens, outputs)
+        last |= {output.request_id: output for output in outputs if output.finish_reason is not None}
     assert tokens["sound"] == stream
-    assert set(tokens["broken"][before:]) == {0}
+    assert last["sound"].finish_reason == "length"
+    assert len(tokens["broken"]) == before
+    assert last["broken"].finish_reason == "error"
+    assert f"for position {30 + before}; look for such numbers" in str(last["broken"].error)
 
 
 def test_an_fp8_cache_gives_the_same_tokens_over_depths_and_batches(checkpoint: Path) -> None:

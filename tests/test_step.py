@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -268,7 +269,7 @@ def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_be
     assert streams[0][:10] == streams[1][:10]
 
 
-def outputs(step: Step, slots: list[int], mtp_step: int) -> list[OutputRow]:
+def outputs(step: Step, slots: list[int], mtp_step: int) -> Sequence[OutputRow]:
     """What a round gives, whether or not its logits are finite."""
     index = torch.tensor(slots, dtype=torch.int32)
     with torch.no_grad():

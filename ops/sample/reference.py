@@ -44,9 +44,9 @@ class SamplingTables(NamedTuple):
     presence_penalty: Floats
     frequency_penalty: Floats
     seed: Annotated[Tensor, "slots", I64, _TABLE]
-    output_counts: Annotated[Tensor, "slots|0 V", I32, _SWITCH]
-    prompt_seen: Annotated[Tensor, "slots|0 V", BOOL, _SWITCH]
-    bias: Annotated[Tensor, "slots|0 V", F32, _SWITCH]
+    output_counts: Annotated[Tensor, "slots|0 _", I32, _SWITCH]
+    prompt_seen: Annotated[Tensor, "slots|0 _", BOOL, _SWITCH]
+    bias: Annotated[Tensor, "slots|0 _", F32, _SWITCH]
     min_position: Annotated[Tensor, "slots", I64, _TABLE]
     stop_ids: Annotated[Tensor, "slots|0 _", I64, _SWITCH]
 
@@ -209,11 +209,19 @@ def _logprob(logits: Tensor, token: Tensor) -> Tensor:
     return torch.where(has_any, (chosen - peak) - log_sum, -math.inf).squeeze(1)
 
 
-def _whole_requests(logits: Tensor, M: int, V: int, B: int, num_valid_ids: int) -> None:
+def _fits_logits(
+    M: int, V: int, B: int, num_valid_ids: int, output_counts: Tensor, prompt_seen: Tensor, bias: Tensor
+) -> None:
     if B == 0 or M % B:
         raise fail("logits", f"have a multiple of {B} rows", M, "pad whole requests")
     if not 0 < num_valid_ids <= V:
         raise fail("num_valid_ids", f"be in 1..{V}", num_valid_ids, "pass the tokenizer's number of ids")
+    tables = (("output_counts", output_counts), ("prompt_seen", prompt_seen), ("bias", bias))
+    for name, table in tables:
+        # What is switched off may be as wide as another head's logits.
+        if table.shape[0] and table.shape[1] != V:
+            rule, remedy = f"have shape [slots, {V}]", "give it a column for each of the logits'"
+            raise fail(name, rule, list(table.shape), remedy)
 
 
 # Whose row it is and how to sample it is older than the head, a fence, which makes the logits.
@@ -227,7 +235,7 @@ def _whole_requests(logits: Tensor, M: int, V: int, B: int, num_valid_ids: int) 
         ),
         Launch("finish_kernel", reads_early=("state_index", "temperature", "top_k", "top_p", "min_p")),
     ),
-    check=_whole_requests,
+    check=_fits_logits,
 )  # fmt: skip
 def sample(
     logits: Annotated[Tensor, "M V", F32],
