@@ -41,9 +41,10 @@ FLOORS = {
     "compiled_mtp.runner": 8,
     "compiled_mtp.scheduler": 8,
     "compiled_mtp.engine": 9,
-    "compiled_mtp.run": 10,
-    "compiled_mtp.server": 10,
-    "tools": 10,
+    "compiled_mtp.async_engine": 10,
+    "compiled_mtp.run": 11,
+    "compiled_mtp.server": 11,
+    "tools": 11,
 }
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"
