@@ -18,10 +18,12 @@ from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, refusal
 from compiled_mtp.server.metrics import Metrics, cached_tokens
+from compiled_mtp.server.openai_models import UNKNOWN_FIELD
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
 from compiled_mtp.tokenizer import Tokenizer
 
+_BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -107,9 +109,13 @@ def parse(model: type[B], body: bytes) -> B:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in problem["loc"]) or None
-    if problem["type"] == "extra_forbidden":
+        # Of the alternatives of a union the one that fitted furthest is the one that was meant.
+        problem = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
+    path = _path_of(problem["loc"])
+    if problem["type"] == UNKNOWN_FIELD:
+        path.append(problem["ctx"]["name"])
+    param = ".".join(path) or None
+    if problem["type"] == UNKNOWN_FIELD:
         message = f"{param} must be a field of this request, got an unknown name; leave it out"
     elif problem["type"] == "missing":
         message = f"{param} must be given, got nothing; add it"
@@ -121,6 +127,17 @@ def parse(model: type[B], body: bytes) -> B:
         )
         message += "; correct it"
     raise ApiError(400, message, param=param)
+
+
+def _path_of(loc: Sequence[str | int]) -> list[str]:
+    """The names and indices of a place in a body, without those of a union's alternatives."""
+    path: list[str] = []
+    for before, part in zip((None, *loc), loc, strict=False):
+        is_block_type = isinstance(before, int) and isinstance(part, str)
+        is_alternative = isinstance(part, str) and (part in ("str", "int") or "[" in part)
+        if not is_alternative and not (is_block_type and part in _BLOCK_TYPES):
+            path.append(str(part))
+    return path
 
 
 def make_params(fields: Mapping[str, Any]) -> SamplingParams:

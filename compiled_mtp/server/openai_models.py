@@ -1,11 +1,13 @@
-"""What clients of OpenAI's API may send. A field that is not here is refused by name."""
+"""What clients of OpenAI's API may send. A field that is not here is refused by name, unless it is null."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+UNKNOWN_FIELD = "unknown_field"
 _CHANGES_NOTHING = "accepted, changes nothing"
 Ignored = Annotated[Any, Field(default=None, description=_CHANGES_NOTHING)]
 # Of the engine's own names, those that both bodies take under the same name.
@@ -27,7 +29,15 @@ SAME_NAMES = (
 class Body(BaseModel):
     """The rules of all bodies: exact types, no unknown names, null for what is not set."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        # A client that is newer than this sends null for what it does not use: it asks for nothing.
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if value is not None:
+                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
+        return self
 
 
 class StreamOptions(Body):
