@@ -72,9 +72,9 @@ def test_completions_are_the_engines_own(real: Running, alone: Engine) -> None:
         {"temperature": 0.9, "seed": 11},
         {"seed": 3, "top_p": 0.8, "stop": ["return"]},
     ):
-        expected = alone.generate(["def quicksort("], SamplingParams(max_tokens=40, **fields))[0]
+        expected = alone.generate(["def quicksort("], SamplingParams(max_tokens=20, **fields))[0]
         whole = client.completions.create(
-            model="m", prompt="def quicksort(", max_tokens=40, extra_body={"return_token_ids": True}, **fields
+            model="m", prompt="def quicksort(", max_tokens=20, extra_body={"return_token_ids": True}, **fields
         )
         assert whole.choices[0].token_ids == expected.new_token_ids  # type: ignore[attr-defined]
         assert whole.choices[0].text == expected.new_text
@@ -83,7 +83,7 @@ def test_completions_are_the_engines_own(real: Running, alone: Engine) -> None:
             client.completions.create(
                 model="alias",
                 prompt="def quicksort(",
-                max_tokens=40,
+                max_tokens=20,
                 stream=True,
                 stream_options={"include_usage": True},
                 extra_body={"return_token_ids": True, "include_round": True},
