@@ -42,7 +42,7 @@ def malformed(rng: random.Random, path: str) -> bytes:
     text = json.dumps(body).encode()
     main = "prompt" if "prompt" in body else "messages"
     wrong: list[Any] = [
-        True, 3, 1.5, {}, [[]], [None], {"a": [1]}, [{"role": 1}], [{"role": "user", "content": 7}], [[1, "a"]]
+        True, 3, {}, [[]], [None], {"a": [1]}, [{"role": 1}], [{"role": "user", "content": 7}], [[1, "a"]]
     ]  # fmt: skip
     choice = rng.randrange(9)
     if choice == 0:  # cut off
