@@ -286,8 +286,8 @@ class AsyncEngine:
                 if not self._is_stopping and engine.has_unfinished_requests():
                     start = time.perf_counter()
                     outputs = engine.step()
-                    self._dispatch(outputs)
                     self.stats = engine.stats()
+                    self._dispatch(outputs)
                     if self._observer is not None:
                         self._observer.on_step(outputs, time.perf_counter() - start, self.stats)
         except BaseException as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +197,15 @@ def test_wrong_sizes() -> None:
     scripted: Any = ScriptedEngine(Tokenizer(CHECKPOINT))
     with pytest.raises(ValueError, match="max_open must be at least 1, got 0"):
         AsyncEngine(scripted, max_open=0)
+
+
+def test_only_the_service_needs_its_packages() -> None:
+    """The engine, AsyncEngine and the prompts' processes work where the extra is not installed."""
+    code = (
+        "import sys;"
+        "sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client')));"
+        "import compiled_mtp.server.prompt_worker, compiled_mtp.server.config, compiled_mtp.async_engine;"
+        "assert 'torch' not in sys.modules;"
+        "from compiled_mtp import Engine"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
