@@ -84,6 +84,16 @@ class Service:
                 f"n must be at most {self.config.max_choices} over all prompts, got {count}; ask for fewer",
                 param="n",
             )
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest >= self.max_model_len:
+            # Here, since the engine's own check takes its thread as long as the prompt is.
+            raise ApiError(
+                400,
+                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens), got {longest}; "
+                "shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         variants = [
             params.model_copy(update={"seed": derive_seed(params.seed, index)}) if index else params
             for index in range(num_choices)
@@ -217,7 +227,9 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
                 reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*readers, return_exceptions=True)
-    except (EngineStoppedError, SlowReaderError) as error:
+    except SlowReaderError as error:
+        raise ApiError(408, str(error), code="slow_reader") from None
+    except EngineStoppedError as error:
         raise ApiError(503, str(error), code="stopped") from None
     finally:
         for stream in streams:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -32,7 +32,7 @@ from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.tokenizer import Tokenizer
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_USAGE = 0, 2
 logger = logging.getLogger("compiled_mtp.server")
 
 # What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
@@ -167,59 +167,32 @@ class Server(uvicorn.Server):
                 signal.signal(one, handler)
 
 
-def serve(
-    config: ServerConfig,
-    engine_config: EngineConfig,
-    *,
-    make_engine: Callable[[], Any] | None = None,
-    on_ready: Callable[[str], None] | None = None,
-) -> int:
+def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Load the checkpoint and serve it until a signal; return the exit code.
 
-    The port is taken before the weights are loaded. `on_ready` is called with the address once it listens.
-    Raises ValueError for a config, a checkpoint or a port that cannot be used.
+    The port is taken before the weights are loaded. Raises ValueError for a config, a checkpoint or a port
+    that cannot be used.
     """
     model = Path(engine_config.model).expanduser()
     config.read_keys()
     tokenizer = Tokenizer(model)
     listener = _listen(config)
     try:
-        if make_engine is None:
-            from compiled_mtp.engine import Engine
+        from compiled_mtp.engine import Engine
 
-            engine = Engine(engine_config)
-        else:
-            engine = make_engine()
-        service = make_service(engine, tokenizer, model, _max_model_len(engine), config)
+        engine = Engine(engine_config)
+        service = make_service(engine, tokenizer, model, engine.runner.max_model_len, config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         name, port = listener.getsockname()[:2]
         address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
         logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
         try:
-            asyncio.run(_serve(Server(service), listener, address, on_ready))
+            asyncio.run(Server(service).serve([listener]))
         finally:
             service.engine.close()
         return EXIT_OK
     finally:
         listener.close()
-
-
-async def _serve(
-    server: Server, listener: socket.socket, address: str, on_ready: Callable[[str], None] | None
-) -> None:
-    async def tell() -> None:
-        while not server.started:
-            await asyncio.sleep(0.01)
-        if on_ready is not None:
-            on_ready(address)
-
-    telling = asyncio.create_task(tell())
-    await server.serve([listener])
-    telling.cancel()
-
-
-def _max_model_len(engine: Any) -> int:
-    return int(engine.runner.max_model_len)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

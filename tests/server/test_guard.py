@@ -251,6 +251,7 @@ def test_a_client_that_leaves_aborts(door: Running, engine: ScriptedEngine, stre
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [1] * 512}, "prompt"),
     ],
 )
 def test_limits(door: Running, fields: Any, param: str) -> None:
