@@ -7,16 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compiled_mtp.async_engine import AsyncEngine
     from compiled_mtp.config import EngineConfig
     from compiled_mtp.engine import Engine
     from compiled_mtp.request import RequestOutput, SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 # torch misses a NumPy that nothing here uses.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 _HOME = {
+    "AsyncEngine": "async_engine",
     "Engine": "engine",
     "EngineConfig": "config",
     "RequestOutput": "request",

@@ -7,7 +7,7 @@ follow from others are results of pure methods.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,19 +18,29 @@ from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.model_config import ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
+# Settings of the service: not the engine's, and so not unknown to it.
+SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 DEFAULT_MAX_MODEL_LEN = 4096
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
 
 
-def _split(value: Any) -> Any:
+def split_at_commas(value: Any) -> Any:
     """Part at commas 'a,b', as the environment gives it, or each of ['a,b', 'c'], as a repeated flag does."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple):
-        return tuple(p for entry in value for p in (_split(entry) if isinstance(entry, str) else (entry,)))
+        return tuple(
+            p for entry in value for p in (split_at_commas(entry) if isinstance(entry, str) else (entry,))
+        )
     return value
+
+
+def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
+    """Return the environment variables that begin with `prefix` but name none of `known`."""
+    names = {k: k.lower().removeprefix(prefix.lower()) for k in os.environ}
+    return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
 
 
 class EngineConfig(BaseSettings):
@@ -63,7 +73,7 @@ class EngineConfig(BaseSettings):
         default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
-    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_split)] = Field(
+    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batches that get a compiled shape of their own, separated by commas; default: doubling "
         "up to max_batch",
@@ -122,7 +132,7 @@ class EngineConfig(BaseSettings):
         le=1,
         description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on CUDA",
     )
-    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=(), description="operators put back on their reference, separated by commas"
     )
     num_threads: int | None = Field(
@@ -131,8 +141,11 @@ class EngineConfig(BaseSettings):
 
     def __init__(self, **values: Any) -> None:
         known = sorted(type(self).model_fields)
-        names = {k: k.lower().removeprefix(ENV_PREFIX.lower()) for k in os.environ}
-        unknown = sorted(k for k, name in names.items() if name != k.lower() and name not in known)
+        unknown = [
+            name
+            for name in unknown_variables(ENV_PREFIX, known)
+            if not name.upper().startswith(SERVER_ENV_PREFIX)
+        ]
         remedy = f"known are {ENV_PREFIX} and one of {known}"
         check(not unknown, "environment", "name settings only", unknown, remedy)
         try:

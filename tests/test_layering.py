@@ -46,8 +46,10 @@ FLOORS = {
     "compiled_mtp.front": 8,
     "compiled_mtp.inbox": 8,
     "compiled_mtp.engine": 10,
-    "compiled_mtp.run": 11,
-    "tools": 11,
+    "compiled_mtp.async_engine": 11,
+    "compiled_mtp.run": 12,
+    "compiled_mtp.server": 12,
+    "tools": 12,
 }
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"

@@ -1,0 +1,407 @@
+"""AsyncEngine: an Engine for asyncio programs. One thread steps, each request is an async iterator.
+
+Everything that touches the engine is a command in one inbox, taken between two steps by the thread that
+steps; what a step gives goes to the event loops in one call each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from compiled_mtp.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:  # What it comes from waits for torch.
+    from compiled_mtp.engine import EngineStats
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_OPEN = 128
+DEFAULT_STREAM_BUFFER = 1024
+
+
+class SteppedEngine(Protocol):
+    """What AsyncEngine needs of an Engine; all of it is called by one thread."""
+
+    def add_request(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str | None = None,
+    ) -> str: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Is told of every step, by the thread that steps: what it does delays the next step."""
+
+    def on_step(self, outputs: Sequence[RequestOutput], seconds: float, stats: EngineStats) -> None: ...
+
+
+class QueueFullError(RuntimeError):
+    """No more requests are taken for now; `retry_after_s` is when one of those that run may have ended."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes nothing any more: it is being shut down, or it died."""
+
+
+class SlowReaderError(RuntimeError):
+    """A stream's outputs were not read in time; its request was aborted."""
+
+
+class Stream:
+    """The outputs of one request, for one reader on the event loop that added it.
+
+    Ends after the output that has a finish_reason. Raises SlowReaderError or EngineStoppedError in the place
+    of outputs that were lost; those before it are delivered first.
+    """
+
+    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self.request_id = ""
+        self.is_aborted = False
+        self.loop = loop
+        self._owner = owner
+        self._limit = limit
+        self._outputs: deque[RequestOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._is_complete = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if self._is_complete:
+                raise StopAsyncIteration
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+    def abort(self) -> None:
+        """End the request within a step, from any thread; nothing happens if it has ended."""
+        if not self._is_complete and not self.is_aborted:
+            self.is_aborted = True
+            self._owner._abort(self)
+
+    def _put(self, output: RequestOutput) -> None:
+        if self._is_complete:
+            return
+        if len(self._outputs) >= self._limit and output.finish_reason is None:
+            self.abort()
+            self._fail(
+                SlowReaderError(f"the reader fell {self._limit} outputs behind; the request was aborted")
+            )
+            return
+        self._outputs.append(output)
+        self._is_complete = output.finish_reason is not None
+        self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._is_complete:
+            self._error, self._is_complete = error, True
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+            self._waiter = None
+
+
+class AsyncEngine:
+    """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
+
+    max_open bounds the requests that run or wait, stream_buffer the outputs of one request that nobody has
+    read. Owns the engine: nothing else may call it, and it is closed with this.
+    """
+
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        *,
+        max_open: int = DEFAULT_MAX_OPEN,
+        stream_buffer: int = DEFAULT_STREAM_BUFFER,
+        observer: Observer | None = None,
+    ) -> None:
+        for name, value in (("max_open", max_open), ("stream_buffer", stream_buffer)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}; raise it")
+        self.max_open = max_open
+        self.stats = engine.stats()
+        self._engine = engine
+        self._observer = observer
+        self._stream_buffer = stream_buffer
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._mean_total_s = 1.0
+        # Guards what follows, and that nothing enters the inbox once nobody empties it.
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._closing: EngineStoppedError | None = None
+        self._is_stopping = False
+        self._stopped: EngineStoppedError | None = None
+        self._thread = threading.Thread(target=self._run, name="compiled-mtp-step", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can still be decoded."""
+        return self._stopped is None
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether requests are still taken."""
+        return self._stopped is None and self._closing is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run, wait or are about to be added."""
+        return self._num_open
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of one request, as `Engine.add_request` takes it. Leaving early aborts it.
+
+        Raises what `add` and `Stream` raise.
+        """
+        stream = await self.add(
+            prompt=prompt,
+            params=params,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            request_id=request_id,
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    async def add(self, **request: Any) -> Stream:
+        """Add one request with the arguments of `Engine.add_request`; return its stream.
+
+        Raises its ValueError, QueueFullError, and EngineStoppedError.
+        """
+        return (await self.add_all([request]))[0]
+
+    async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
+        """Add several requests or, where one of them is refused, none. Raises as `add`."""
+        loop = asyncio.get_running_loop()
+        streams = [Stream(self, loop, self._stream_buffer) for _ in requests]
+        added = [loop.create_future() for _ in requests]
+        with self._lock:
+            self._check_open(len(requests))
+            self._num_open += len(requests)
+            for stream, request, future in zip(streams, requests, added, strict=True):
+                self._inbox.put(_Add(self, stream, request, future))
+        try:
+            results = await asyncio.gather(*added, return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors:
+                raise errors[0]
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests, wait for those that are open, and close; return whether all of them ended.
+
+        After `timeout_s` seconds the others end with EngineStoppedError, after the outputs that they have.
+        """
+        self._closing = EngineStoppedError("the server is shutting down; try another or later")
+        deadline = time.monotonic() + timeout_s
+        while self._num_open and self.is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        is_empty = not self._num_open
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+        return is_empty
+
+    def close(self) -> None:
+        """End the thread and the engine, from any thread; open streams raise EngineStoppedError."""
+        with self._lock:
+            if self._stopped is None:
+                self._inbox.put(self._stop)
+        self._thread.join()
+
+    def _check_open(self, num_more: int) -> None:
+        if (error := self._stopped or self._closing) is not None:
+            raise EngineStoppedError(*error.args)
+        if self._num_open + num_more > self.max_open:
+            running = max(1, self.stats.running)
+            raise QueueFullError(
+                f"the queue must have room for {num_more} more, got {self._num_open} of {self.max_open} "
+                "taken; try again later",
+                retry_after_s=min(60, max(1, math.ceil(self._mean_total_s / running))),
+            )
+
+    def _abort(self, stream: Stream) -> None:
+        with self._lock:
+            if self._stopped is None:
+                self._inbox.put(lambda: self._abort_now(stream))
+
+    # What follows runs in the stepping thread.
+
+    def _run(self) -> None:
+        engine = self._engine
+        reason = "the server was shut down"
+        try:
+            while not self._is_stopping:
+                self._obey(is_idle=not engine.has_unfinished_requests())
+                if not self._is_stopping and engine.has_unfinished_requests():
+                    start = time.perf_counter()
+                    outputs = engine.step()
+                    self.stats = engine.stats()
+                    self._dispatch(outputs)
+                    if self._observer is not None:
+                        self._observer.on_step(outputs, time.perf_counter() - start, self.stats)
+        except BaseException as error:
+            reason = f"the engine died: {error!r}"
+            logger.critical("%s; no request can be decoded until the process is started again", reason)
+            logger.debug("where it died", exc_info=error)
+        self._end(EngineStoppedError(reason))
+
+    def _obey(self, is_idle: bool) -> None:
+        """Run the commands of the inbox; wait for one if there is nothing to step."""
+        if is_idle:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
+        num_ended = 0
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            batches.setdefault(stream.loop, []).append((stream, output))
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+                num_ended += 1
+                self._mean_total_s += (output.metrics.total_s - self._mean_total_s) / 16
+        if num_ended:
+            with self._lock:
+                self._num_open -= num_ended
+        for loop, batch in batches.items():
+            if not _call(loop, _deliver, batch):
+                for stream, _ in batch:
+                    self._abort_now(stream)
+
+    def _abort_now(self, stream: Stream) -> None:
+        if stream.request_id in self._streams:
+            # One that has just ended is unknown to the engine; its last output is on its way.
+            with contextlib.suppress(ValueError):
+                self._engine.abort(stream.request_id)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _end(self, error: EngineStoppedError) -> None:
+        """Tell every stream, and whoever still waits in the inbox."""
+        with self._lock:
+            self._stopped = error
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Add):
+                command.refuse(EngineStoppedError(*error.args))
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            _call(stream.loop, stream._fail, EngineStoppedError(*error.args))
+        self._num_open = 0
+        try:
+            self._engine.close()
+        except Exception as failure:  # It died, so this may fail too; everybody has been told.
+            logger.debug("the engine could not be closed", exc_info=failure)
+
+
+class _Add:
+    """The command that adds one request; answers its future on the loop of its stream."""
+
+    def __init__(
+        self,
+        owner: AsyncEngine,
+        stream: Stream,
+        request: Mapping[str, Any],
+        future: asyncio.Future[None],
+    ) -> None:
+        self._owner, self._stream, self._request, self._future = owner, stream, request, future
+
+    def __call__(self) -> None:
+        owner, stream = self._owner, self._stream
+        if stream.is_aborted:
+            # Whoever asked has gone before it was added.
+            self.refuse(EngineStoppedError("the request was aborted before it was added"))
+            return
+        try:
+            stream.request_id = owner._engine.add_request(**self._request)
+        except Exception as error:
+            self.refuse(error)
+            return
+        owner._streams[stream.request_id] = stream
+        _call(stream.loop, _answer, self._future, None)
+
+    def refuse(self, error: Exception) -> None:
+        """Answer that the request was not added."""
+        with self._owner._lock:
+            self._owner._num_open -= 1
+        _call(self._stream.loop, self._stream._fail, error)
+        _call(self._stream.loop, _answer, self._future, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
+    """Run `function` on a loop of another thread; False if that loop was closed."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _deliver(batch: Sequence[tuple[Stream, RequestOutput]]) -> None:
+    for stream, output in batch:
+        stream._put(output)
+
+
+def _answer(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

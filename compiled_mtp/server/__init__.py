@@ -1,0 +1,1 @@
+"""The service: OpenAI's and Anthropic's APIs over an AsyncEngine (extra `compiled-mtp[server]`)."""

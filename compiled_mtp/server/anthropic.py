@@ -1,0 +1,407 @@
+"""Anthropic's API: messages and count_tokens, as coding agents speak them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.generation import Service, Usage, check_limits, make_params, merged, parse
+from compiled_mtp.server.openai_models import Body, Ignored
+from compiled_mtp.server.prompts import Prompt
+from compiled_mtp.server.sse import EventStream, unless_gone
+from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
+
+_PING_S = 10.0
+_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class TextBlock(Body):
+    """Text, in a message or as a part of the system prompt."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+class ThinkingBlock(Body):
+    """What the assistant thought; signatures are not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Ignored = None
+
+
+class ToolUseBlock(Body):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Ignored = None
+    caller: Ignored = None
+
+
+class ToolResultBlock(Body):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: Ignored = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class InputMessage(Body):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Body):
+    """A tool that the model may call; input_schema is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: Ignored = None
+    cache_control: Ignored = None
+
+
+class ToolChoice(Body):
+    """Whether calls are wanted, or which."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: Ignored = None
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers; how long is its own affair."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[InputMessage] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: Ignored = None
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+
+
+class AnthropicHandlers:
+    """The endpoints, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        body = parse(CountBody, await request.body())
+        self._service.check_model(body.model)
+        self._schemas(body)
+        prompt = await self._render(body)
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages."""
+        service = self._service
+        body = parse(MessagesBody, await request.body())
+        service.check_model(body.model)
+        schemas, params = self._schemas(body), self._params(body)
+        prompt = await self._render(body)
+        (stream,) = await service.start([prompt], params)
+        answer = _Answer(body, service.parser(prompt, schemas), len(prompt.token_ids))
+        if body.stream:
+            events = answer.events(merged([stream]))
+            return EventStream(events, service.config.write_timeout_s, stream.abort)
+        try:
+            return JSONResponse(await unless_gone(request, answer.whole(merged([stream]))))
+        finally:
+            stream.abort()
+
+    def _schemas(self, body: CountBody) -> dict[str, Any] | None:
+        """Schemas of the tools that may be called, None for none."""
+        check_limits(
+            self._service.config,
+            (),
+            (),
+            (),
+            tools=[t.model_dump() for t in body.tools] if body.tools else None,
+        )
+        if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
+            return None
+        self._service.check_call_form()
+        return {tool.name: tool.input_schema for tool in body.tools}
+
+    def _params(self, body: MessagesBody) -> SamplingParams:
+        stops = body.stop_sequences or []
+        check_limits(self._service.config, stops, (), ())
+        choice = body.tool_choice
+        forced = None if choice is None or choice.type in ("auto", "none") else choice.model_dump()
+        fields = {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": tuple(stops) or None,
+            # The answer says which one it was: it is looked for at the end, and cut there.
+            "include_stop": True if stops else None,
+            "tool_choice": forced,
+        }
+        return make_params(fields)
+
+    async def _render(self, body: CountBody) -> Prompt:
+        variables: dict[str, Any] = {
+            "enable_thinking": body.thinking is not None and body.thinking.type != "disabled"
+        }
+        has_tools = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
+        if has_tools:
+            variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
+        return await self._service.prompts.render(to_template(body), variables)
+
+
+class _Answer:
+    """One message: whole, or as events. Blocks follow each other; a delta of another kind opens a new one."""
+
+    def __init__(self, body: MessagesBody, parser: OutputParser, num_prompt: int) -> None:
+        self._parser = parser
+        self._stops = body.stop_sequences or []
+        self._usage = Usage(num_prompt)
+        self._stop: tuple[str, str | None] = ("end_turn", None)
+        self._blocks: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": body.model,
+        }
+
+    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        """Wait for the end; return the message."""
+        async for _, output in outputs:
+            for delta in self._take(output):
+                self._add(delta)
+        for block in self._blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _input_of(block.pop("json"))
+        return self._head | {
+            "content": self._blocks,
+            "stop_reason": self._stop[0],
+            "stop_sequence": self._stop[1],
+            "usage": self._usage_fields(),
+        }
+
+    async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream, a ping where nothing else comes; an error is its last one."""
+        usage = self._usage_fields() | {"output_tokens": 0}
+        start = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=start)
+        yield _event("ping")
+        try:
+            async for item in _with_pings(outputs):
+                if item is None:
+                    yield _event("ping")
+                    continue
+                for delta in self._take(item[1]):
+                    for event in self._add(delta):
+                        yield event
+        except ApiError as error:
+            yield _event("error", error=error.body("anthropic")["error"])
+            return
+        if self._blocks:
+            yield _event("content_block_stop", index=len(self._blocks) - 1)
+        stop = {"stop_reason": self._stop[0], "stop_sequence": self._stop[1]}
+        yield _event("message_delta", delta=stop, usage=self._usage_fields())
+        yield _event("message_stop")
+
+    def _take(self, output: RequestOutput) -> list[Delta]:
+        text, is_last = output.new_text, output.finish_reason is not None
+        if is_last:
+            self._usage.add(output)
+            # Of several that end here the engine has found the longest.
+            found = max((s for s in self._stops if text.endswith(s)), key=len, default=None)
+            if output.finish_reason == "stop" and found is not None:
+                text = text.removesuffix(found)
+                self._stop = ("stop_sequence", found)
+            else:
+                self._stop = (_REASONS[str(output.finish_reason)], None)
+        deltas = self._parser.add(text, is_last)
+        if is_last and self._stop[0] == "end_turn" and self._parser.num_calls:
+            self._stop = ("tool_use", None)
+        return deltas
+
+    def _add(self, delta: Delta) -> list[bytes]:
+        """Add to the last block or to a new one; return the events that say so."""
+        events = []
+        kind, name, event_type = _KINDS[type(delta)]
+        last = self._blocks[-1] if self._blocks else None
+        if isinstance(delta, CallStart) or last is None or last["type"] != kind:
+            if last is not None:
+                events.append(_event("content_block_stop", index=len(self._blocks) - 1))
+            shown = _new_block(delta)
+            self._blocks.append(dict(shown) | ({"json": ""} if kind == "tool_use" else {}))
+            events.append(_event("content_block_start", index=len(self._blocks) - 1, content_block=shown))
+        if not isinstance(delta, CallStart):
+            self._blocks[-1]["json" if kind == "tool_use" else kind] += delta.text
+            said = {"type": event_type, name: delta.text}
+            events.append(_event("content_block_delta", index=len(self._blocks) - 1, delta=said))
+        return events
+
+    def _usage_fields(self) -> dict[str, Any]:
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "speculation": usage.to_openai()["speculation"],
+        }
+
+
+# Type of the block, name of the field in a delta, type of the delta.
+_KINDS: Mapping[type, tuple[str, str, str]] = {
+    Content: ("text", "text", "text_delta"),
+    Reasoning: ("thinking", "thinking", "thinking_delta"),
+    CallStart: ("tool_use", "partial_json", "input_json_delta"),
+    CallArguments: ("tool_use", "partial_json", "input_json_delta"),
+}
+
+
+def to_template(body: CountBody) -> list[dict[str, Any]]:
+    """Return the turns as chat templates read them: results of tools are messages of their own."""
+    plain: list[dict[str, Any]] = []
+    if body.system:
+        plain.append({"role": "system", "content": _text_of(body.system)})
+    for message in body.messages:
+        if isinstance(message.content, str):
+            plain.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            plain.append(_assistant(message.content))
+        else:
+            plain += _user(message.role, message.content)
+    return plain
+
+
+def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.input}}
+        for b in blocks
+        if isinstance(b, ToolUseBlock)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return (
+        message
+        | ({"reasoning_content": thought} if thought else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
+
+
+def _user(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    found = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            content = _text_of(block.content or "")
+            found.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+        elif isinstance(block, TextBlock):
+            if found and found[-1]["role"] == role:
+                found[-1]["content"] += block.text
+            else:
+                found.append({"role": role, "content": block.text})
+        else:
+            raise ApiError(
+                400, f"messages must have {block.type} in assistant turns only; move it", param="messages"
+            )
+    return found
+
+
+def _text_of(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _to_function(tool: AnthropicTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _new_block(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, CallStart):
+        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": delta.name, "input": {}}
+    if isinstance(delta, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _input_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; a call that was cut short keeps its text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {"incomplete": text}
+    return found if isinstance(found, dict) else {"value": found}
+
+
+async def _with_pings(
+    outputs: AsyncIterator[tuple[int, RequestOutput]],
+) -> AsyncIterator[tuple[int, RequestOutput] | None]:
+    """The outputs, and None whenever none has come for a while."""
+    iterator = outputs.__aiter__()
+    waiting: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            if waiting is None:
+                waiting = asyncio.ensure_future(anext(iterator, None))
+            done, _ = await asyncio.wait((waiting,), timeout=_PING_S)
+            if not done:
+                yield None
+                continue
+            item, waiting = waiting.result(), None
+            if item is None:
+                return
+            yield item
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    body = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {kind}\ndata: {body}\n\n".encode()

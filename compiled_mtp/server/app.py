@@ -1,0 +1,192 @@
+"""The FastAPI app over one service: routes, errors in each API's form, the door and the log around them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from compiled_mtp.server.anthropic import AnthropicHandlers, CountBody, MessagesBody
+from compiled_mtp.server.errors import ApiError, api_of
+from compiled_mtp.server.generation import Service
+from compiled_mtp.server.guard import App, Guard, Message, Receive, Scope, Send
+from compiled_mtp.server.openai import OpenAIHandlers
+from compiled_mtp.server.openai_models import ChatBody, CompletionBody, TokenizeBody
+from compiled_mtp.server.sse import ClientGoneError
+
+logger = logging.getLogger("compiled_mtp.server")
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
+}
+_REFS = "#/components/schemas/{model}"
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the app. Its lifespan starts and ends the prompts' processes; the engine is its maker's."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.prompts.start()
+        try:
+            yield
+        finally:
+            await service.prompts.close()
+
+    # Pages of documentation load scripts from elsewhere; the document itself is served.
+    app = FastAPI(
+        title="compiled-mtp",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={
+            ApiError: _answer_error,
+            HTTPException: _answer_http_error,
+            ClientGoneError: _answer_nobody,
+            Exception: _answer_bug,
+        },
+    )
+    _add_routes(app, service)
+    app.add_middleware(Guard, config=service.config)
+    app.add_middleware(_AccessLog, service=service)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    openai, anthropic = OpenAIHandlers(service), AnthropicHandlers(service)
+
+    async def health() -> Response:
+        is_well = service.engine.is_accepting
+        status = "ok" if is_well else "stopped" if not service.engine.is_alive else "draining"
+        return JSONResponse({"status": status}, status_code=200 if is_well else 503)
+
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    posts: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/v1/completions": openai.completions,
+        "/v1/chat/completions": openai.chat,
+        "/tokenize": openai.tokenize,
+        "/v1/messages": anthropic.messages,
+        "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/v1/responses": openai.responses,
+    }
+    for path, handler in posts.items():
+        extra = None
+        if path in _BODIES:
+            schema = {"$ref": _REFS.format(model=_BODIES[path].__name__)}
+            content = {"application/json": {"schema": schema}}
+            extra = {"requestBody": {"required": True, "content": content}}
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=extra)
+    gets: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/v1/models": openai.models,
+        "/v1/models/{name:path}": openai.model,
+        "/health": health,
+        "/metrics": metrics,
+    }
+    for path, handler in gets.items():
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The document, with the bodies that the handlers parse themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version="1", routes=app.routes)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _BODIES.values()], ref_template=_REFS
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _as_response(error: ApiError, request: Request) -> Response:
+    body = error.body(api_of(request.url.path))
+    return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _as_response(error, request)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """What no route answers: a path or a method."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = {
+        404: f"the path must be one that is served, got {path}; /openapi.json lists them",
+        405: f"the method must be one that {path} takes, got {request.method}; see the Allow header",
+    }.get(error.status_code, str(error.detail))
+    response = _as_response(ApiError(error.status_code, message), request)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    # The log has the traceback; a client learns nothing of the inside.
+    return _as_response(ApiError(500, "the server failed to answer; its log says why"), request)
+
+
+class _AccessLog:
+    """One line of JSON a request, and an id that the answer carries too. Holds no text of a prompt."""
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app = app
+        self._metrics = service.metrics
+        self._log_prompts = service.config.log_prompts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, then write its line."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, start = f"req_{uuid.uuid4().hex}", time.perf_counter()
+        line: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"]}
+        line["status"] = 500
+        body = bytearray()
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line["status"] = message["status"]
+                line["first_byte_s"] = round(time.perf_counter() - start, 6)
+                ids = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                message = {**message, "headers": [*message.get("headers", []), *ids]}
+            await send(message)
+
+        async def read() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b"") if message["type"] == "http.request" else b"")
+            return message
+
+        try:
+            await self._app(scope, read if self._log_prompts else receive, noted)
+        finally:
+            line["seconds"] = round(time.perf_counter() - start, 6)
+            if self._log_prompts:
+                line["body"] = body.decode("utf-8", "replace")
+            # A path that no route has is the client's invention, of which there is no end.
+            route = scope.get("route")
+            self._metrics.on_response(getattr(route, "path", "other"), line["status"])
+            logger.info("%s", json.dumps(line))

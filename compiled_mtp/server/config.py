@@ -1,0 +1,138 @@
+"""ServerConfig: where the service listens, whom it lets in, and what it takes. No FastAPI."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
+
+_Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class ServerConfig(BaseSettings):
+    """How to serve; keyword arguments win over COMPILED_MTP_SERVER_* variables, and both over defaults.
+
+    Raises ValueError with one line per mistake, unknown names among them.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=SERVER_ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port, 0 for a free one")
+    served_model_name: _Names = Field(
+        default=(), description="names of the model, separated by commas; default: that of its directory"
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="key that clients send; in the environment alone, since flags are public"
+    )
+    api_key_file: Path | None = Field(default=None, description="file with a key a line")
+    allow_anyone: bool = Field(
+        default=False, description="serve on an address that is not this machine's own without a key"
+    )
+    allowed_hosts: _Names = Field(
+        default=(),
+        description="names that clients may call this server, separated by commas, * for any; default: the "
+        "loopback's names and `host`",
+    )
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1, description="bytes of a request's body")
+    header_timeout_s: float = Field(default=10.0, gt=0, description="seconds for a request's headers")
+    body_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a request's body")
+    write_timeout_s: float = Field(
+        default=30.0, gt=0, description="seconds that a client may leave the connection full"
+    )
+    max_connections: int = Field(default=1024, ge=1, description="connections at a time")
+    max_open: int = Field(default=128, ge=1, description="requests that run or wait at a time")
+    stream_buffer: int = Field(
+        default=1024, ge=1, description="outputs of a request that nobody has read, before it is aborted"
+    )
+    drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
+    prompt_workers: int = Field(default=2, ge=1, le=16, description="processes that render and tokenise")
+    prompt_timeout_s: float = Field(default=10.0, gt=0, description="seconds to render and tokenise a prompt")
+    max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")
+    max_choices: int = Field(default=32, ge=1, description="prompts times n of a request")
+    max_stops: int = Field(default=16, ge=0, description="stop strings of a request")
+    max_stop_chars: int = Field(default=256, ge=1, description="characters of a stop string")
+    max_bias: int = Field(default=1024, ge=0, description="ids of logit_bias, and of stop_token_ids")
+    max_schema_bytes: int = Field(
+        default=64 * 1024, ge=2, description="bytes of response_format, and of tools"
+    )
+    template_kwargs: _Names = Field(
+        default=("enable_thinking", "preserve_thinking"),
+        description="names that chat_template_kwargs may hold, separated by commas",
+    )
+    log_prompts: bool = Field(default=False, description="write prompts into the log")
+
+    def __init__(self, **values: Any) -> None:
+        known = sorted(type(self).model_fields)
+        if unknown := unknown_variables(SERVER_ENV_PREFIX, known):
+            raise ValueError(
+                f"environment must name settings only, got {unknown}; known are {SERVER_ENV_PREFIX} and one "
+                f"of {known}"
+            )
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError("\n".join(_explain(problem) for problem in error.errors())) from None
+        self._check_door()
+
+    def read_keys(self) -> tuple[str, ...]:
+        """Return the keys that open the door, none for an open one. Raises ValueError for a bad file."""
+        found = [self.api_key.get_secret_value()] if self.api_key is not None else []
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").split()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"api_key_file must be readable text, got {self.api_key_file}: {type(error).__name__}; "
+                    "write a key a line into it"
+                ) from None
+            if not lines:
+                raise ValueError(
+                    f"api_key_file must hold a key, got an empty {self.api_key_file}; write one into it"
+                )
+            found += lines
+        return tuple(found)
+
+    def hosts(self) -> frozenset[str]:
+        """Return the names in lower case that a Host header may hold; `*` stands for any."""
+        own = (*LOOPBACK_NAMES, self.host)
+        return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
+
+    def _check_door(self) -> None:
+        if _is_loopback(self.host):
+            return
+        if not self.read_keys() and not self.allow_anyone:
+            raise ValueError(
+                f"host must be this machine's own without a key, got {self.host}; set "
+                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file, or allow_anyone"
+            )
+        if self.host in ("0.0.0.0", "::") and not self.allowed_hosts:
+            raise ValueError(
+                f"allowed_hosts must name this server for every address, got none with host {self.host}; "
+                "list its names, or * for any"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"]) or "config"
+    if problem["type"] == "extra_forbidden":
+        return f"config must name settings only, got {name}; known are {sorted(ServerConfig.model_fields)}"
+    rule = problem["msg"].removeprefix("Input should ")
+    got = "a secret" if name == "api_key" else repr(problem["input"])
+    field = ServerConfig.model_fields.get(name.split(".")[0])
+    return f"{name} must {rule}, got {got}; give {field.description if field else 'another'}"

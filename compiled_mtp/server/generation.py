@@ -1,0 +1,305 @@
+"""What both APIs do: check a request against the limits, decode its choices, count what they used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, SlowReaderError, Stream
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.errors import ApiError, refusal
+from compiled_mtp.server.metrics import Metrics, cached_tokens
+from compiled_mtp.server.openai_models import UNKNOWN_FIELD
+from compiled_mtp.server.prompts import Prompt, PromptPool
+from compiled_mtp.server.tool_calls import CallForm, OutputParser
+from compiled_mtp.tokenizer import Tokenizer
+
+_BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+B = TypeVar("B", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the handlers share: the engine, the prompts' processes, and what is known of the model.
+
+    names[0] is the model's own, the others are aliases. call_form None: the chat template takes no tools.
+    """
+
+    engine: AsyncEngine
+    prompts: PromptPool
+    tokenizer: Tokenizer
+    config: ServerConfig
+    names: tuple[str, ...]
+    max_model_len: int
+    call_form: CallForm | None
+    has_reasoning: bool
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str) -> None:
+        """Raise the 404 of a model that is not served."""
+        if name not in self.names:
+            raise ApiError(
+                404,
+                f"model must be one of {list(self.names)}, got {name!r}; GET /v1/models lists them",
+                param="model",
+                code="model_not_found",
+            )
+
+    def parser(self, prompt: Prompt, tools: Mapping[str, Mapping[str, Any]] | None) -> OutputParser:
+        """Return what parts an answer to `prompt`; tools None: calls are not looked for."""
+        return OutputParser(
+            form=self.call_form if tools is not None else None,
+            has_reasoning=self.has_reasoning,
+            is_thinking=prompt.tail.rstrip().endswith("<think>"),
+            tools=tools,
+        )
+
+    def check_call_form(self) -> None:
+        """Raise the 400 of tools for a chat template that takes none."""
+        if self.call_form is None:
+            raise ApiError(
+                400,
+                "tools must be left out, got some; the checkpoint's chat template takes no tools",
+                param="tools",
+            )
+
+    async def start(
+        self, prompts: Sequence[Prompt], params: SamplingParams, num_choices: int = 1
+    ) -> list[Stream]:
+        """Add num_choices requests for each prompt, all or none. Raises ApiError for what is refused."""
+        count = len(prompts) * num_choices
+        if count > self.config.max_choices:
+            raise ApiError(
+                400,
+                f"n must be at most {self.config.max_choices} over all prompts, got {count}; ask for fewer",
+                param="n",
+            )
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest >= self.max_model_len:
+            # Here, since the engine's own check takes its thread as long as the prompt is.
+            raise ApiError(
+                400,
+                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens), got {longest}; "
+                "shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        variants = [
+            params.model_copy(update={"seed": derive_seed(params.seed, index)}) if index else params
+            for index in range(num_choices)
+        ]
+        try:
+            return await self.engine.add_all(
+                [{"prompt_token_ids": p.token_ids, "params": one} for p in prompts for one in variants]
+            )
+        except (RuntimeError, ValueError) as error:
+            raise _as_sent(refusal(error)) from None
+
+
+def derive_seed(seed: int | None, index: int) -> int | None:
+    """Return the seed of choice `index`: `seed` for 0, else the first 63 bits of sha256("seed:index")."""
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def parse(model: type[B], body: bytes) -> B:
+    """Return the body as `model`. Raises the ApiError that names the first field that does not fit."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        # Of the alternatives of a union the one that fitted furthest is the one that was meant.
+        problem = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
+    path = _path_of(problem["loc"])
+    if problem["type"] == UNKNOWN_FIELD:
+        path.append(problem["ctx"]["name"])
+    param = ".".join(path) or None
+    if problem["type"] == UNKNOWN_FIELD:
+        message = f"{param} must be a field of this request, got an unknown name; leave it out"
+    elif problem["type"] == "missing":
+        message = f"{param} must be given, got nothing; add it"
+    else:
+        rule = problem["msg"].replace("Input should", "must", 1)
+        got = "" if param is None else f", got {problem['input']!r:.200}"
+        message = (
+            f"{param or 'the body'} {rule if rule.startswith('must') else f'must be valid: {rule}'}{got}"
+        )
+        message += "; correct it"
+    raise ApiError(400, message, param=param)
+
+
+def _path_of(loc: Sequence[str | int]) -> list[str]:
+    """The names and indices of a place in a body, without those of a union's alternatives."""
+    path: list[str] = []
+    for before, part in zip((None, *loc), loc, strict=False):
+        is_block_type = isinstance(before, int) and isinstance(part, str)
+        is_alternative = isinstance(part, str) and (part in ("str", "int") or "[" in part)
+        if not is_alternative and not (is_block_type and part in _BLOCK_TYPES):
+            path.append(str(part))
+    return path
+
+
+def make_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters of the fields that are set. Raises the 400 of what the engine refuses."""
+    try:
+        return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
+    except ValueError as error:
+        raise _as_sent(refusal(error)) from None
+
+
+def _as_sent(error: ApiError) -> ApiError:
+    """Blame the field that the client knows."""
+    if error.param == "prompt_token_ids":
+        error.param = "prompt"
+    return error
+
+
+def check_limits(
+    config: ServerConfig, stops: Sequence[str], bias: Iterable[Any], stop_ids: Sequence[int], **schemas: Any
+) -> None:
+    """Raise the 400 of more than the limits allow; `schemas` are measured as JSON."""
+    bias_count = sum(1 for _ in bias)
+    rules = [
+        ("stop", len(stops), config.max_stops, "strings"),
+        ("stop", max(map(len, stops), default=0), config.max_stop_chars, "characters in each"),
+        ("logit_bias", bias_count, config.max_bias, "ids"),
+        ("stop_token_ids", len(stop_ids), config.max_bias, "ids"),
+    ]
+    for name, schema in schemas.items():
+        size = 0 if schema is None else len(json.dumps(schema).encode())
+        rules.append((name, size, config.max_schema_bytes, "bytes"))
+    for name, got, most, unit in rules:
+        if got > most:
+            raise ApiError(400, f"{name} must have at most {most} {unit}, got {got}; send fewer", param=name)
+
+
+def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables for the chat template. Raises the 400 of a name that is not allowed."""
+    for name, value in (given or {}).items():
+        param = f"chat_template_kwargs.{name}"
+        if name not in config.template_kwargs:
+            known = list(config.template_kwargs)
+            raise ApiError(
+                400, f"{param} must be one of {known}, got an unknown name; leave it out", param=param
+            )
+        if not isinstance(value, bool | str | int | float):
+            raise ApiError(
+                400, f"{param} must be a plain value, got {value!r:.100}; simplify it", param=param
+            )
+    return dict(given or {})
+
+
+async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield (choice, output) of all streams as they come; leaving early aborts them.
+
+    Raises ApiError when one of them ends in another way than `stop` or `length`.
+    """
+    try:
+        if len(streams) == 1:
+            async for output in streams[0]:
+                yield 0, _checked(output)
+            return
+        found: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
+        readers = [asyncio.create_task(_read(index, s, found)) for index, s in enumerate(streams)]
+        try:
+            num_left = len(readers)
+            while num_left:
+                item = await found.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_left -= 1
+                else:
+                    yield item[0], _checked(item[1])
+        finally:
+            for reader in readers:
+                reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*readers, return_exceptions=True)
+    except SlowReaderError as error:
+        raise ApiError(408, str(error), code="slow_reader") from None
+    except EngineStoppedError as error:
+        raise ApiError(503, str(error), code="stopped") from None
+    finally:
+        for stream in streams:
+            stream.abort()
+
+
+async def _read(index: int, stream: Stream, found: asyncio.Queue[Any]) -> None:
+    try:
+        async for output in stream:
+            await found.put((index, output))
+        await found.put(None)
+    except Exception as error:
+        await found.put(error)
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    if output.finish_reason == "error":
+        raise ApiError(500, f"the request failed: {output.error}", code="engine_error")
+    if output.finish_reason == "abort":
+        raise ApiError(503, output.error or "the request was aborted", code="aborted")
+    return output
+
+
+@dataclass
+class Usage:
+    """Sums over the choices of one request; prompts count once."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a choice's last output."""
+        metrics = output.metrics
+        accepted = metrics.accepted_by_index
+        self.output_tokens += metrics.output_tokens
+        self.cached_tokens = max(self.cached_tokens, cached_tokens(output))
+        self.rounds += metrics.rounds
+        self.drafted += metrics.rounds * len(accepted)
+        self.accepted += sum(accepted)
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return OpenAI's object, and `speculation` beside it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "speculation": {
+                "rounds": self.rounds,
+                "drafted_tokens": self.drafted,
+                "accepted_tokens": self.accepted,
+            },
+        }
+
+
+class RoundCounter:
+    """What the rounds between two outputs of one choice drafted and accepted."""
+
+    def __init__(self) -> None:
+        self._drafted = 0
+        self._accepted = 0
+
+    def take(self, output: RequestOutput) -> dict[str, int]:
+        """Return the counts since the last call."""
+        accepted_by_index = output.metrics.accepted_by_index
+        drafted, accepted = output.metrics.rounds * len(accepted_by_index), sum(accepted_by_index)
+        new = {"drafted": drafted - self._drafted, "accepted": accepted - self._accepted}
+        self._drafted, self._accepted = drafted, accepted
+        return new

@@ -1,0 +1,153 @@
+"""What /metrics tells: sums that the stepping thread keeps as plain numbers, made into Prometheus' form on a
+scrape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from compiled_mtp.request import RequestOutput
+
+if TYPE_CHECKING:
+    from compiled_mtp.engine import EngineStats
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        buckets, running = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            buckets.append((bound, running))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.total)
+
+
+class Metrics(Collector):
+    """Counts every step. `on_step` is called by the stepping thread, `text` by any other."""
+
+    def __init__(self) -> None:
+        self._first_token_s = _Histogram(_SECONDS)
+        self._inter_token_s = _Histogram(_SECONDS)
+        self._step_s = _Histogram(_SECONDS)
+        self._new_tokens = _Histogram(tuple(range(1, 9)))
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._cached_tokens = 0
+        self._drafted = 0
+        self._accepted: list[int] = []
+        self._finished: Counter[str] = Counter()
+        self._responses: Counter[tuple[str, int]] = Counter()
+        self._last_s: dict[str, float] = {}
+        self._stats: EngineStats | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def on_step(self, outputs: Sequence[RequestOutput], seconds: float, stats: EngineStats) -> None:
+        """Count a step of `seconds` and what it gave."""
+        now = time.perf_counter()
+        self._step_s.add(seconds)
+        self._stats = stats
+        for output in outputs:
+            request_id, num_new = output.request_id, len(output.new_token_ids)
+            if num_new:
+                self._output_tokens += num_new
+                last = self._last_s.get(request_id)
+                if last is None:
+                    self._first_token_s.add(output.metrics.time_to_first_token_s or 0.0)
+                else:
+                    self._inter_token_s.add((now - last) / num_new, num_new)
+                    self._new_tokens.add(num_new)
+                self._last_s[request_id] = now
+            if output.finish_reason is not None:
+                self._finish(output)
+
+    def on_response(self, path: str, status: int) -> None:
+        """Count an answer of the server; `path` is that of a route, never one that a client made up."""
+        self._responses[path, status] += 1
+
+    def text(self) -> bytes:
+        """Return all of it in Prometheus' text form."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """Yield every metric, as Prometheus' registry asks for them."""
+        name = "compiled_mtp_{}".format
+        yield from (
+            CounterMetricFamily(
+                name("prompt_tokens"), "prompt tokens of finished requests", self._prompt_tokens
+            ),
+            CounterMetricFamily(
+                name("cached_prompt_tokens"), "prompt tokens taken from the prefix cache", self._cached_tokens
+            ),
+            CounterMetricFamily(name("output_tokens"), "tokens given to clients", self._output_tokens),
+            CounterMetricFamily(name("drafted_tokens"), "drafts of finished requests", self._drafted),
+            self._first_token_s.family(
+                name("time_to_first_token_seconds"), "from arrival to the first token"
+            ),
+            self._inter_token_s.family(name("inter_token_latency_seconds"), "per token after the first"),
+            self._step_s.family(name("step_seconds"), "one step of the engine"),
+            self._new_tokens.family(name("new_tokens_per_round"), "tokens of one request in one round"),
+        )
+        yield _labelled(
+            name("accepted_tokens"), "accepted drafts by index", "index", enumerate(self._accepted, 1)
+        )
+        yield _labelled(name("requests_finished"), "by reason", "reason", self._finished.items())
+        responses = CounterMetricFamily(
+            name("responses"), "answers by route and status", labels=["path", "status"]
+        )
+        for (path, status), count in sorted(self._responses.items()):
+            responses.add_metric([path, str(status)], count)
+        yield responses
+        if (stats := self._stats) is not None:
+            used = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+            yield GaugeMetricFamily(name("kv_cache_usage_ratio"), "KV blocks in use / in all", used)
+            yield GaugeMetricFamily(name("requests_running"), "requests that are decoded", stats.running)
+            yield GaugeMetricFamily(name("requests_waiting"), "requests in the queue", stats.waiting)
+            # Whatever else the engine counts.
+            for field in dataclasses.fields(stats):
+                value = getattr(stats, field.name)
+                if isinstance(value, int | float):
+                    yield GaugeMetricFamily(name(f"engine_{field.name}"), "as Engine.stats() says", value)
+
+    def _finish(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self._last_s.pop(output.request_id, None)
+        self._finished[str(output.finish_reason)] += 1
+        self._prompt_tokens += metrics.prompt_tokens
+        self._cached_tokens += cached_tokens(output)
+        accepted = metrics.accepted_by_index
+        self._drafted += metrics.rounds * len(accepted)
+        self._accepted += [0] * (len(accepted) - len(self._accepted))
+        for index, count in enumerate(accepted):
+            self._accepted[index] += count
+
+
+def cached_tokens(output: RequestOutput) -> int:
+    """Return the prompt tokens that a prefix cache gave, none where the engine does not count them."""
+    return int(getattr(output.metrics, "cached_tokens", 0))
+
+
+def _labelled(name: str, text: str, label: str, values: object) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in sorted(values):  # type: ignore[call-overload]
+        family.add_metric([str(value)], count)
+    return family

@@ -1,0 +1,455 @@
+"""OpenAI's API: completions, chat completions, models, and /tokenize beside them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from compiled_mtp.async_engine import Stream
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.generation import (
+    RoundCounter,
+    Service,
+    Usage,
+    check_limits,
+    check_template_kwargs,
+    make_params,
+    merged,
+    parse,
+)
+from compiled_mtp.server.openai_models import (
+    SAME_NAMES,
+    ChatBody,
+    CompletionBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+    Tool,
+)
+from compiled_mtp.server.prompts import Prompt
+from compiled_mtp.server.sse import EventStream, unless_gone
+from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
+from compiled_mtp.tokenizer import Tokenizer
+
+# What OpenAI's completions give when nothing is said; chats may fill the context.
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class LogprobEntry(Protocol):
+    """One token's entry in RequestOutput.logprobs; top holds (id, logprob), likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass
+class _Choice:
+    """One choice while it is decoded: what its answer holds so far."""
+
+    index: int
+    parser: OutputParser
+    rounds: RoundCounter = field(default_factory=RoundCounter)
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, output: RequestOutput) -> list[Delta]:
+        """Add one output; return what it says."""
+        deltas = self.parser.add(output.new_text, is_last=output.finish_reason is not None)
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content += delta.text
+            elif isinstance(delta, Reasoning):
+                self.reasoning += delta.text
+        _add_calls(self.calls, deltas)
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs or ()
+        if output.finish_reason is not None:
+            is_call = output.finish_reason == "stop" and self.parser.num_calls
+            self.finish_reason = "tool_calls" if is_call else output.finish_reason
+        return deltas
+
+
+class OpenAIHandlers:
+    """The endpoints, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self) -> Response:
+        """List the model under all its names."""
+        service = self._service
+        entries = [
+            {
+                "id": name,
+                "object": "model",
+                "created": service.created,
+                "owned_by": "compiled-mtp",
+                "root": service.names[0],
+                "max_model_len": service.max_model_len,
+            }
+            for name in service.names
+        ]
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def model(self, name: str) -> Response:
+        """One entry of that list."""
+        self._service.check_model(name)
+        entry = {"id": name, "object": "model", "created": self._service.created, "owned_by": "compiled-mtp"}
+        return JSONResponse(entry)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a rendered chat."""
+        body = parse(TokenizeBody, await request.body())
+        if body.model is not None:
+            self._service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(
+                400, "prompt must be given or messages, got both or none; choose one", param="prompt"
+            )
+        if body.prompt is not None:
+            prompt = await self._service.prompts.encode(body.prompt)
+        else:
+            prompt = await self._render(body.messages or [], body.tools, body.chat_template_kwargs)
+        ids = prompt.token_ids
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._service.max_model_len})
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionBody, await request.body())
+        self._service.check_model(body.model)
+        params = self._params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        num_choices = body.n or 1
+        prompts = [await self._encode(one) for one in _prompts_of(body.prompt, self._service)]
+        streams = await self._service.start(prompts, params, num_choices)
+        choices = [_Choice(index, OutputParser()) for index in range(len(streams))]
+        answer = _Answer(body, "cmpl", "text_completion", Usage(_count(prompts)), self._service)
+        return await self._respond(request, answer, choices, streams)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatBody, await request.body())
+        self._service.check_model(body.model)
+        schemas = None
+        if body.tools and body.tool_choice != "none":
+            self._service.check_call_form()
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+        elif body.tool_choice not in (None, "none", "auto"):
+            raise ApiError(
+                400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
+            )
+        params = self._chat_params(body)
+        prompt = await self._render(
+            body.messages, body.tools if schemas is not None else None, body.chat_template_kwargs
+        )
+        if "max_tokens" not in params.model_fields_set:
+            room = max(1, self._service.max_model_len - len(prompt.token_ids))
+            params = params.model_copy(update={"max_tokens": room})
+        streams = await self._service.start([prompt], params, body.n or 1)
+        choices = [_Choice(i, self._service.parser(prompt, schemas)) for i in range(len(streams))]
+        answer = _Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
+        return await self._respond(request, answer, choices, streams)
+
+    async def responses(self) -> Response:
+        """The endpoint that clients try first, refused by name."""
+        raise ApiError(
+            404,
+            "/v1/responses must not be called, it is not in this version; use /v1/chat/completions",
+            code="unsupported_endpoint",
+        )
+
+    async def _respond(
+        self, request: Request, answer: _Answer, choices: list[_Choice], streams: list[Stream]
+    ) -> Response:
+        def abort() -> None:
+            for stream in streams:
+                stream.abort()
+
+        if answer.body.stream:
+            events = answer.events(choices, merged(streams))
+            return EventStream(events, self._service.config.write_timeout_s, abort)
+        try:
+            return JSONResponse(await unless_gone(request, answer.whole(choices, merged(streams))))
+        finally:
+            abort()
+
+    async def _encode(self, prompt: str | list[int]) -> Prompt:
+        return await self._service.prompts.encode(prompt) if isinstance(prompt, str) else Prompt(prompt)
+
+    async def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, kwargs: Mapping[str, Any] | None
+    ) -> Prompt:
+        variables = check_template_kwargs(self._service.config, kwargs)
+        if tools:
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        return await self._service.prompts.render(to_template(messages), variables)
+
+    def _chat_params(self, body: ChatBody) -> SamplingParams:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "logprobs must be true with top_logprobs, got none; set it", param="logprobs")
+        given = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
+        if len(given) > 1 and body.max_tokens != body.max_completion_tokens:
+            raise ApiError(400, f"max_tokens must be given once, got {given}; choose one", param="max_tokens")
+        # What the engine does not know comes back with its own words.
+        forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
+        return self._params(
+            body,
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            max_tokens=getattr(body, given[0]) if given else None,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            tool_choice=forced if isinstance(forced, str | None) else forced.model_dump(),
+        )
+
+    def _params(self, body: SamplingBody, tools: Sequence[Any] = (), **fields: Any) -> SamplingParams:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        bias, stop_ids = body.logit_bias or {}, body.stop_token_ids or []
+        check_limits(
+            self._service.config,
+            stops,
+            bias,
+            stop_ids,
+            response_format=body.response_format,
+            tools=list(tools) or None,
+        )
+        form = body.response_format
+        if body.max_tokens is None and isinstance(body, CompletionBody):
+            fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+        return make_params(
+            {name: getattr(body, name) for name in SAME_NAMES}
+            | {
+                "stop": tuple(stops) or None,
+                "stop_token_ids": tuple(stop_ids) or None,
+                "logit_bias": _as_ids(bias) or None,
+                "response_format": None if form == {"type": "text"} else form,
+            }
+            | fields
+        )
+
+
+class _Answer:
+    """Makes the objects of one answer: whole, or as the chunks of a stream."""
+
+    def __init__(self, body: SamplingBody, prefix: str, kind: str, usage: Usage, service: Service) -> None:
+        self.body = body
+        self._is_chat = isinstance(body, ChatBody)
+        self._usage = usage
+        self._tokenizer = service.tokenizer
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    async def whole(
+        self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> dict[str, Any]:
+        """Wait for all choices; return the object."""
+        async for index, output in outputs:
+            choices[index].take(output)
+            if output.finish_reason is not None:
+                self._usage.add(output)
+        return self._head | {
+            "choices": [self._whole_choice(choice) for choice in choices],
+            "usage": self._usage.to_openai(),
+        }
+
+    async def events(
+        self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a stream; an error is its last one."""
+        head = dict(self._head)
+        has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        if self._is_chat:
+            head["object"] = "chat.completion.chunk"
+            first = {"role": "assistant", "content": ""}
+            for choice in choices:
+                yield _event(head | {"choices": [_chunk(choice, {"delta": first})]})
+        try:
+            async for index, output in outputs:
+                choice = choices[index]
+                deltas = choice.take(output)
+                if output.finish_reason is not None:
+                    self._usage.add(output)
+                if (entry := self._chunk_choice(choice, output, deltas)) is not None:
+                    chunk = head | {"choices": [entry]}
+                    if self.body.include_round:
+                        chunk["round"] = choice.rounds.take(output)
+                    if has_usage:
+                        chunk["usage"] = None
+                    yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body("openai"))
+            return
+        if has_usage:
+            yield _event(head | {"choices": [], "usage": self._usage.to_openai()})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk_choice(
+        self, choice: _Choice, output: RequestOutput, deltas: Sequence[Delta]
+    ) -> dict[str, Any] | None:
+        entries: list[LogprobEntry] = list(output.logprobs or ())
+        wants_ids = bool(self.body.return_token_ids) and bool(output.new_token_ids)
+        is_silent = not deltas and not entries and not wants_ids and output.finish_reason is None
+        if is_silent and not self.body.include_round:
+            return None
+        if self._is_chat:
+            said: dict[str, Any] = {"delta": _delta(deltas)}
+        else:
+            said = {"text": "".join(d.text for d in deltas if isinstance(d, Content))}
+        # Of the completion's text, in which these tokens come last.
+        width = len("".join(_token(self._tokenizer, e.token_id) for e in entries))
+        offset = max(0, len(choice.content) - width)
+        entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, offset)}
+        if wants_ids:
+            entry["token_ids"] = output.new_token_ids
+        return entry
+
+    def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+        if self._is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+            if choice.reasoning:
+                message["reasoning_content"] = choice.reasoning
+            if choice.calls:
+                calls = [{k: v for k, v in call.items() if k != "index"} for call in choice.calls]
+                message |= {"content": choice.content or None, "tool_calls": calls}
+            said: dict[str, Any] = {"message": message}
+        else:
+            said = {"text": choice.content}
+        entry = _chunk(choice, said) | {"logprobs": self._logprobs(choice.logprobs)}
+        return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
+
+    def _logprobs(self, entries: Sequence[LogprobEntry], offset: int = 0) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        tokenizer = self._tokenizer
+        if not self._is_chat:
+            tokens = [_token(tokenizer, e.token_id) for e in entries]
+            return {
+                "tokens": tokens,
+                "token_logprobs": [e.logprob for e in entries],
+                "top_logprobs": [{_token(tokenizer, i): p for i, p in e.top} for e in entries],
+                "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
+            }
+        content = [
+            _logprob(tokenizer, e.token_id, e.logprob)
+            | {"top_logprobs": [_logprob(tokenizer, i, p) for i, p in e.top]}
+            for e in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates read them: arguments of calls are objects, developers are system."""
+    plain = []
+    for index, message in enumerate(messages):
+        fields = message.model_dump(exclude_none=True, exclude={"annotations", "cache_control"})
+        fields["role"] = "system" if message.role == "developer" else message.role
+        if message.tool_calls is not None:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments_of(
+                            call.function.arguments, f"messages.{index}.tool_calls.{i}.function.arguments"
+                        ),
+                    },
+                }
+                for i, call in enumerate(message.tool_calls)
+            ]
+        plain.append(fields)
+    return plain
+
+
+def _arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ApiError(
+            400, f"{param} must be the text of a JSON object, got {arguments!r:.100}; correct it", param=param
+        )
+    return found
+
+
+def _prompts_of(
+    prompt: str | list[str] | list[int] | list[list[int]], service: Service
+) -> list[str | list[int]]:
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts: Any = [prompt] if is_one else prompt
+    most = service.config.max_choices
+    if not 1 <= len(prompts) <= most:
+        raise ApiError(
+            400, f"prompt must be 1 to {most} prompts, got {len(prompts)}; send others", param="prompt"
+        )
+    return list(prompts)
+
+
+def _as_ids(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(name): value for name, value in bias.items()}
+    except ValueError:
+        raise ApiError(
+            400, "logit_bias must have token ids as its names, got another; correct it", param="logit_bias"
+        ) from None
+
+
+def _count(prompts: Sequence[Prompt]) -> int:
+    return sum(len(prompt.token_ids) for prompt in prompts)
+
+
+def _chunk(choice: _Choice, said: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": choice.index, **said, "finish_reason": choice.finish_reason, "logprobs": None}
+
+
+def _delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    for name, kind in (("reasoning_content", Reasoning), ("content", Content)):
+        if text := "".join(d.text for d in deltas if isinstance(d, kind)):
+            delta[name] = text
+    calls: list[dict[str, Any]] = []
+    _add_calls(calls, deltas)
+    return delta | ({"tool_calls": calls} if calls else {})
+
+
+def _add_calls(calls: list[dict[str, Any]], deltas: Sequence[Delta]) -> None:
+    """Add to `calls`, entries of a message or of a chunk, what the deltas say of calls."""
+    for delta in deltas:
+        if isinstance(delta, CallStart):
+            call = {"index": delta.index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            calls.append(call | {"function": {"name": delta.name, "arguments": ""}})
+        elif isinstance(delta, CallArguments):
+            if not calls or calls[-1]["index"] != delta.index:
+                calls.append({"index": delta.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += delta.text
+
+
+def _token(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    token = tokenizer.token_bytes(token_id)
+    return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+
+
+def _event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

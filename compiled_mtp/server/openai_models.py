@@ -1,0 +1,177 @@
+"""What clients of OpenAI's API may send. A field that is not here is refused by name, unless it is null."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+UNKNOWN_FIELD = "unknown_field"
+_CHANGES_NOTHING = "accepted, changes nothing"
+Ignored = Annotated[Any, Field(default=None, description=_CHANGES_NOTHING)]
+# Of the engine's own names, those that both bodies take under the same name.
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop",
+    "seed",
+)
+
+
+class Body(BaseModel):
+    """The rules of all bodies: exact types, no unknown names, null for what is not set."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        # A client that is newer than this sends null for what it does not use: it asks for nothing.
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if value is not None:
+                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
+        return self
+
+
+class StreamOptions(Body):
+    """What a stream carries beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class SamplingBody(Body):
+    """The fields that completions and chats share; null means not set."""
+
+    model: str = Field(description="one of the names that GET /v1/models lists")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop: bool | None = None
+    seed: int | None = None
+    n: int | None = Field(default=None, ge=1, description="choices; choice 0 is that of n=1")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    include_round: bool | None = Field(
+        default=None, description="each chunk of a stream says what its rounds drafted and accepted"
+    )
+    return_token_ids: bool | None = Field(default=None, description="choices carry their token ids")
+    user: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    cache_control: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a text, token ids, or a list of either"
+    )
+    logprobs: int | None = None
+
+
+class FunctionCall(Body):
+    """The call that an assistant made."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Body):
+    """One entry of an assistant message's tool_calls."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Ignored = None
+
+
+class Message(Body):
+    """One message of a chat; parts of other types than text are refused where they are rendered."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+
+
+class Function(Body):
+    """A tool's function; `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: Ignored = None
+
+
+class NamedFunction(Body):
+    """The name in a tool_choice."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool_choice that names its function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: Ignored = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a chat as it would be rendered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

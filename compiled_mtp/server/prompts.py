@@ -1,0 +1,157 @@
+"""Prompts become token ids in processes beside the server's, within limits of time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.server.errors import ApiError
+
+_START_TIMEOUT_S = 120.0
+# A worker's file, not `-m`: the package is found wherever this one came from, uninstalled too.
+_ROOT = Path(__file__).parents[2]
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
+    "from compiled_mtp.server.prompt_worker import main; main(sys.argv[1], int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the end of a chat's rendered text: it says whether a reasoning part is open."""
+
+    token_ids: list[int]
+    tail: str = ""
+
+
+class PromptPool:
+    """`num_workers` processes that render and tokenise for the checkpoint at `path`.
+
+    Used from one event loop. A job that takes longer than `timeout_s` seconds ends with its process, which is
+    replaced. At most `max_waiting` jobs wait for one.
+    """
+
+    def __init__(
+        self, path: Path, *, num_workers: int, timeout_s: float, max_chars: int, max_waiting: int = 128
+    ) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._max_chars = max_chars
+        self._max_waiting = max_waiting
+        self._num_workers = num_workers
+        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process] = asyncio.LifoQueue()
+        self._workers: set[asyncio.subprocess.Process] = set()
+        self._num_jobs = 0
+
+    async def start(self) -> None:
+        """Start the processes; wait until they have read the tokenizer. Raises ValueError if one cannot."""
+        await asyncio.gather(*(self._add_worker() for _ in range(self._num_workers)))
+
+    async def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            _kill(worker)
+        for worker in self._workers:
+            await worker.wait()
+        self._workers.clear()
+
+    async def encode(self, text: str) -> Prompt:
+        """Return the ids of a text. Raises ApiError for what is refused, too slow or too much."""
+        return await self._run({"text": text})
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
+        """Return the ids of a chat; `variables` go to its template. Raises ApiError as `encode`."""
+        return await self._run({"messages": list(messages), "variables": dict(variables)})
+
+    async def _run(self, job: Mapping[str, Any]) -> Prompt:
+        if self._num_jobs >= self._num_workers + self._max_waiting:
+            raise ApiError(
+                429,
+                f"prompts that wait must be at most {self._max_waiting}, got one more; try again later",
+                code="queue_full",
+                retry_after_s=1,
+            )
+        self._num_jobs += 1
+        try:
+            worker = await self._idle.get()
+            answer = await self._ask(worker, job)
+        finally:
+            self._num_jobs -= 1
+        if "error" in answer:
+            raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
+        return Prompt(answer["ids"], answer["tail"])
+
+    async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
+        """One job's answer; the worker is idle again afterwards, or another one in its place."""
+        try:
+            frame = json.dumps(job).encode()
+            assert worker.stdin is not None
+            async with asyncio.timeout(self._timeout_s):
+                worker.stdin.write(len(frame).to_bytes(4, "big") + frame)
+                await worker.stdin.drain()
+                answer = await _read(worker)
+        except TimeoutError:
+            await self._replace(worker)
+            raise ApiError(
+                400,
+                f"a prompt must be rendered and tokenised in {self._timeout_s:g} seconds, got a longer one; "
+                "shorten it",
+                code="prompt_timeout",
+            ) from None
+        except (OSError, EOFError):
+            await self._replace(worker)
+            raise ApiError(
+                400, "a prompt must be tokenised in bounded memory, got a larger one; shorten it"
+            ) from None
+        except BaseException:
+            # Its answer would be taken for that of the next job.
+            await self._replace(worker)
+            raise
+        self._idle.put_nowait(worker)
+        return answer
+
+    async def _replace(self, worker: asyncio.subprocess.Process) -> None:
+        _kill(worker)
+        self._workers.discard(worker)
+        await asyncio.shield(self._add_worker())
+
+    async def _add_worker(self) -> None:
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _CODE,
+            str(self._path),
+            str(self._max_chars),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C is for the server, which ends its workers itself.
+            start_new_session=True,
+        )
+        self._workers.add(worker)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await _read(worker)
+        except (TimeoutError, EOFError, OSError):
+            _kill(worker)
+            raise ValueError(
+                f"model must have a tokenizer that can be read, got {self._path}; see what its process wrote"
+            ) from None
+        self._idle.put_nowait(worker)
+
+
+async def _read(worker: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert worker.stdout is not None
+    head = await worker.stdout.readexactly(4)
+    answer: dict[str, Any] = json.loads(await worker.stdout.readexactly(int.from_bytes(head, "big")))
+    return answer
+
+
+def _kill(worker: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        worker.kill()

@@ -1,0 +1,282 @@
+"""From a config to a server that listens, and its end: SIGTERM and Ctrl-C let open requests finish.
+
+`python -m compiled_mtp.server --help` lists the flags. What can be refused before the weights are loaded is:
+flags, keys, a busy port, a checkpoint without a tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.server.app import create_app
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.generation import Service
+from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.server.prompts import PromptPool
+from compiled_mtp.server.tool_calls import CallForm
+from compiled_mtp.tokenizer import Tokenizer
+
+EXIT_OK, EXIT_USAGE = 0, 2
+logger = logging.getLogger("compiled_mtp.server")
+
+# What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
+_SWITCH_INTERVAL_S = 0.0005
+_PROBE = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def make_service(
+    engine: SteppedEngine, tokenizer: Tokenizer, model: Path, max_model_len: int, config: ServerConfig
+) -> Service:
+    """Return the service over an engine, which is stepped from now on, and the tokenizer of `model`."""
+    metrics = Metrics()
+    return Service(
+        engine=AsyncEngine(
+            engine, max_open=config.max_open, stream_buffer=config.stream_buffer, observer=metrics
+        ),
+        prompts=PromptPool(
+            model,
+            num_workers=config.prompt_workers,
+            timeout_s=config.prompt_timeout_s,
+            max_chars=config.max_prompt_chars,
+            max_waiting=config.max_open,
+        ),
+        tokenizer=tokenizer,
+        config=config,
+        names=config.served_model_name or (model.resolve().name,),
+        max_model_len=max_model_len,
+        call_form=find_call_form(tokenizer),
+        has_reasoning=len(tokenizer.encode("<think>")) == len(tokenizer.encode("</think>")) == 1,
+        metrics=metrics,
+    )
+
+
+def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
+    """Return the form in which the chat template asks for calls, None if it takes no tools."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[_PROBE])
+    except ValueError:
+        return None
+    if "probe" not in text or "<tool_call>" not in text:
+        return None
+    return "xml" if "<function=" in text else "json"
+
+
+class Door(H11Protocol):
+    """uvicorn's connection with a deadline for headers, and a way to cut a client off that does not read."""
+
+    header_timeout_s = 10.0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock of the first headers."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort_connection": transport.abort}
+        self._start_clock()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the clock when the headers are complete; of later requests it starts with the first byte."""
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_clock()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def _start_clock(self) -> None:
+        self._deadline = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server over one service. It stops listening at a signal, and ends when all streams have."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        door = type("ConfiguredDoor", (Door,), {"header_timeout_s": config.header_timeout_s})
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                http=door,
+                ws="none",
+                lifespan="on",
+                loop="asyncio",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                limit_concurrency=config.max_connections,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then let uvicorn end the connections."""
+        for server in self.servers:
+            server.close()
+        timeout_s = self._service.config.drain_timeout_s
+        logger.info("draining: %d requests are open, at most %g s", self._service.engine.num_open, timeout_s)
+        drain = asyncio.ensure_future(self._service.engine.drain(timeout_s))
+        while not drain.done():
+            if self.force_exit:
+                # The second Ctrl-C.
+                await asyncio.get_running_loop().run_in_executor(None, self._service.engine.close)
+                break
+            await asyncio.wait((drain,), timeout=0.05)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signal is not raised again: whoever called `serve` gets its exit code."""
+        if threading.current_thread() is not threading.main_thread():
+            # Signals are the main thread's; whoever runs a server in another sets should_exit.
+            yield
+            return
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, self.handle_exit) for one in handled}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Load the checkpoint and serve it until a signal; return the exit code.
+
+    The port is taken before the weights are loaded. Raises ValueError for a config, a checkpoint or a port
+    that cannot be used.
+    """
+    model = Path(engine_config.model).expanduser()
+    config.read_keys()
+    tokenizer = Tokenizer(model)
+    listener = _listen(config)
+    try:
+        from compiled_mtp.engine import Engine
+
+        engine = Engine(engine_config)
+        service = make_service(engine, tokenizer, model, engine.runner.max_model_len, config)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        name, port = listener.getsockname()[:2]
+        address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+        logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
+        try:
+            asyncio.run(Server(service).serve([listener]))
+        finally:
+            service.engine.close()
+        return EXIT_OK
+    finally:
+        listener.close()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(512)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"port must be free at {config.host}, got {config.port}: {error.strerror or error}; take another"
+        ) from None
+    return listener
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser: a flag for each field of ServerConfig, but the key, and of EngineConfig."""
+    parser = _Parser(
+        prog="python -m compiled_mtp.server",
+        description="Serve a checkpoint over OpenAI's and Anthropic's APIs.",
+        allow_abbrev=False,
+    )
+    _add_flags(parser.add_argument_group("server"), ServerConfig, skip=("api_key",))
+    _add_flags(parser.add_argument_group("engine"), EngineConfig, skip=())
+    return parser
+
+
+def _add_flags(group: Any, model: Any, skip: Sequence[str]) -> None:
+    for name, info in model.model_fields.items():
+        if name in skip:
+            continue
+        described = (info.description or "").replace("%", "%%")
+        if info.default not in (None, (), "auto") and "default:" not in described:
+            described += f" (default: {info.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described, "metavar": "X"}
+        kinds = (info.annotation, *get_args(info.annotation))
+        if bool in kinds:
+            options = {
+                "default": argparse.SUPPRESS,
+                "help": described,
+                "action": argparse.BooleanOptionalAction,
+            }
+        group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; return the exit code: 0, or 2 for a wrong flag, checkpoint or port."""
+    flags = vars(make_parser().parse_args(argv))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_JsonLog()])
+    try:
+        server_flags = {name: flags[name] for name in ServerConfig.model_fields if name in flags}
+        engine_flags = {name: flags[name] for name in EngineConfig.model_fields if name in flags}
+        return serve(ServerConfig(**server_flags), EngineConfig(**engine_flags))
+    except (ValueError, OSError) as error:
+        print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+class _JsonLog(logging.StreamHandler[Any]):
+    """Every record as one line of JSON on standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; what is JSON already (a request's line) becomes part of it."""
+        message = record.getMessage()
+        line: dict[str, Any] = {"level": record.levelname, "logger": record.name}
+        try:
+            found = json.loads(message)
+            line |= found if isinstance(found, dict) else {"message": message}
+        except ValueError:
+            line["message"] = message
+        if record.exc_info:
+            line["traceback"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps({"time": round(record.created, 3), **line})

@@ -1,0 +1,448 @@
+"""What a model says, parted while it streams: reasoning, answer, tool calls. Pure Python.
+
+Two forms of calls: Qwen3.5 and 3.6 write XML, Qwen3-Next writes JSON. How the text is cut into pieces changes
+nothing but where the deltas are cut: what may still become a tag is held back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+CallForm = Literal["xml", "json"]
+
+_THINK, _THINK_END = "<think>", "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call of the tool `name` begins; calls are counted from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Delta = Reasoning | Content | CallStart | CallArguments
+
+
+class OutputParser:
+    """Parts the text of one answer into deltas.
+
+    form None leaves calls in the text; has_reasoning False leaves `<think>` there; is_thinking says that the
+    prompt has already opened a reasoning part. `tools` are OpenAI's function objects: their schemas say which
+    arguments of the XML form are strings.
+    """
+
+    def __init__(
+        self,
+        *,
+        form: CallForm | None = None,
+        has_reasoning: bool = False,
+        is_thinking: bool = False,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._splitter = _ReasoningSplitter(is_thinking) if has_reasoning else None
+        kinds: dict[CallForm, Callable[[], _Calls]] = {
+            "xml": lambda: _XmlCalls(tools or {}),
+            "json": _JsonCalls,
+        }
+        self._calls = kinds[form]() if form is not None else None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._calls.num_calls if self._calls is not None else 0
+
+    def add(self, text: str, is_last: bool = False) -> list[Delta]:
+        """Take more text, maybe none; return what it completes, and with is_last all that was held back."""
+        deltas: list[Delta] = []
+        if self._splitter is not None:
+            thought, text = self._splitter.add(text, is_last)
+            if thought:
+                deltas.append(Reasoning(thought))
+        if self._calls is not None:
+            deltas += self._calls.add(text, is_last)
+        elif text:
+            deltas.append(Content(text))
+        return deltas
+
+
+class _ReasoningSplitter:
+    """Parts `<think>` ... `</think>` at the beginning from what follows, and the line breaks around both."""
+
+    def __init__(self, is_thinking: bool) -> None:
+        self._text = ""
+        self._phase = "opened" if is_thinking else "start"
+
+    def add(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Return more of the reasoning and more of the answer."""
+        if self._phase == "answer":
+            return "", text
+        self._text += text
+        if self._phase == "start":
+            stripped = self._text.lstrip()
+            if stripped.startswith(_THINK):
+                self._phase, self._text = "opened", stripped.removeprefix(_THINK)
+            elif is_last or not _THINK.startswith(stripped):
+                self._phase = "answer"
+                return "", self._take(len(self._text))
+            else:
+                return "", ""
+        if self._phase == "opened":
+            self._text = self._text.lstrip("\n")
+            self._phase = "reasoning" if self._text else "opened"
+        thought = ""
+        if self._phase == "reasoning":
+            end = self._text.find(_THINK_END)
+            if end < 0:
+                held = 0 if is_last else _tail_length(self._text, _THINK_END)
+                kept = self._text[: len(self._text) - held]
+                return self._take(len(kept) if is_last else len(kept.rstrip("\n"))), ""
+            thought = self._text[:end].rstrip("\n")
+            self._text = self._text[end + len(_THINK_END) :]
+            self._phase = "closed"
+        if self._phase == "closed":
+            self._text = self._text.lstrip("\n")
+            if self._text:
+                self._phase = "answer"
+                return thought, self._take(len(self._text))
+        return thought, ""
+
+    def _take(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
+        return taken
+
+
+class _Calls:
+    """Text before, between and after calls; what is inside one is `_advance_call`, by form.
+
+    White space before a call is not part of the answer.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._text = ""
+        self._is_in_call = False
+        self._opening = ""
+
+    def add(self, text: str, is_last: bool) -> Iterator[Delta]:
+        """Yield the deltas that `text` completes."""
+        self._text += text
+        found: list[Delta] | None = []
+        while found is not None:
+            yield from found
+            found = self._advance_call() if self._is_in_call else self._advance_text()
+        if is_last and not self._is_in_call:
+            yield from self._content(self._take(len(self._text)))
+        elif is_last:
+            yield from self._end_call()
+
+    def _advance_text(self) -> list[Delta] | None:
+        """Take answer text up to a call; None when more must come."""
+        start = self._text.find(_CALL)
+        if start >= 0:
+            taken = self._take(start + len(_CALL))
+            before = taken[:start].rstrip()
+            self._opening = taken[len(before) :]
+            self._is_in_call = True
+            self._begin_call()
+            return self._content(before)
+        safe = self._text[: len(self._text) - _tail_length(self._text, _CALL)].rstrip()
+        return self._content(self._take(len(safe))) or None
+
+    def _give_up_call(self) -> list[Delta]:
+        """What looked like a call is none: it is answer text, as it was written."""
+        self._is_in_call = False
+        text, self._opening = self._opening, ""
+        # Only the tag is settled: a real call may follow in the rest.
+        return self._content(text)
+
+    def _content(self, text: str) -> list[Delta]:
+        return [Content(text)] if text else []
+
+    def _start(self, name: str) -> CallStart:
+        self.num_calls += 1
+        return CallStart(self.num_calls - 1, name)
+
+    def _arguments(self, text: str) -> CallArguments:
+        return CallArguments(self.num_calls - 1, text)
+
+    def _take(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
+        return taken
+
+    def _begin_call(self) -> None:
+        """`<tool_call>` has been read."""
+
+    def _advance_call(self) -> list[Delta] | None:
+        """Take what can be taken inside a call; None when more must come."""
+        raise NotImplementedError
+
+    def _end_call(self) -> list[Delta]:
+        """The text ended inside a call: arguments stay as far as they came."""
+        raise NotImplementedError
+
+
+class _XmlCalls(_Calls):
+    """<tool_call> <function=NAME> <parameter=ARGUMENT> VALUE </parameter> </function> </tool_call>."""
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._tools = tools
+        self._phase = "opened"
+        self._schemas: Mapping[str, Any] = {}
+        self._num_arguments = 0
+        self._schema: Any = None
+        self._searched = 0
+        self._is_at_start = False
+
+    def _begin_call(self) -> None:
+        self._phase = "opened"
+
+    def _advance_call(self) -> list[Delta] | None:
+        return {
+            "opened": self._open_function,
+            "function": self._open_parameter,
+            "string": self._read_string,
+            "value": self._read_value,
+            "closed": self._close_call,
+        }[self._phase]()
+
+    def _end_call(self) -> list[Delta]:
+        if self._phase == "opened":
+            return self._content(self._opening + self._take(len(self._text)))
+        if self._phase == "string":
+            return [self._arguments(_escaped(self._take(len(self._text))))] if self._text else []
+        return []
+
+    def _open_function(self) -> list[Delta] | None:
+        stripped = self._text.lstrip()
+        if not stripped.startswith(_FUNCTION):
+            return None if _FUNCTION.startswith(stripped) else self._give_up_call()
+        end = stripped.find(">")
+        if end < 0:
+            return None
+        name = stripped[len(_FUNCTION) : end].strip()
+        self._text = stripped[end + 1 :]
+        self._phase, self._num_arguments = "function", 0
+        properties = self._tools.get(name, {}).get("properties")
+        self._schemas = properties if isinstance(properties, Mapping) else {}
+        return [self._start(name)]
+
+    def _open_parameter(self) -> list[Delta] | None:
+        """To the next parameter or the end of the function; what else stands there means nothing."""
+        places = [(self._text.find(tag), tag) for tag in (_PARAMETER, _FUNCTION_END, _CALL_END)]
+        at, tag = min(((at, tag) for at, tag in places if at >= 0), default=(-1, ""))
+        if at < 0:
+            return None
+        if tag != _PARAMETER:
+            self._take(at if tag == _CALL_END else at + len(tag))
+            self._phase = "closed"
+            return [self._arguments("}" if self._num_arguments else "{}")]
+        end = self._text.find(">", at)
+        if end < 0:
+            return None
+        name = self._text[at + len(_PARAMETER) : end].strip()
+        self._take(end + 1)
+        self._schema = self._schemas.get(name)
+        is_string = _is_string(self._schema)
+        # One line break after the tag belongs to the form, not to the value.
+        self._phase, self._is_at_start = ("string" if is_string else "value"), True
+        self._searched = 0
+        head = ("{" if not self._num_arguments else ", ") + json.dumps(name, ensure_ascii=False) + ": "
+        self._num_arguments += 1
+        return [self._arguments(head + '"' if is_string else head)]
+
+    def _read_string(self) -> list[Delta] | None:
+        if self._is_at_start:
+            if not self._text:
+                return None
+            self._text, self._is_at_start = self._text.removeprefix("\n"), False
+        end = self._text.find(_PARAMETER_END)
+        if end < 0:
+            safe = self._text[: len(self._text) - _tail_length(self._text, _PARAMETER_END)].removesuffix("\n")
+            return [self._arguments(_escaped(self._take(len(safe))))] if safe else None
+        value = self._take(end).removesuffix("\n")
+        self._take(len(_PARAMETER_END))
+        self._phase = "function"
+        return [self._arguments(_escaped(value) + '"')]
+
+    def _read_value(self) -> list[Delta] | None:
+        end = self._text.find(_PARAMETER_END, self._searched)
+        if end < 0:
+            self._searched = max(0, len(self._text) - len(_PARAMETER_END))
+            return None
+        value = self._take(end).removeprefix("\n").removesuffix("\n")
+        self._take(len(_PARAMETER_END))
+        self._phase = "function"
+        return [self._arguments(_to_json(value))]
+
+    def _close_call(self) -> list[Delta] | None:
+        stripped = self._text.lstrip()
+        if stripped.startswith(_CALL_END):
+            self._text, self._is_in_call = stripped.removeprefix(_CALL_END), False
+            return []
+        if stripped.startswith(_FUNCTION):
+            self._opening, self._phase = "", "opened"
+            return []
+        if _CALL_END.startswith(stripped) or _FUNCTION.startswith(stripped):
+            return None
+        # The end tag was forgotten.
+        self._is_in_call = False
+        return []
+
+
+class _JsonCalls(_Calls):
+    """<tool_call> {"name": NAME, "arguments": {...}} </tool_call>."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._phase = "head"
+        self._depth = 0
+        self._is_string = self._is_escaped = False
+
+    def _begin_call(self) -> None:
+        self._phase, self._depth = "head", 0
+        self._is_string = self._is_escaped = False
+
+    def _advance_call(self) -> list[Delta] | None:
+        return {"head": self._read_head, "arguments": self._read_arguments, "tail": self._read_tail}[
+            self._phase
+        ]()
+
+    def _end_call(self) -> list[Delta]:
+        if self._phase == "head":
+            return self._read_whole(self._take(len(self._text)), "")
+        return []
+
+    def _read_head(self) -> list[Delta] | None:
+        stripped = self._text.lstrip()
+        if stripped and not stripped.startswith("{"):
+            return self._give_up_call()
+        head = _JSON_HEAD.match(self._text)
+        if head is not None:
+            try:
+                name = json.loads(head.group(1))
+            except ValueError:
+                return self._give_up_call()
+            self._take(head.end())
+            self._phase = "arguments"
+            return [self._start(name)]
+        # Another order of keys, or arguments as a string: read when it is whole.
+        end = self._text.find(_CALL_END)
+        if end < 0:
+            return None
+        body = self._take(end)
+        self._take(len(_CALL_END))
+        self._is_in_call = False
+        return self._read_whole(body, _CALL_END)
+
+    def _read_arguments(self) -> list[Delta] | None:
+        for at, character in enumerate(self._text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_string:
+                self._is_escaped = character == "\\"
+                self._is_string = character != '"'
+            elif character == '"':
+                self._is_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._phase = "tail"
+                    return [self._arguments(self._take(at + 1))]
+        return [self._arguments(self._take(len(self._text)))] if self._text else None
+
+    def _read_tail(self) -> list[Delta] | None:
+        stripped = self._text.lstrip().removeprefix("}").lstrip()
+        if stripped.startswith(_CALL_END):
+            self._text, self._is_in_call = stripped.removeprefix(_CALL_END), False
+            return []
+        if _CALL_END.startswith(stripped):
+            return None
+        # The end tag was forgotten.
+        self._text, self._is_in_call = stripped, False
+        return []
+
+    def _read_whole(self, body: str, closing: str) -> list[Delta]:
+        try:
+            call = json.loads(body)
+            name, arguments = call["name"], call.get("arguments", {})
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            if not isinstance(name, str) or not isinstance(json.loads(text), dict):
+                raise TypeError("no call")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return self._content(self._opening + body + closing)
+        return [self._start(name), self._arguments(text)]
+
+
+def _tail_length(text: str, tag: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `tag`, but not all of it."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _is_string(schema: Any) -> bool:
+    """Whether a value is text as it stands: its schema says so, or there is none."""
+    if not isinstance(schema, Mapping):
+        return True
+    kind = schema.get("type")
+    if kind is not None:
+        return kind == "string" or (isinstance(kind, list) and "string" in kind)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        return any(isinstance(one, Mapping) and _is_string(one) for one in options)
+    values = schema.get("enum")
+    return any(isinstance(value, str) for value in values) if isinstance(values, list) else not schema
+
+
+def _to_json(value: str) -> str:
+    """The JSON text of a value that is no string; text where it is none. Templates write Python's words."""
+    python = {"True": "true", "False": "false", "None": "null"}
+    text = python.get(value.strip(), value.strip())
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,211 @@
+"""AsyncEngine: streams, aborts, a full queue, a slow reader, draining, death."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, SlowReaderError
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import CHECKPOINT, ScriptedEngine
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    scripted = ScriptedEngine(Tokenizer(CHECKPOINT))
+    scripted.say("one two three four five six", chunk=1)
+    return scripted
+
+
+async def read_into(found: list[int], stream: Any) -> None:
+    async for output in stream:
+        found += output.new_token_ids
+
+
+async def read(stream: Any) -> list[int]:
+    return [i for output in [o async for o in stream] for i in output.new_token_ids]
+
+
+def test_tokens_of_the_engine_itself() -> None:
+    prompts = ["def add(a, b", "import os", "class Stack:", "for i in"]
+    params = [SamplingParams(max_tokens=16, seed=index) for index in range(4)]
+    engine = Engine(EngineConfig(device="cpu"))
+    expected = [one.new_token_ids for one in engine.generate(prompts, params)]
+
+    async def run() -> list[list[int]]:
+        async_engine = AsyncEngine(engine)
+        streams = [async_engine.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        found = await asyncio.gather(*map(read, streams))
+        with pytest.raises(ValueError, match="prompt must have at least one token"):
+            await async_engine.add(prompt="")
+        with pytest.raises(ValueError, match="stop_token_ids"):
+            await async_engine.add_all(
+                [{"prompt": "x"}, {"prompt": "x", "params": SamplingParams(stop_token_ids=(10**6,))}]
+            )
+        assert await async_engine.drain(10.0)
+        assert engine.stats().running == engine.stats().waiting == 0
+        return found
+
+    assert asyncio.run(run()) == expected
+
+
+def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
+    engine.script = engine.script * 1000
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        task = asyncio.create_task(read(async_engine.generate(prompt_token_ids=[1])))
+        generator = async_engine.generate(prompt_token_ids=[2])
+        async for _ in generator:
+            break
+        await generator.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert len(engine.aborted) == 2
+        assert async_engine.num_open == 0
+        # One that is given up while it is added.
+        adding = asyncio.create_task(async_engine.add(prompt_token_ids=[3]))
+        await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.sleep(0.05)
+        assert async_engine.num_open == 0
+        async_engine.close()
+
+    engine.step_s = 0.001
+    asyncio.run(run())
+
+
+def test_a_full_queue_pushes_back(engine: ScriptedEngine) -> None:
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, max_open=2)
+        first = await async_engine.add(prompt_token_ids=[1])
+        with pytest.raises(QueueFullError) as full:
+            await async_engine.add_all([{"prompt_token_ids": [1]}] * 2)
+        assert full.value.retry_after_s >= 1
+        second = await async_engine.add(prompt_token_ids=[1])
+        assert await read(first) == await read(second) == engine.script
+        assert await read(await async_engine.add(prompt_token_ids=[1])) == engine.script
+        async_engine.close()
+
+    engine.step_s = 0.02
+    asyncio.run(run())
+
+
+def test_a_slow_reader_is_aborted_and_others_go_on(engine: ScriptedEngine) -> None:
+    engine.script = list(range(100, 200))
+    engine.step_s = 0.001
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, stream_buffer=20)
+        slow = await async_engine.add(prompt_token_ids=[1])
+        assert await read(async_engine.generate(prompt_token_ids=[2])) == engine.script
+        found: list[int] = []
+        with pytest.raises(SlowReaderError):
+            await read_into(found, slow)
+        assert found == engine.script[: len(found)]
+        assert len(found) == 20
+        assert len(engine.aborted) == 1
+        async_engine.close()
+
+    asyncio.run(run())
+
+
+def test_draining_waits_then_ends(engine: ScriptedEngine) -> None:
+    engine.step_s = 0.005
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        short = await async_engine.add(prompt_token_ids=[1])
+        engine.script = engine.script * 1000
+        long = await async_engine.add(prompt_token_ids=[1])
+        draining = asyncio.create_task(async_engine.drain(0.3))
+        await asyncio.sleep(0)
+        assert not async_engine.is_accepting
+        with pytest.raises(EngineStoppedError):
+            await async_engine.add(prompt_token_ids=[1])
+        assert await read(short) == engine.script[: len(engine.script) // 1000]
+        assert not await draining
+        found: list[int] = []
+        with pytest.raises(EngineStoppedError):
+            await read_into(found, long)
+        # No finished token is lost.
+        assert len(found) > 10
+        assert found == engine.script[: len(found)]
+        assert engine.is_closed
+        assert not async_engine.is_alive
+
+    asyncio.run(run())
+
+
+def test_death_is_told_to_all_and_logged_once(
+    engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+
+    def die() -> None:
+        if released.is_set():
+            raise RuntimeError("out of luck")
+
+    engine.before_step = die
+    engine.script = engine.script * 1000
+    engine.step_s = 0.001
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        streams = [await async_engine.add(prompt_token_ids=[1]) for _ in range(3)]
+        released.set()
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="out of luck"):
+                await read(stream)
+        with pytest.raises(EngineStoppedError, match="out of luck"):
+            await async_engine.add(prompt_token_ids=[1])
+        assert not async_engine.is_alive
+        assert async_engine.num_open == 0
+
+    asyncio.run(run())
+    assert [r.levelname for r in caplog.records if "out of luck" in r.getMessage()] == ["CRITICAL"]
+    assert engine.is_closed
+
+
+def test_a_loop_that_is_gone_holds_nothing_up(engine: ScriptedEngine) -> None:
+    engine.script = engine.script * 1000
+    engine.step_s = 0.001
+    async_engine = AsyncEngine(engine)
+
+    async def leave() -> None:
+        await async_engine.add(prompt_token_ids=[1])
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 5
+    while async_engine.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert async_engine.num_open == 0
+    async_engine.close()
+    async_engine.close()
+
+
+def test_wrong_sizes() -> None:
+    scripted: Any = ScriptedEngine(Tokenizer(CHECKPOINT))
+    with pytest.raises(ValueError, match="max_open must be at least 1, got 0"):
+        AsyncEngine(scripted, max_open=0)
+
+
+def test_only_the_service_needs_its_packages() -> None:
+    """The engine, AsyncEngine and the prompts' processes work where the extra is not installed."""
+    code = (
+        "import sys;"
+        "sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client')));"
+        "import compiled_mtp.server.prompt_worker, compiled_mtp.server.config, compiled_mtp.async_engine;"
+        "assert 'torch' not in sys.modules;"
+        "from compiled_mtp import Engine"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

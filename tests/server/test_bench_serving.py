@@ -1,0 +1,81 @@
+"""The load generator: its arithmetic, and each of its runs against a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import Running, ScriptedEngine, make_family, running
+
+FILE = Path(__file__).parents[2] / "tools" / "bench_serving.py"
+spec = importlib.util.spec_from_file_location("bench_serving", FILE)
+assert spec is not None
+assert spec.loader is not None
+tool: Any = importlib.util.module_from_spec(spec)
+sys.modules["bench_serving"] = tool
+spec.loader.exec_module(tool)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = make_family(tmp_path_factory.mktemp("family") / "m", "xml")
+    engine = ScriptedEngine(Tokenizer(model))
+    engine.say("forty two and more of it", chunk=4)
+    with running(engine, model, max_open=4) as found:
+        yield found
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, Any]:
+    code = tool.main(list(flags))
+    return code, json.loads(capsys.readouterr().out or "null")
+
+
+def test_percentiles() -> None:
+    assert tool.percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert tool.percentile([0.0, 10.0], 90) == 9.0
+    assert tool.percentile([], 99) == 0.0
+
+
+@pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "200")])
+def test_load(server: Running, capsys: pytest.CaptureFixture[str], load: Any) -> None:
+    flags = ("--url", server.url, "--num-requests", "3", "--seed", "1", "--ttft-slo-ms", "0", *load)
+    code, found = output_of(capsys, *flags)
+    assert (code, found["failed"], found["requests"], found["goodput_per_s"]) == (0, 0, 3, 0.0)
+    assert found["mean_new_tokens"] > 1
+    assert found["acceptance_rate"] > 0.3
+    assert found["total_ms"]["p99"] >= found["ttft_ms"]["p50"] > 0
+
+
+def test_failures_are_counted(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = output_of(capsys, "--url", server.url, "--num-requests", "9", "--concurrency", "9")
+    assert code == bool(found["failed"])
+    code, found = output_of(capsys, "--url", server.url, "--num-requests", "2", "--model", "none")
+    assert (code, found["failed"]) == (1, 2)
+    assert found["first_error"].startswith("404")
+    assert tool.main(["--url", "http://127.0.0.1:1"]) == 2
+
+
+def test_sweep(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    flags = ("--url", server.url, "--num-requests", "4", "--sweep", "1,2", "--output", str(out))
+    code, found = output_of(capsys, *flags)
+    assert code == 0
+    assert json.loads(out.read_text()) == found["sweep"]
+    assert [point["concurrency"] for point in found["sweep"]] == [1, 2]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    questions = tmp_path / "qa.jsonl"
+    lines = [{"prompt": "6 * 7?", "answer": "forty two"}, {"prompt": "1 + 1?", "answer": "two"}]
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--url", server.url, "--against", server.url, "--exact-match", str(questions))
+    code, found = output_of(capsys, *flags)
+    assert (code, found) == (0, {"questions": 2, "exact_match": [1, 1], "different": []})

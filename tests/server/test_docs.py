@@ -1,0 +1,81 @@
+"""Every example of docs/serving.md runs as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import Running, ScriptedEngine, make_family, running
+from tests.server.test_openai import CALLS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, ScriptedEngine]]:
+    model = make_family(tmp_path_factory.mktemp("family") / "m", "xml")
+    engine = ScriptedEngine(Tokenizer(model))
+    with running(engine, model) as server:
+        yield server, engine
+
+
+def test_there_are_as_many_as_are_run() -> None:
+    assert [kind for kind, _ in BLOCKS] == ["sh", "python", "python", "python", "python"]
+
+
+def test_curl(served: Any) -> None:
+    server, engine = served
+    engine.say("a text")
+    assert shutil.which("curl")
+    command = BLOCKS[0][1].replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["text"] == "a text"
+    assert engine.seen[-1][1].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "says", "prints"),
+    [
+        (1, "a text", "a text"),
+        (2, "A tree.", "A tree.\n"),
+        (3, CALLS["xml"], "get_weather {'city': 'Zürich', 'days': 3}\n"),
+    ],
+)
+def test_python(served: Any, capsys: pytest.CaptureFixture[str], number: int, says: str, prints: str) -> None:
+    server, engine = served
+    engine.say(says)
+    exec(compile(BLOCKS[number][1].replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    assert capsys.readouterr().out == prints
+
+
+def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(BLOCKS[4][1], "serving.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_list_of_fields_that_change_nothing() -> None:
+    models: tuple[type[Body], ...] = (ChatBody, CompletionBody, Message, StreamOptions)
+    ignored = {
+        name
+        for model in models
+        for name, info in model.model_fields.items()
+        if info.description == "accepted, changes nothing"
+    }
+    assert len(ignored) > 8
+    assert [name for name in ignored if f"{name}`" not in TEXT] == []
+
+
+def test_flags_that_are_named_exist() -> None:
+    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {"help", "model", "sweep", "exact-match"}
+    assert {flag.replace("-", "_") for flag in flags} <= set(ServerConfig.model_fields)

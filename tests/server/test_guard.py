@@ -1,0 +1,440 @@
+"""Nobody gets in, nothing takes too long or too much: a test for each rule of the door, over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.errors import ApiError, bounded
+from compiled_mtp.server.prompts import PromptPool
+from compiled_mtp.server.serve import main
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import Running, ScriptedEngine, make_family, running
+
+ROOT = Path(__file__).parents[2]
+BODY: Any = {"model": "m", "prompt": "x", "max_tokens": 8}
+KEY = "a-long-secret-key"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
+    model = make_family(tmp_path_factory.mktemp("family") / "m", "xml")
+    scripted = ScriptedEngine(Tokenizer(model))
+    scripted.model = model  # type: ignore[attr-defined]
+    scripted.say("one two three")
+    return scripted
+
+
+@pytest.fixture(scope="module")
+def door(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"first\n{KEY}\n")
+    with running(
+        engine,
+        engine.model,
+        api_key_file=keys,
+        max_body_bytes=20_000,
+        header_timeout_s=0.4,
+        body_timeout_s=0.4,
+        write_timeout_s=0.4,
+        stream_buffer=64,
+        max_stops=2,
+        max_stop_chars=10,
+        max_bias=2,
+        max_schema_bytes=100,
+        max_choices=3,
+        max_prompt_chars=10_000,
+    ) as server:
+        yield server
+
+
+def post(door: Running, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}"} | options.pop("headers", {})
+    options.setdefault("json", BODY) if "content" not in options else None
+    return httpx.post(door.url + path, headers=headers, timeout=20, **options)
+
+
+def raw(door: Running, data: bytes, wait_s: float = 5.0) -> tuple[bytes, float]:
+    """What the server answers to bytes until it closes, and after how many seconds."""
+    start = time.monotonic()
+    with socket.create_connection((door.host, door.port)) as connection:
+        connection.settimeout(wait_s)
+        connection.sendall(data)
+        found = b""
+        try:
+            while part := connection.recv(65536):
+                found += part
+        except ConnectionResetError:
+            pass
+    return found, time.monotonic() - start
+
+
+def test_keys(door: Running) -> None:
+    assert post(door).status_code == 200
+    assert post(door, headers={"authorization": "", "x-api-key": "first"}).status_code == 200
+    for headers in (
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": f"Bearer {KEY}x"},
+        {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": "", "x-api-key": "wrong"},
+    ):
+        answer = post(door, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    for path in ("/metrics", "/v1/models", "/openapi.json"):
+        assert httpx.get(door.url + path).status_code == 401
+    assert httpx.get(door.url + "/health").status_code == 200
+
+
+def test_no_key_and_no_prompt_is_logged(door: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        post(door, json=BODY | {"prompt": "private words"})
+        post(door, headers={"authorization": "Bearer nearly-a-key"})
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and "401" not in caplog.text:
+            time.sleep(0.01)
+    lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "compiled_mtp.server"]
+    assert {line["status"] for line in lines} == {200, 401}
+    assert all(line["request_id"].startswith("req_") for line in lines)
+    for secret in (KEY, "private words", "nearly-a-key"):
+        assert not any(secret in r.getMessage() for r in caplog.records if r.name.startswith("compiled_mtp"))
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost, evil"])
+def test_other_hosts_are_refused(door: Running, host: str) -> None:
+    answer = post(door, headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "127.0.0.1:80", "[::1]:80"])
+def test_own_names_are_not(door: Running, host: str) -> None:
+    assert post(door, headers={"host": host}).status_code == 200
+
+
+def test_pages_of_others_get_nothing(door: Running) -> None:
+    origin = {"origin": "https://evil.example"}
+    asked = origin | {"access-control-request-method": "POST", "authorization": f"Bearer {KEY}"}
+    preflight = httpx.options(door.url + "/v1/completions", headers=asked)
+    assert preflight.status_code == 405
+    for answer in (preflight, post(door, headers=origin)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_json_says_that_it_is(door: Running, kind: str) -> None:
+    content = json.dumps(BODY).encode()
+    assert post(door, content=content, headers={"content-type": kind}).status_code == 415
+    good = {"content-type": "application/json; charset=utf-8"}
+    assert post(door, content=content, headers=good).status_code == 200
+    assert post(door, content=content, headers=good | {"content-encoding": "gzip"}).status_code == 415
+
+
+def test_large_bodies(door: Running) -> None:
+    large = json.dumps(BODY | {"prompt": "x" * 30_000}).encode()
+    kind = {"content-type": "application/json"}
+    assert post(door, content=large, headers=kind).status_code == 413
+    # Of unknown length.
+    assert post(door, content=iter([large[:9000]] * 3), headers=kind).status_code == 413
+    answer = post(door, path="/v1/messages", content=large, headers=kind)
+    assert answer.json()["error"]["type"] == "request_too_large"
+
+
+def head(length: int) -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_slow_senders(door: Running) -> None:
+    for data in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: lo"):
+        found, seconds = raw(door, data)
+        assert found == b""
+        assert seconds < 3
+    found, seconds = raw(door, head(100) + b'{"model"')
+    assert found.startswith(b"HTTP/1.1 408 ")
+    assert seconds < 3
+    # A byte at a time keeps no clock from running, on a used connection neither.
+    whole = json.dumps(BODY).encode()
+    with socket.create_connection((door.host, door.port)) as connection:
+        connection.settimeout(5)
+        connection.sendall(head(len(whole)) + whole)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 5:
+                connection.sendall(b"G")
+                time.sleep(0.05)
+        except OSError:
+            pass
+        assert time.monotonic() - start < 3
+
+
+def test_a_slow_reader_is_cut_off(door: Running, engine: ScriptedEngine) -> None:
+    script, engine.script = engine.script, engine.tokenizer.encode("word " * 40) * 20_000
+    engine.chunk = 4000
+    try:
+        body = json.dumps(BODY | {"stream": True, "max_tokens": 10**7, "return_token_ids": True}).encode()
+        with socket.create_connection((door.host, door.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(head(len(body)) + body)
+            engine.aborted.clear()
+            deadline = time.monotonic() + 10
+            # Others are served meanwhile.
+            while not engine.aborted and time.monotonic() < deadline:
+                assert post(door).status_code == 200
+            assert engine.aborted
+            wait_for_none_open(door)
+            # It still has not read, and is gone all the same.
+            deadline = time.monotonic() + 10
+            while (connections := door.server.server_state.connections) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not connections
+    finally:
+        engine.script, engine.chunk = script, 1
+
+
+def wait_for_none_open(server: Running) -> None:
+    deadline = time.monotonic() + 5
+    while server.service.engine.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.service.engine.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts(door: Running, engine: ScriptedEngine, stream: bool) -> None:
+    script, engine.script = engine.script, engine.script * 10_000
+    engine.step_s = 0.005
+    engine.aborted.clear()
+    try:
+        body = json.dumps(BODY | {"stream": stream, "max_tokens": 10**6}).encode()
+        with socket.create_connection((door.host, door.port)) as connection:
+            connection.sendall(head(len(body)) + body)
+            deadline = time.monotonic() + 5
+            while not door.service.engine.num_open and time.monotonic() < deadline:
+                time.sleep(0.01)
+        wait_for_none_open(door)
+        assert len(engine.aborted) == 1
+    finally:
+        engine.script, engine.step_s = script, 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": "x" * 11}, "stop"),
+        ({"logit_bias": {str(i): 1 for i in range(3)}}, "logit_bias"),
+        ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"),
+        ({"response_format": {"type": "x" * 100}}, "response_format"),
+        ({"n": 4}, "n"),
+        ({"n": 2, "prompt": ["a", "b"]}, "n"),
+        ({"prompt": ["a"] * 4}, "prompt"),
+        ({"prompt": "x" * 10_001}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [1] * 512}, "prompt"),
+    ],
+)
+def test_limits(door: Running, fields: Any, param: str) -> None:
+    answer = post(door, json=BODY | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert len(answer.content) < 3000
+
+
+@pytest.mark.parametrize("kwargs", [{"self": 1}, {"messages": []}, {"tools": []}, {"enable_thinking": [1]}])
+def test_template_kwargs_are_listed(door: Running, kwargs: Any) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": kwargs}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = post(door, path=path, json=chat)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"chat_template_kwargs.{next(iter(kwargs))}"
+    large = {"type": "function", "function": {"name": "f", "description": "x" * 200}}
+    answer = post(
+        door, path="/v1/chat/completions", json=chat | {"chat_template_kwargs": None, "tools": [large]}
+    )
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_a_template_that_never_ends(tmp_path: Path) -> None:
+    model = make_family(tmp_path / "m", "xml")
+    loops = "{%- for a in range(90000) -%}" * 2 + "{%- endfor -%}" * 2
+    template = "{%- if messages[0].content == 'loop' -%}" + loops + "{%- endif -%}{{ messages[0].content }}"
+    (model / "chat_template.jinja").write_text(template)
+
+    async def run() -> None:
+        pool = PromptPool(model, num_workers=1, timeout_s=0.3, max_chars=100)
+        await pool.start()
+        try:
+            for _ in range(2):
+                with pytest.raises(ApiError, match=r"0\.3 seconds"):
+                    await pool.render([{"role": "user", "content": "loop"}], {})
+                assert (await pool.render([{"role": "user", "content": "def"}], {})).token_ids
+            # One that leaves takes its process's answer with it.
+            leaving = asyncio.create_task(pool.render([{"role": "user", "content": "import"}], {}))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            expected = Tokenizer(model).encode("class")
+            assert (await pool.encode("class")).token_ids == expected
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_says_when_to_come_back(engine: Any) -> None:
+    engine.step_s, script = 0.02, engine.script
+    engine.script = script * 10
+    try:
+        with running(engine, engine.model, max_open=1) as server, httpx.Client(base_url=server.url) as client:
+            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 30}):
+                answer = client.post("/v1/completions", json=BODY)
+                assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
+            wait_for_none_open(server)
+            assert client.post("/v1/completions", json=BODY).status_code == 200
+    finally:
+        engine.step_s, engine.script = 0.0, script
+
+
+def test_death_is_unhealthy_and_told(engine: Any) -> None:
+    def die() -> None:
+        if not engine.is_well:
+            raise RuntimeError("out of luck")
+
+    script, engine.script, engine.step_s = engine.script, engine.script * 100, 0.01
+    engine.before_step, engine.is_well = die, True
+    try:
+        with running(engine, engine.model) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+            with client.stream(
+                "POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 99}
+            ) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                engine.is_well = False
+                last = [line for line in lines if line][-1]
+            assert "out of luck" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            assert client.get("/health").status_code == 503
+            assert client.post("/v1/completions", json=BODY).status_code == 503
+    finally:
+        engine.before_step, engine.script, engine.step_s = (lambda: None), script, 0.0
+
+
+def test_draining_finishes_and_then_says_why(engine: Any) -> None:
+    script, engine.step_s = engine.script, 0.02
+    engine.script = script * 10
+    try:
+        with running(engine, engine.model, drain_timeout_s=0.5) as server, httpx.Client(timeout=20) as client:
+            url = f"{server.url}/v1/completions"
+            with (
+                client.stream("POST", url, json=BODY | {"stream": True, "max_tokens": 10}) as short,
+                client.stream("POST", url, json=BODY | {"stream": True, "max_tokens": 99}) as long,
+            ):
+                server.server.should_exit = True
+                short_lines = [line for line in short.iter_lines() if line]
+                long_lines = [line for line in long.iter_lines() if line]
+            assert short_lines[-1] == "data: [DONE]"
+            assert "shut" in json.loads(long_lines[-1].removeprefix("data: "))["error"]["message"]
+            assert len(long_lines) > 10
+    finally:
+        engine.script, engine.step_s = script, 0.0
+
+
+def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServerConfig().host == "127.0.0.1"
+    with pytest.raises(ValueError, match="host must be this machine's own without a key"):
+        ServerConfig(host="0.0.0.0")
+    with pytest.raises(ValueError, match="allowed_hosts must name"):
+        ServerConfig(host="0.0.0.0", allow_anyone=True)
+    monkeypatch.setenv("COMPILED_MTP_SERVER_API_KEY", "from-environment")
+    config = ServerConfig(host="0.0.0.0", allowed_hosts="a.example")
+    assert config.read_keys() == ("from-environment",)
+    assert config.hosts() == {"a.example"}
+    assert "from-environment" not in repr(config)
+    EngineConfig()  # To which the server's variables are not unknown.
+    monkeypatch.setenv("COMPILED_MTP_SERVER_WHAT", "1")
+    with pytest.raises(ValueError, match="COMPILED_MTP_SERVER_WHAT"):
+        ServerConfig()
+    monkeypatch.delenv("COMPILED_MTP_SERVER_WHAT")
+    (tmp_path / "empty").write_text("\n")
+    for name, message in (("empty", "must hold a key"), ("none", "must be readable")):
+        with pytest.raises(ValueError, match=message):
+            ServerConfig(api_key_file=tmp_path / name).read_keys()
+    with pytest.raises(ValueError, match="port must be less than or equal to 65535, got 99999; give port"):
+        ServerConfig(port=99999)
+
+
+def test_texts_of_errors_are_short_and_printable() -> None:
+    assert bounded("a\nb\x1b[0m\ud800") == "a\\nb\\u001b[0m\\ud800"
+    assert len(bounded("x" * 10**6)) < 1100
+
+
+def test_refusals_before_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--port", port]) == 2
+    assert "port must be free" in capsys.readouterr().err
+    assert main(["--model", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main(["--api-key", "x"])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+def test_signals_end_it(number: int) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "compiled_mtp.server",
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+            "--prompt-workers",
+            "1",
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stderr is not None
+        url = ""
+        for line in process.stderr:
+            if "serving" in line:
+                url = json.loads(line)["message"].split(" at ")[1].split()[0]
+                break
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()

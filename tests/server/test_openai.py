@@ -1,0 +1,328 @@
+"""OpenAI's own client against the server: the checkpoint that ships, and an engine with a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.server.generation import derive_seed
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
+
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add("}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+CALLS = {
+    "xml": "<think>\nWhere?\n</think>\n\nLooking é.\n\n<tool_call>\n<function=get_weather>\n"
+    "<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "json": "<think>\nWhere?\n</think>\n\nLooking é.\n\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>',
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Engine]:
+    """An engine of its own, to say what is right."""
+    engine = Engine(EngineConfig(device="cpu", seed=None))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    engine = Engine(EngineConfig(device="cpu"))
+    with running(engine, CHECKPOINT, engine.runner.max_model_len) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["xml", "json"])
+def scripted(
+    request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, ScriptedEngine, str]]:
+    model = make_family(tmp_path_factory.mktemp("family") / request.param, request.param)
+    engine = ScriptedEngine(Tokenizer(model))
+    with running(engine, model) as server:
+        yield server, engine, request.param
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_completions_are_the_engines_own(real: Running, alone: Engine) -> None:
+    client = client_of(real)
+    for fields in (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 11},
+        {"seed": 3, "top_p": 0.8, "stop": ["return"]},
+    ):
+        expected = alone.generate(["def quicksort("], SamplingParams(max_tokens=20, **fields))[0]
+        whole = client.completions.create(
+            model="m", prompt="def quicksort(", max_tokens=20, extra_body={"return_token_ids": True}, **fields
+        )
+        assert whole.choices[0].token_ids == expected.new_token_ids  # type: ignore[attr-defined]
+        assert whole.choices[0].text == expected.new_text
+        assert whole.choices[0].finish_reason == expected.finish_reason
+        chunks = list(
+            client.completions.create(
+                model="alias",
+                prompt="def quicksort(",
+                max_tokens=20,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"return_token_ids": True, "include_round": True},
+                **fields,
+            )
+        )
+        ids = [i for chunk in chunks for c in chunk.choices for i in getattr(c, "token_ids", [])]
+        assert ids == expected.new_token_ids
+        assert "".join(c.text for chunk in chunks for c in chunk.choices) == expected.new_text
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.completion_tokens == len(ids) == whole.usage.completion_tokens  # type: ignore[union-attr]
+        speculation = usage.speculation  # type: ignore[attr-defined]
+        rounds = [chunk.round for chunk in chunks if hasattr(chunk, "round")]  # type: ignore[attr-defined]
+        assert sum(one["drafted"] for one in rounds) == speculation["drafted_tokens"] > 0
+        assert sum(one["accepted"] for one in rounds) == speculation["accepted_tokens"]
+
+
+def test_choices_and_prompts_have_seeds_of_their_own(real: Running, alone: Engine) -> None:
+    prompts = ["import os", "class Stack"]
+    got = client_of(real).completions.create(model="m", prompt=prompts, n=3, seed=5, max_tokens=12)
+    params = [SamplingParams(max_tokens=12, seed=derive_seed(5, index)) for index in range(3)]
+    expected = alone.generate([p for p in prompts for _ in range(3)], params * 2)
+    assert [c.text for c in got.choices] == [one.new_text for one in expected]
+    assert [c.index for c in got.choices] == list(range(6))
+    assert len({c.text for c in got.choices}) > 2
+    ids = alone.tokenizer.encode("import os")  # type: ignore[union-attr]
+    by_ids = client_of(real).completions.create(model="m", prompt=[ids, ids], seed=5, max_tokens=12)
+    assert [c.text for c in by_ids.choices] == [expected[0].new_text] * 2
+
+
+def test_chat_is_the_engines_own(real: Running, alone: Engine) -> None:
+    request_id = alone.add_request(
+        messages=[{**m, "role": m["role"]} for m in MESSAGES], params=SamplingParams(max_tokens=24, seed=1)
+    )
+    text = ""
+    while alone.has_unfinished_requests():
+        text += "".join(one.new_text for one in alone.step() if one.request_id == request_id)
+    client = client_of(real)
+    developer = [{**MESSAGES[0], "role": "developer"}, MESSAGES[1]]
+    whole = client.chat.completions.create(
+        model="m", messages=developer, max_completion_tokens=24, seed=1, user="u", store=False, metadata={}
+    )
+    assert whole.choices[0].message.content == text
+    chunks = list(
+        client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=24, seed=1, stream=True, n=2)
+    )
+    assert "".join(c.delta.content or "" for k in chunks for c in k.choices if c.index == 0) == text
+    assert {c.finish_reason for k in chunks for c in k.choices if c.finish_reason} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("by_character", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_tools_and_reasoning(scripted: Any, by_character: bool, chunk: int) -> None:
+    server, engine, form = scripted
+    engine.say(CALLS[form], by_character=by_character, chunk=chunk)
+    client = client_of(server)
+    create: Any = client.chat.completions.create
+    whole = create(model="m", messages=MESSAGES, tools=[WEATHER], parallel_tool_calls=True)
+    message = whole.choices[0].message
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert message.reasoning_content == "Where?"
+    assert message.content == "Looking é."
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Zürich", "days": 3}
+    chunks = list(create(model="m", messages=MESSAGES, tools=[WEATHER], tool_choice="auto", stream=True))
+    deltas = [k.choices[0].delta for k in chunks]
+    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "Where?"
+    assert "".join(d.content or "" for d in deltas) == "Looking é."
+    calls = [c for d in deltas for c in d.tool_calls or []]
+    assert [c.function.name for c in calls if c.id] == ["get_weather"]
+    assert json.loads("".join(c.function.arguments for c in calls)) == {"city": "Zürich", "days": 3}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    # And the turn after, with what the client keeps of it.
+    history = [*MESSAGES, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    engine.say("Rain.")
+    again = create(model="m", messages=history, tools=[WEATHER])
+    assert again.choices[0].message.content == "Rain."
+    text = engine.tokenizer.decode(engine.seen[-1][0])
+    assert "get_weather" in text
+    assert "city=Zürich" in text
+
+
+def test_every_cut_in_two(scripted: Any) -> None:
+    server, engine, form = scripted
+    engine.say(CALLS[form], by_character=True)
+    whole = engine.script
+    create: Any = client_of(server).chat.completions.create
+    for chunk in range(1, len(whole), 7):
+        engine.chunk = chunk
+        got = create(model="m", messages=MESSAGES, tools=[WEATHER]).choices[0].message
+        assert (got.reasoning_content, got.content) == ("Where?", "Looking é.")
+        assert json.loads(got.tool_calls[0].function.arguments) == {"city": "Zürich", "days": 3}
+
+
+def test_without_tools_the_text_is_left_alone(scripted: Any) -> None:
+    server, engine, form = scripted
+    engine.say(CALLS[form])
+    create: Any = client_of(server).chat.completions.create
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = create(model="m", messages=MESSAGES, **fields).choices[0]
+        assert choice.message.content == CALLS[form].partition("</think>\n\n")[2]
+        assert choice.finish_reason == "stop"
+        assert "get_weather" not in engine.tokenizer.decode(engine.seen[-1][0])
+
+
+def test_thinking_is_asked_of_the_template(scripted: Any) -> None:
+    server, engine, _ = scripted
+    engine.say("I think.\n</think>\n\nYes.")
+    create: Any = client_of(server).chat.completions.create
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = create(model="m", messages=MESSAGES, extra_body=kwargs).choices[0].message
+    assert (message.reasoning_content, message.content) == ("I think.", "Yes.")
+
+
+def test_logprobs_are_mapped(scripted: Any) -> None:
+    server, engine, _ = scripted
+    engine.say("ab cé")
+    engine.logprobs = lambda ids: [
+        SimpleNamespace(token_id=i, logprob=-0.5, top=[(i, -0.5), (97, -1.0)]) for i in ids
+    ]
+    try:
+        client = client_of(server)
+        chat = client.chat.completions.create(model="m", messages=MESSAGES)
+        content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert b"".join(bytes(e.bytes or []) for e in content or []).decode() == "ab cé"
+        assert {len(e.top_logprobs) for e in content or []} == {2}
+        chunks = list(client.completions.create(model="m", prompt="x", max_tokens=50, stream=True))
+        found = [c.logprobs for k in chunks for c in k.choices if c.logprobs]
+        assert [t for one in found for t in one.tokens or []] == [e.token for e in content or []]
+        offsets = [o for one in found for o in one.text_offset or []]
+        assert offsets == sorted(offsets)
+    finally:
+        engine.logprobs = None
+
+
+def test_what_the_engine_lacks_is_its_own_message(real: Running) -> None:
+    create: Any = client_of(real).chat.completions.create
+    for fields, param in (
+        ({"presence_penalty": 1.5}, "presence_penalty"),
+        ({"logprobs": True, "top_logprobs": 2}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 2}}, "logit_bias"),
+    ):
+        try:
+            create(model="m", messages=MESSAGES, max_tokens=2, **fields)
+        except openai.BadRequestError as error:
+            assert error.param == param  # noqa: PT017
+            with pytest.raises(ValueError, match=param):
+                SamplingParams(**{param: fields[param]})
+    assert create(
+        model="m", messages=MESSAGES, max_tokens=2, response_format={"type": "text"}, presence_penalty=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"temperature": "1"}, 400, "temperature"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens"),
+        ({"verbosity": "low"}, 400, "verbosity"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"tools": [WEATHER]}, 400, "tools"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"n": 1000}, 400, "n"),
+        ({"top_logprobs": 2}, 400, "logprobs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_field(real: Running, fields: Any, status: int, param: str, stream: bool) -> None:
+    body = {"model": "m", "messages": MESSAGES, "stream": stream} | fields
+    answer = httpx.post(f"{real.url}/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert " must " in error["message"]
+
+
+def test_errors_of_a_request_that_runs(scripted: Any) -> None:
+    server, engine, _ = scripted
+    engine.say("some text")
+    engine.error = "a row was not finite"
+    try:
+        client = client_of(server)
+        with pytest.raises(openai.InternalServerError, match="not finite"):
+            client.chat.completions.create(model="m", messages=MESSAGES)
+        with pytest.raises(openai.APIError, match="not finite"):
+            list(client.chat.completions.create(model="m", messages=MESSAGES, stream=True))
+    finally:
+        engine.error = None
+
+
+def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
+    client = client_of(real)
+    assert [one.id for one in client.models.list()] == ["m", "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none/such")
+    ids = alone.tokenizer.encode("def f(): pass")  # type: ignore[union-attr]
+    answer = httpx.post(f"{real.url}/tokenize", json={"prompt": "def f(): pass"}).json()
+    assert (answer["tokens"], answer["count"]) == (ids, len(ids))
+    chat = httpx.post(f"{real.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert chat == alone.tokenizer.encode(alone.tokenizer.apply_chat_template(MESSAGES))  # type: ignore[union-attr]
+    assert httpx.get(f"{real.url}/health").json() == {"status": "ok"}
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        client.responses.create(model="m", input="x")
+    assert httpx.get(f"{real.url}/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{real.url}/v1/completions").status_code == 405
+
+
+def test_metrics_count(scripted: Any) -> None:
+    server, engine, _ = scripted
+
+    def value(name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = value("compiled_mtp_output_tokens_total")
+    engine.say("one two three four five six seven", chunk=4)
+    client_of(server).chat.completions.create(model="m", messages=MESSAGES)
+    assert value("compiled_mtp_output_tokens_total") - before == len(engine.script)
+    assert value('compiled_mtp_requests_finished_total{reason="stop"}') > 0
+    assert value('compiled_mtp_responses_total{path="/v1/chat/completions",status="200"}') > 0
+    assert value('compiled_mtp_accepted_tokens_total{index="3"}') > 0
+    assert value("compiled_mtp_time_to_first_token_seconds_count") > 0
+    assert value("compiled_mtp_inter_token_latency_seconds_count") > 0
+    assert value("compiled_mtp_engine_blocks_total") == 64
+
+
+def test_family_is_found(tmp_path: Path) -> None:
+    from compiled_mtp.server.serve import find_call_form
+
+    assert find_call_form(Tokenizer(make_family(tmp_path / "x", "xml"))) == "xml"
+    assert find_call_form(Tokenizer(make_family(tmp_path / "j", "json"))) == "json"
+    assert find_call_form(Tokenizer(CHECKPOINT)) is None

@@ -1,0 +1,308 @@
+"""Load on any OpenAI endpoint: latencies, goodput, acceptance; ends in one line of JSON.
+
+    python tools/bench_serving.py --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
+    python tools/bench_serving.py --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
+    python tools/bench_serving.py --sweep 1,2,4,8,16 --output sweep.json      # and sweep.png
+    python tools/bench_serving.py --exact-match qa.jsonl --against http://127.0.0.1:8001
+
+Prompts come from a file: .jsonl with a prompt or messages a line, else one prompt. The exact-match run asks
+the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
+the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx, and matplotlib
+for the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
+PERCENTILES = (50, 90, 99)
+
+
+@dataclasses.dataclass
+class Sample:
+    """What one request gave; times in seconds from when it was sent."""
+
+    text: str = ""
+    error: str | None = None
+    first_s: float = 0.0
+    total_s: float = 0.0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @property
+    def inter_token_s(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.total_s - self.first_s) / max(1, self.output_tokens - 1)
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Return the bodies of a prompt file: {"prompt"} or {"messages"} each, with what else stands there."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        return [{"prompt": text}]
+    found = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not found or not all("prompt" in one or "messages" in one for one in found):
+        raise ValueError(f"prompts must have a prompt or messages a line, got {path}; correct it")
+    return found
+
+
+def make_body(prompt: dict[str, Any], index: int, flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the request body number `index`."""
+    body: dict[str, Any] = {key: prompt[key] for key in ("prompt", "messages") if key in prompt}
+    body |= {"model": flags.model, "max_tokens": flags.max_tokens, "temperature": flags.temperature}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return body | ({} if flags.seed is None else {"seed": flags.seed + index})
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
+    """Send one request and read its stream."""
+    sample, start = Sample(), time.perf_counter()
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    try:
+        async with client.stream("POST", path, json=body) as answer:
+            if answer.status_code != 200:
+                sample.error = (
+                    f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:300]}"
+                )
+                return sample
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    take(sample, json.loads(line.removeprefix("data: ")), time.perf_counter() - start)
+    except httpx.HTTPError as error:
+        sample.error = repr(error)
+    return sample
+
+
+def take(sample: Sample, chunk: dict[str, Any], now_s: float) -> None:
+    """Add one chunk of a stream, read after now_s seconds."""
+    if "error" in chunk:
+        sample.error = str(chunk["error"].get("message"))
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        sample.text += text
+        if text or choice.get("finish_reason"):
+            sample.first_s = sample.first_s or now_s
+            sample.total_s = now_s
+    if (usage := chunk.get("usage")) is not None:
+        speculation = usage.get("speculation") or {}
+        sample.output_tokens = usage["completion_tokens"]
+        sample.prompt_tokens = usage["prompt_tokens"]
+        sample.drafted = speculation.get("drafted_tokens", 0)
+        sample.accepted = speculation.get("accepted_tokens", 0)
+        sample.rounds = speculation.get("rounds", 0)
+
+
+async def run_load(
+    client: httpx.AsyncClient,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    concurrency: int,
+    rate: float | None,
+    seed: int,
+) -> tuple[list[Sample], float]:
+    """Send all bodies, `concurrency` at a time or, with a rate, as a Poisson process of that many a second.
+
+    Returns the samples in the order of the bodies, and the seconds in all.
+    """
+    start = time.perf_counter()
+    if rate is not None:
+        rng, tasks = random.Random(seed), []
+        for body in bodies:
+            tasks.append(asyncio.create_task(ask(client, body)))
+            await asyncio.sleep(rng.expovariate(rate))
+        samples = list(await asyncio.gather(*tasks))
+    else:
+        room = asyncio.Semaphore(concurrency)
+
+        async def one(body: dict[str, Any]) -> Sample:
+            async with room:
+                return await ask(client, body)
+
+        samples = list(await asyncio.gather(*map(one, bodies)))
+    return samples, time.perf_counter() - start
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the value below which `percent` % lie, by linear interpolation; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers of one run; goodput counts requests that met both limits, a second."""
+    done = [sample for sample in samples if sample.error is None]
+    tokens = sum(sample.output_tokens for sample in done)
+    drafted, rounds = sum(one.drafted for one in done), sum(one.rounds for one in done)
+    accepted = sum(one.accepted for one in done)
+    good = [
+        one
+        for one in done
+        if one.first_s * 1000 <= flags.ttft_slo_ms and one.inter_token_s * 1000 <= flags.itl_slo_ms
+    ]
+    times = {
+        "ttft_ms": [one.first_s * 1000 for one in done],
+        "itl_ms": [one.inter_token_s * 1000 for one in done if one.output_tokens > 1],
+        "total_ms": [one.total_s * 1000 for one in done],
+    }
+    return {
+        "requests": len(samples),
+        "failed": len(samples) - len(done),
+        "first_error": next((one.error for one in samples if one.error is not None), None),
+        "seconds": round(seconds, 3),
+        "output_tokens": tokens,
+        "tokens_per_s": round(tokens / seconds, 2),
+        "requests_per_s": round(len(done) / seconds, 3),
+        "goodput_per_s": round(len(good) / seconds, 3),
+        "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
+        "mean_new_tokens": round((rounds + accepted) / rounds, 3) if rounds else None,
+    } | {
+        name: {f"p{percent}": round(percentile(values, percent), 2) for percent in PERCENTILES}
+        for name, values in times.items()
+    }
+
+
+async def bench(client: httpx.AsyncClient, flags: argparse.Namespace) -> dict[str, Any]:
+    """Run what the flags ask for; return the object to print."""
+    prompts = read_prompts(flags.prompts)
+    bodies = [make_body(prompts[i % len(prompts)], i, flags) for i in range(flags.num_requests)]
+    if flags.sweep is None:
+        samples, seconds = await run_load(
+            client, bodies, concurrency=flags.concurrency, rate=flags.rate, seed=flags.seed or 0
+        )
+        return summarize(samples, seconds, flags)
+    points = []
+    for level in flags.sweep:
+        samples, seconds = await run_load(client, bodies, concurrency=level, rate=None, seed=0)
+        points.append({"concurrency": level, **summarize(samples, seconds, flags)})
+        print(f"concurrency {level}: {points[-1]['tokens_per_s']} tokens/s", file=sys.stderr)
+    flags.output.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
+    draw(points, flags.output.with_suffix(".png"))
+    return {"sweep": points}
+
+
+def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write throughput and latencies over concurrency as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    levels = [point["concurrency"] for point in points]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    axes[0].plot(levels, [point["tokens_per_s"] for point in points], marker="o")
+    axes[0].set(xlabel="concurrent requests", ylabel="tokens/s", ylim=(0, None))
+    for name, style in (("p50", "-"), ("p99", "--")):
+        for key in ("ttft_ms", "itl_ms"):
+            axes[1].plot(levels, [p[key][name] for p in points], style, marker="o", label=f"{key} {name}")
+    axes[1].set(xlabel="concurrent requests", ylabel="ms", yscale="log")
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace) -> dict[str, Any]:
+    """Ask every question of every server; return how many were answered, and which outputs differ."""
+    questions = read_prompts(flags.exact_match)
+    flags.temperature = 0.0
+    bodies = [make_body(question, index, flags) for index, question in enumerate(questions)]
+    outputs = []
+    for client in clients:
+        samples, _ = await run_load(client, bodies, concurrency=flags.concurrency, rate=None, seed=0)
+        if (error := next((s.error for s in samples if s.error is not None), None)) is not None:
+            raise ValueError(f"every question must be answered, got {error}; see the server's log")
+        outputs.append([sample.text for sample in samples])
+    answers = [str(question.get("answer", "")).strip() for question in questions]
+    return {
+        "questions": len(questions),
+        "exact_match": [
+            sum(text.strip().startswith(answer) for text, answer in zip(texts, answers, strict=True))
+            for texts in outputs
+        ],
+        "different": [i for i, texts in enumerate(zip(*outputs, strict=True)) if len(set(texts)) > 1],
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where /v1 is")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompt file")
+    parser.add_argument("--num-requests", type=int, default=32)
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    load.add_argument("--rate", type=float, help="arrivals a second, at random times")
+    load.add_argument("--sweep", type=lambda text: [int(n) for n in text.split(",")], help="concurrencies")
+    parser.add_argument("--output", type=Path, help="JSON file of a sweep; the picture lies beside it")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, help="of request 0; request i has seed + i")
+    parser.add_argument("--ttft-slo-ms", type=float, default=float("inf"))
+    parser.add_argument("--itl-slo-ms", type=float, default=float("inf"))
+    parser.add_argument("--exact-match", type=Path, help="questions and answers, .jsonl")
+    parser.add_argument("--against", help="a second server's url")
+    return parser
+
+
+async def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Open the connections, find the model, run."""
+    key = flags.api_key_file.read_text(encoding="utf-8").split()[0] if flags.api_key_file else "none"
+    urls = [flags.url, *([flags.against] if flags.against else [])]
+    limits = httpx.Limits(max_connections=None)
+    headers = {"authorization": f"Bearer {key}"}
+    clients = [httpx.AsyncClient(base_url=u, headers=headers, limits=limits, timeout=None) for u in urls]
+    try:
+        if flags.model is None:
+            listed = (await clients[0].get("/v1/models")).json()
+            flags.model = listed["data"][0]["id"]
+        work: Callable[[], Awaitable[dict[str, Any]]] = (
+            (lambda: bench(clients[0], flags))
+            if flags.exact_match is None
+            else (lambda: match(clients, flags))
+        )
+        return await work()
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the object as one line; 1 if a request failed or outputs differ, 2 for a wrong flag or server."""
+    parser = make_parser()
+    flags = parser.parse_args(argv)
+    if flags.sweep is not None and flags.output is None:
+        parser.error("--output must name a file with --sweep; add one")
+    try:
+        found = asyncio.run(run(flags))
+    except (ValueError, OSError, KeyError, httpx.HTTPError) as error:
+        print(f"error: {error!r}", file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    failed = any(point["failed"] for point in found.get("sweep", [found]) if "failed" in point)
+    return int(failed or bool(found.get("different")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
