@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.request import RequestMetrics, RequestOutput, SamplingParams
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import Service
 from compiled_mtp.server.serve import Server, make_service
@@ -109,12 +109,13 @@ class ScriptedEngine:
         name = request_id or f"request-{self._count}"
         params = params or SamplingParams()
         self.seen.append((ids, params))
-        metrics = RequestMetrics(len(ids), params.seed or 0)
-        metrics.rounds_by_accepted = [0] * (MTP_STEP + 1)
+        history = RequestHistory(len(ids), params.seed or 0)
+        history.mtp_step, history.time_to_first_token_s = MTP_STEP, 0.01
         self._running[name] = {
             "left": list(self.script[: params.max_tokens]),
             "reason": "length" if len(self.script) > params.max_tokens else "stop",
-            "metrics": metrics,
+            "history": history,
+            "told": 0,
             "detokenizer": self.tokenizer.detokenizer(),
             "params": params,
             "is_aborted": False,
@@ -140,11 +141,11 @@ class ScriptedEngine:
 
     def _output(self, name: str, state: dict[str, Any]) -> RequestOutput:
         new, state["left"] = state["left"][: self.chunk], state["left"][self.chunk :]
-        metrics: RequestMetrics = state["metrics"]
-        if metrics.output_tokens and new:
-            metrics.rounds_by_accepted[min(len(new) - 1, MTP_STEP)] += 1
-        metrics.output_tokens += len(new)
-        metrics.time_to_first_token_s = metrics.time_to_first_token_s or 0.01
+        history: RequestHistory = state["history"]
+        if state["told"] and new:
+            history.rounds.append(MTP_STEP * 16 + min(len(new) - 1, MTP_STEP))
+        state["told"] += len(new)
+        metrics = RequestMetrics(history, len(history.rounds), state["told"], 0.02)
         reason = None if state["left"] else state["reason"]
         if state["is_aborted"]:
             new, reason = [], "abort"
