@@ -32,7 +32,12 @@ FLOORS = {
     "compiled_mtp.cache.kv_cache": 3,
     "compiled_mtp.cache.state_cache": 3,
     "compiled_mtp.cache.offload": 3,
-    "compiled_mtp.sampling": 3,
+    "compiled_mtp.sampling": 0,
+    "compiled_mtp.sampling.grammar_source": 0,
+    "compiled_mtp.sampling.logprobs": 0,
+    "compiled_mtp.sampling.params": 0,
+    "compiled_mtp.sampling.tool_calls": 0,
+    "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.batch": 3,
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
@@ -77,7 +82,7 @@ def floor_of(module: str) -> int | None:
             return FLOORS[name]
         # A new module of a package whose modules lie on several floors must be placed by name.
         name = name.rpartition(".")[0]
-        if name in ("compiled_mtp.cache", "compiled_mtp.graphs"):
+        if name in ("compiled_mtp.cache", "compiled_mtp.graphs", "compiled_mtp.sampling"):
             return None
     return None
 
