@@ -27,11 +27,9 @@ CallForm: TypeAlias = Literal["json", "xml"]
 CALL_FORMS: dict[str, CallForm] = {
     "qwen3_next": "json",
     "qwen3_5": "xml",
-    "qwen3_5_text": "xml",
     "qwen3_5_moe": "xml",
-    "qwen3_5_moe_text": "xml",
 }
-"""How a model_type writes its calls."""
+"""How a model family writes its calls."""
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -42,6 +40,12 @@ _VALUE_END = json.dumps("\n</parameter>")
 # Keywords that allow and forbid nothing, and those that text written as it is can obey.
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
 _OF_STRINGS = {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+# Keywords that say nothing about a string.
+_OF_OTHERS = {
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+}
 
 
 def from_tools(
@@ -134,7 +138,7 @@ def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
             raise ValueError(f"{place}.name must be unique, got {name!r} twice; rename one")
         assert isinstance(function, Mapping)
         place = f"{place}.parameters"
-        schema = check_schema(place, function.get("parameters") or {"type": "object", "properties": {}})
+        schema = check_schema(place, function.get("parameters") or {"additionalProperties": False})
         if schema.get("type", "object") != "object":
             raise ValueError(f"{place}.type must be object, got {schema['type']!r:.80}; arguments have names")
         closed = {"additionalProperties": False} if schema.get("properties") else {}
@@ -190,7 +194,7 @@ def _xml_value(rule: str, place: str, schema: Schema) -> list[str]:
 
 
 def _raw_value(rule: str, place: str, schema: Schema) -> str:
-    if unknown := set(schema) - _NOTES - _OF_STRINGS:
+    if unknown := set(schema) - _NOTES - _OF_STRINGS - _OF_OTHERS:
         raise ValueError(
             f"{place} must not use {', '.join(sorted(unknown))} where tool_choice asks for a call; "
             "write it as a pattern or leave it out"
