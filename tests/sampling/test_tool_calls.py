@@ -17,7 +17,7 @@ from tests.sampling.grammars import NUM_IDS, TOKENIZER, TOKENIZER_JSON, compiler
 
 Call = tuple[str, dict[str, Any]]
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "description": "where", "maxLength": 12},
@@ -27,7 +27,7 @@ WEATHER = {
         "place": {"$ref": "#/$defs/place"},
         "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
         "code": {"type": ["string", "integer"], "pattern": "^[a-z]{2}$", "minimum": 10, "maximum": 99},
-        "tag": {"type": "string", "pattern": "[0-9]x"},
+        "tag": {"type": "string", "pattern": "^[0-9]x{1,3}$"},
     },
     "required": ["city", "hours"],
     "$defs": {
@@ -39,8 +39,6 @@ WEATHER = {
         }
     },
 }
-# Raw text that may go on for ever would end few of the random calls.
-WEATHER["properties"]["tag"]["pattern"] = "^[0-9]x{1,3}$"  # type: ignore[index]
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "get_time", "description": "now"}},
@@ -87,7 +85,7 @@ def parse_xml(text: str) -> list[Call]:
 
 
 def _value(name: str, text: str) -> Any:
-    schema = {**WEATHER["properties"][name], "$defs": WEATHER["$defs"]}  # type: ignore[index]
+    schema = {**WEATHER["properties"][name], "$defs": WEATHER["$defs"]}
     try:
         value = json.loads(text)
         jsonschema.validate(value, schema)
@@ -128,13 +126,14 @@ def takes(compiled: GrammarCompiler, source: GrammarSource, text: str) -> bool:
 
 
 def test_the_form_is_the_templates_own(compiled: GrammarCompiler) -> None:
-    xml = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</parameter>\n<parameter=hours>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
-    plain = (
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn", "hours": [1, 2]}}\n</tool_call>'
-    )
-    for form, text, other in (("xml", xml, plain), ("json", plain, xml)):
+    values = "<parameter=city>\nBonn\n</parameter>\n<parameter=hours>\n[1, 2]\n</parameter>\n"
+    xml = f"<tool_call>\n<function=get_weather>\n{values}</function>\n</tool_call>"
+    body = '{"name": "get_weather", "arguments": {"city": "Bonn", "hours": [1, 2]}}'
+    plain = f"<tool_call>\n{body}\n</tool_call>"
+    forms: list[tuple[CallForm, str, str]] = [("xml", xml, plain), ("json", plain, xml)]
+    for form, text, other in forms:
         for tool_choice in ("required", NAMED):
-            source = source_of(tool_choice, form)  # type: ignore[arg-type]
+            source = source_of(tool_choice, form)
             assert takes(compiled, source, text)
             assert not takes(compiled, source, other)
             assert takes(compiled, source, f"{text}\n{text}") is (tool_choice == "required")
