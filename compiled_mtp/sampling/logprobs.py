@@ -51,7 +51,7 @@ class LogprobRows(NamedTuple):
 def make_entries(
     token_ids: Sequence[int], rows: LogprobRows, num_top: int, token_bytes: Callable[[int], bytes]
 ) -> list[TokenLogprob]:
-    """Return the entries of the tokens that a round kept: row i is that of token i, later rows are dropped."""
+    """Return the entries of the tokens that a round kept: row i is that of token i, others are dropped."""
     entries = []
     for index, token_id in enumerate(token_ids):
         listed = zip(rows.top_ids[index][:num_top], rows.top_logprobs[index], strict=False)
