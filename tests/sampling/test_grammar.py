@@ -141,6 +141,16 @@ def test_rows_behind_a_forbidden_draft_allow_all(compiled: GrammarCompiler, fill
     assert matcher.accept(right) == len(right)
 
 
+def test_a_draft_that_is_no_id_breaks_nothing(compiled: GrammarCompiler, filler: MaskFiller) -> None:
+    """llguidance's matcher does not recover from such an id."""
+    matcher, first = compiled.compile(SOURCES["choice"]), ids("y")[0]
+    expected = row_masks(filler, matcher, [first])
+    assert row_masks(filler, matcher, [first, NUM_IDS + 5, first]) == [*expected, *[FORBIDS_NOTHING] * 2]
+    assert matcher.error is None
+    assert matcher.accept(ids("yesno")) == len(ids("yesno"))
+    assert matcher.is_ended
+
+
 def test_a_window_without_drafts_and_one_with_them_share_a_call(
     compiled: GrammarCompiler, filler: MaskFiller
 ) -> None:
