@@ -28,6 +28,12 @@ _KEPT_GRAMMARS = 64
 # Schemas compiled alone to find where in a request an error stands.
 _PLACE_TRIES = 256
 _ALL_IDS = -1
+# Sets of tokens that enter a mask as a whole where all their text may follow: that of JSON strings, as
+# llguidance has them, and before it that without "<", for text in calls that are not JSON.
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_IN_TEXT = r'[^"\\\x00-\x1F\x7F<]'
+_REPEATS = ("{1,10}", "{1,30}", "+")
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{one}{end}" for one in (_IN_TEXT, _IN_STRINGS) for end in _REPEATS)]
 
 
 class Reasoning(NamedTuple):
@@ -85,7 +91,10 @@ class GrammarCompiler:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(
-                    self._tokenizer_json, n_vocab=self._num_ids, eos_token=self._eos_token_ids
+                    self._tokenizer_json,
+                    n_vocab=self._num_ids,
+                    eos_token=self._eos_token_ids,
+                    slices=_SLICES,
                 )
         limits = self._limits()
         start = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)

@@ -3,7 +3,7 @@
 json, Qwen3-Next:  <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
 xml, Qwen3.5:      <tool_call>\\n<function=f>\\n<parameter=x>\\nVALUE\\n</parameter>\\n</function>\\n
                    </tool_call>
-In the second a string is VALUE as it is, up to the first line "</parameter>"; everything else is JSON.
+In the second a string is VALUE as it is, and cannot hold "</parameter>"; everything else is JSON.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PARAMETER = re.compile(r"[^<>\s]{1,128}")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _VALUE_END = json.dumps("\n</parameter>")
+# Text of any length in pieces that begin at each "<". One lazy piece up to the end would do, but its masks
+# take ten times as long at the beginning of each line (7 ms for 248,320 ids).
+_PIECES = r"""
+PIECE: /[^<]+/ | (/<[^<]*/ & ~/<\/parameter(>(?s:.*))?/)
+LAST: PIECE & /(?s:.*)\n/
+"""
 # Keywords that allow and forbid nothing, and those that text written as it is can obey.
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
 _OF_STRINGS = {"type", "enum", "const", "pattern", "minLength", "maxLength"}
@@ -76,7 +82,7 @@ def from_tools(
         place, schema = declared[name]
         lines += rules(f"tool_{index}", name, place, schema)
         schemas.append((place, schema))
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(lines) + ("\n" if form == "json" else _PIECES)
     check_size("tools", text)
     return GrammarSource("tools", text, tuple(schemas))
 
@@ -204,6 +210,8 @@ def _raw_value(rule: str, place: str, schema: Schema) -> str:
         texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {_VALUE_END}"
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if "pattern" not in schema and not least and most == "":
+        return f'{rule}: PIECE* LAST "</parameter>"'
     if "pattern" not in schema:
         return f"{rule}[suffix={_VALUE_END}]: /(?s:.){{{least},{most}}}/"
     if least or most != "":

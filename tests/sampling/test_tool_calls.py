@@ -142,13 +142,14 @@ def test_the_form_is_the_templates_own(compiled: GrammarCompiler) -> None:
     assert takes(compiled, source_of("required", "xml"), xml.replace("Bonn", ""))
 
 
-def test_text_as_it_is_ends_at_the_first_closing_line(compiled: GrammarCompiler) -> None:
+def test_text_as_it_is_holds_anything_but_its_end(compiled: GrammarCompiler) -> None:
     tools = [{"type": "function", "function": {"name": "say", "parameters": {"properties": {"x": {}}}}}]
     source = source_of("required", "xml", tools)
-    for value in ("", "two\nlines", 'a "quoted" </parameter> inside', "{not json"):
+    for value in ("", "two\nlines\n\n", '"<b>" < </parameter\n</param', "if a<b:\n\treturn", "{not json"):
         text = f"<tool_call>\n<function=say>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
         assert takes(compiled, source, text)
-    assert not takes(compiled, source, text.replace("{not json", "a\n</parameter>\nb"))
+    for value in ("a</parameter>b", "a\n</parameter>\nb"):
+        assert not takes(compiled, source, text.replace("{not json", value))
 
 
 def test_markers_that_are_tokens_are_written_as_those() -> None:
