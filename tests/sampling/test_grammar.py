@@ -214,6 +214,21 @@ def test_a_limit_on_a_rejected_path_changes_nothing(filler: MaskFiller) -> None:
     assert matcher.is_ended
 
 
+def test_a_matcher_in_error_by_its_past_is_made_anew(compiled: GrammarCompiler) -> None:
+    """At the next token, and at the next masks, whose every row is written again."""
+    plain = OneByOne(SOURCES["choice"])
+    matcher, first = compiled.compile(SOURCES["choice"]), ids("yesno")[0]
+    matcher._live.consume_token(NUM_IDS + 9)
+    assert matcher.accept([first]) == 1
+    assert matcher.error is None
+    drafts = [*ids("yesno")[1:2], ids("(")[0], first]
+    buffer = masks(4)
+    matcher._fill_alone(buffer, drafts)
+    expected = [plain.mask([first, *drafts[:k]]) for k in range(4)]
+    assert [unpack(row) for row in buffer] == expected
+    assert expected[2:] == [FORBIDS_NOTHING] * 2
+
+
 def test_a_limit_on_the_accepted_path_is_an_error(filler: MaskFiller) -> None:
     """At every depth after the same tokens, though a window may hold them all as drafts."""
     small = compiler(step_max_items=200)
