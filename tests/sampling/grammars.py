@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,14 +176,3 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 def text_of(tokens: Sequence[int]) -> str:
     """The text of tokens without the special ones, which must be UTF-8."""
     return b"".join(TOKENIZER.token_bytes(token_id) for token_id in tokens).decode()
-
-
-def parse_json_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Calls in Qwen3-Next's form."""
-    calls = []
-    for piece in text.split("\n<tool_call>"):
-        body = piece.removeprefix("<tool_call>").removeprefix("\n")
-        assert body.endswith("\n</tool_call>")
-        call = json.loads(body.removesuffix("\n</tool_call>"))
-        calls.append((call["name"], call["arguments"]))
-    return calls
