@@ -36,6 +36,8 @@ FLOORS = {
     "compiled_mtp.cache.state_cache": 3,
     "compiled_mtp.cache.moves": 3,
     "compiled_mtp.step_output": 3,
+    "compiled_mtp.sampling": 0,
+    "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
     "compiled_mtp.step": 6,
@@ -81,7 +83,7 @@ def floor_of(module: str) -> int | None:
             return FLOORS[name]
         # A new module of a package whose modules lie on several floors must be placed by name.
         name = name.rpartition(".")[0]
-        if name in ("compiled_mtp.cache", "compiled_mtp.graphs"):
+        if name in ("compiled_mtp.cache", "compiled_mtp.graphs", "compiled_mtp.sampling"):
             return None
     return None
 
