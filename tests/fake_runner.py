@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, StepPlan, StepResult
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 
@@ -57,6 +57,7 @@ class FakeRunner:
         self.kv: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         self.open_round: StepPlan | None = None
+        self.last_chunk: StepPlan | None = None
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.fail_next = False
@@ -88,6 +89,7 @@ class FakeRunner:
         self._install(plan)
         launch: dict[str, Callable[[StepPlan], StepResult]] = {
             "prefill": self._prefill,
+            "first": self._first,
             "decode": self._decode,
             "verify": self._verify,
             "accept": self._accept,
@@ -206,7 +208,8 @@ class FakeRunner:
 
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
-        for position in range(end):
+        # A launch in flight may go beyond the end of a request; nothing is written there.
+        for position in range(min(end, self.scheduler.limits.max_model_len)):
             block = self.kv[("slot", row.blocks[position // block_size])]
             assert block[position % block_size] == (row.seed, position), f"{position} was lost"
 
@@ -221,7 +224,18 @@ class FakeRunner:
         self._write(row, plan.start, end - 1 + plan.draft_step)
         row.pos = end
         if not plan.is_last:
+            self.last_chunk = plan
             return StepResult(plan, [[]])
+        return self._emit(plan, [0])
+
+    def _first(self, plan: StepPlan) -> StepResult:
+        chunk = self.last_chunk
+        assert chunk is not None
+        assert self.plans[-2] is chunk, "another launch came between a prompt and its first token"
+        assert (plan.slots, plan.generations) == (chunk.slots, chunk.generations)
+        row = self.rows[Place("slot", plan.slots[0])]
+        assert row.pos == plan.prompt_len == len(row.prompt)
+        self._write(row, row.pos, row.pos - 1 + plan.draft_step)
         return self._emit(plan, [0])
 
     def _decode(self, plan: StepPlan) -> StepResult:
@@ -265,16 +279,31 @@ class FakeRunner:
         not_finite = []
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
-            done = 0 if plan.kind == "prefill" else row.pos - len(row.prompt) + 1
+            is_first = plan.kind in ("prefill", "first")
+            done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)
             wrong = next((i for i in indices if (row.seed, i) in self.broken), None)
             if wrong is not None:
                 not_finite.append(index)
                 indices = range(done, wrong)
             token_ids.append([token_at(row.seed, i) for i in indices])
-            if plan.kind != "prefill":
+            if not is_first:
                 row.pos += count + 1
-        return StepResult(plan, token_ids, tuple(not_finite))
+        logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
+        drafts = self._draft(plan) if plan.wants_drafts else []
+        return StepResult(plan, token_ids, tuple(not_finite), drafts, logprobs=logprobs)
+
+    def _draft(self, plan: StepPlan) -> list[list[int]]:
+        """Drafts that say whose they are: each is the position that it stands for."""
+        rows = [self.rows[Place("slot", slot)] for slot in plan.slots]
+        return [[row.pos + 1 + k for k in range(plan.draft_step)] for row in rows]
+
+
+def _logprobs(token_ids: list[int]) -> RowLogprobs:
+    """Of token i the log probability -i, and a list of one: itself."""
+    values = [-float(token_id) for token_id in token_ids]
+    ranks, tops = [1] * len(values), [[token_id] for token_id in token_ids]
+    return RowLogprobs(values, ranks, tops, [[value] for value in values])
 
 
 def _copies(plan: StepPlan) -> list[Copy]:

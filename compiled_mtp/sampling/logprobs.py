@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from compiled_mtp.plan import RowLogprobs
+
 PROMPT_ROWS = 64
 """Rows of a prompt whose logits exist at one time."""
 
@@ -39,17 +41,8 @@ class TokenLogprob:
     top: tuple[TopLogprob, ...]
 
 
-class LogprobRows(NamedTuple):
-    """What the device found in some rows, as lists: [n], [n], [n][20], [n][20]."""
-
-    logprobs: Sequence[float]
-    ranks: Sequence[int]
-    top_ids: Sequence[Sequence[int]]
-    top_logprobs: Sequence[Sequence[float]]
-
-
 def make_entries(
-    token_ids: Sequence[int], rows: LogprobRows, num_top: int, token_bytes: Callable[[int], bytes]
+    token_ids: Sequence[int], rows: RowLogprobs, num_top: int, token_bytes: Callable[[int], bytes]
 ) -> list[TokenLogprob]:
     """Return the entries of the tokens that a round kept: row i is that of token i, others are dropped."""
     entries = []

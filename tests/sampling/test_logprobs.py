@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from compiled_mtp.plan import RowLogprobs
 from compiled_mtp.request import StopStrings
 from compiled_mtp.sampling.logprobs import (
     LogprobQueue,
-    LogprobRows,
     TokenLogprob,
     TopLogprob,
     make_entries,
@@ -18,7 +18,7 @@ from compiled_mtp.sampling.logprobs import (
 )
 from tests.sampling.grammars import IM_END, TOKENIZER
 
-ROWS = LogprobRows(
+ROWS = RowLogprobs(
     logprobs=[-0.5, -1.5, -9.0],
     ranks=[1, 2, 300],
     top_ids=[[90, 17, 3], [17, 92, IM_END], [3, 17, 90]],
