@@ -157,11 +157,11 @@ class Front:
 
 
 def check_num_stop_ids(request: Request) -> None:
-    """Raise ValueError for more ids that end a request than its slot has room for."""
-    if len(request.stop_ids) > MAX_STOP_IDS:
+    """Raise ValueError for more ids that min_tokens delays than a slot has room for."""
+    if request.params.min_tokens and len(request.stop_ids) > MAX_STOP_IDS:
         raise ValueError(
-            f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops, got "
-            f"{len(request.stop_ids)}; use stop strings"
+            f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops where "
+            f"min_tokens delays them, got {len(request.stop_ids)}; use stop strings"
         )
 
 

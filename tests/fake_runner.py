@@ -35,7 +35,7 @@ class FakeRunner:
     """Executes plans at once and hands their results out `delay` launches late, as a device would.
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
-    broken holds (seed, index) of output tokens whose logits are not finite.
+    broken holds (seed, index) of output tokens whose logits are not finite, masked of those that no id may be.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class FakeRunner:
         self.random = random.Random(seed)
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
+        self.masked: set[tuple[int, int]] = set()
         self.rows: dict[Place, Row] = {}
         # Of a tier's block, the (seed, position) that each of its places holds.
         self.kv: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
@@ -77,6 +78,10 @@ class FakeRunner:
             if len(self.results) <= self.delay:
                 return None
         return self._with_copies(self.results.popleft()) if self.results else None
+
+    def row(self, slot: int) -> Row:
+        """The device's view of a slot."""
+        return self.rows[Place("slot", slot)]
 
     def drop(self) -> None:
         """As `Runner.drop_launches` does: nothing is under way any more."""
@@ -276,22 +281,23 @@ class FakeRunner:
     def _emit(self, plan: StepPlan, accepted: list[int]) -> StepResult:
         """Each row's next tokens, up to the first whose logits are not finite."""
         token_ids: list[list[int]] = []
-        not_finite = []
+        ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
             is_first = plan.kind in ("prefill", "first")
             done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)
-            wrong = next((i for i in indices if (row.seed, i) in self.broken), None)
+            wrong = next((i for i in indices if (row.seed, i) in self.broken | self.masked), None)
             if wrong is not None:
-                not_finite.append(index)
+                ends[(row.seed, wrong) in self.masked].append(index)
                 indices = range(done, wrong)
             token_ids.append([token_at(row.seed, i) for i in indices])
             if not is_first:
                 row.pos += count + 1
         logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
         drafts = self._draft(plan) if plan.wants_drafts else []
-        return StepResult(plan, token_ids, tuple(not_finite), drafts, logprobs=logprobs)
+        not_finite, all_masked = map(tuple, ends.values())
+        return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
         """Drafts that say whose they are: each is the position that it stands for."""

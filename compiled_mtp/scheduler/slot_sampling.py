@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compiled_mtp.plan import SlotSampling
 from compiled_mtp.request import Request
+from compiled_mtp.sampling.params import allowed_token_ids
 
 # What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
 _MOST_TOP_K = 2**31 - 1
@@ -23,7 +24,7 @@ def slot_sampling(request: Request) -> SlotSampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         bias=tuple((params.logit_bias or {}).items()),
-        allowed_ids=params.allowed_token_ids,
+        allowed_ids=allowed_token_ids(params.allowed_token_ids),
         # The first output token stands right after the prompt.
         min_position=request.prompt_len + params.min_tokens if has_min_tokens else 0,
         stop_ids=tuple(sorted(request.stop_ids)) if has_min_tokens else (),
