@@ -35,7 +35,7 @@ class FakeRunner:
     """Executes plans at once and hands their results out `delay` launches late, as a device would.
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
-    broken holds (seed, index) of output tokens whose logits are not finite, masked of those that no id may be.
+    broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
     """
 
     def __init__(
