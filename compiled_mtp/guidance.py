@@ -26,7 +26,9 @@ class Guidance:
     ) -> None:
         self._family = family
         self._added = tokenizer.added_ids
-        self._compiler = GrammarCompiler(tokenizer.json_text, num_ids, eos_token_ids)
+        # A config may name an eos that no token has.
+        known = [token_id for token_id in eos_token_ids if token_id < tokenizer.num_ids]
+        self._compiler = GrammarCompiler(tokenizer.json_text, num_ids, known)
 
     def make_matcher(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Matcher | None:
         """Return the matcher of a request, None if it asks for no grammar.

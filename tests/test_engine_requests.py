@@ -15,7 +15,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine
-from tests.sampling.grammars import IM_END, MODEL, TOKENIZER
+from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +33,7 @@ TOOL = {
         "name": "pick",
         "parameters": {
             "type": "object",
-            "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "maximum": 9}},
+            "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2]}},
             "required": ["colour"],
         },
     },
@@ -42,7 +42,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     "regex": {"guided_regex": r"[a-f]{3}-[0-9]{2,4}\."},
     "choice": {"guided_choice": ["north", "northeast", "south"]},
-    "tool": {"tools": [TOOL], "tool_choice": "required"},
+    "tool": {"tools": [TOOL], "tool_choice": {"function": {"name": "pick"}}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -61,6 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64, vocab_size=4160)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL / name, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(EOS)}))
     return directory
 
 
@@ -80,6 +81,12 @@ def prompt_of(name: str) -> list[int]:
     return TOKENIZER.encode(f"def {name}(self):\n    ")
 
 
+@cache
+def alone(directory: Path, name: str, temperature: float) -> RequestOutput:
+    """What a request gives without company and without drafts."""
+    return engine_of(directory, 0).generate([prompt_of(name)], params_of(name, temperature))[0]
+
+
 def same(one: RequestOutput, other: RequestOutput) -> bool:
     """Tokens, text, end and log probabilities, to the bit."""
     fields = ("new_token_ids", "new_text", "finish_reason", "error", "logprobs", "index")
@@ -92,8 +99,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_request_alone_without_draft
     checkpoint: Path, temperature: float, mtp_step: int, max_in_flight: int
 ) -> None:
     names = [*GRAMMARS, *OTHERS]
-    alone = engine_of(checkpoint, 0)
-    expected = [alone.generate([prompt_of(name)], params_of(name, temperature))[0] for name in names]
+    expected = [alone(checkpoint, name, temperature) for name in names]
     together = engine_of(checkpoint, mtp_step, max_in_flight)
     got = together.generate(
         [prompt_of(name) for name in names], [params_of(name, temperature) for name in names]

@@ -299,6 +299,14 @@ def test_nothing_is_forced_without_being_asked(front: Front) -> None:
         assert not request.is_halved
 
 
+def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:
+    front = Front(MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, LIMITS)
+    guide = make(front, guided_regex="a+")[0].guide
+    assert guide is not None
+    guide.accept([*TOKENIZER.encode("a"), IM_END])
+    assert guide.is_ended
+
+
 def test_a_family_writes_its_own_calls() -> None:
     front = Front(MODEL, replace(CONFIG, family="qwen3_next"), TOKENIZER, LIMITS)
     guide = make(front, tools=[TOOL], tool_choice="required")[0].guide
