@@ -11,7 +11,18 @@ import torch
 from compiled_mtp.build import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, Release, StepPlan, StepResult
+from compiled_mtp.plan import (
+    Admit,
+    BlockUpdate,
+    Copy,
+    Move,
+    Place,
+    PlanKind,
+    Release,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+)
 from compiled_mtp.runner import Runner
 from tests import tiny
 
@@ -76,7 +87,8 @@ class Driver:
         self.names.append(name)
         self.slots[name], self.tokens[name] = slot, []
         self.blocks[name] = self.free_blocks()
-        moves: tuple[Move, ...] = (Release(slot), Admit(slot, 7 + len(prompt), temperature, 40, 0.95, 0.0))
+        sampling = SlotSampling(7 + len(prompt), temperature, 40, 0.95, 0.0)
+        moves: tuple[Move, ...] = (Release(slot), Admit(slot, sampling))
         updates = self.updates(name)
         for begin in range(0, len(prompt), 64):
             chunk = tuple(prompt[begin : begin + 64])

@@ -129,7 +129,7 @@ class FakeRunner:
                 self.rows.pop(place, None)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
-                self.rows[place] = Row(move.seed)
+                self.rows[place] = Row(move.sampling.seed)
         for update in plan.block_updates:
             self._update(update)
         assert 0 not in plan.slots

@@ -16,7 +16,7 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, Release, StepPlan
 
-# Fields of Admit that are rows of the same name.
+# Fields of SlotSampling that are rows of the same name.
 _PARAMETERS = ("seed", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -84,7 +84,7 @@ class Moves:
                 entry.tensor[rows] = entry.initial
         for name in _PARAMETERS:
             tensor = self.slot_tensors[name]
-            values = torch.tensor([getattr(move, name) for move in admitted], dtype=tensor.dtype)
+            values = torch.tensor([getattr(move.sampling, name) for move in admitted], dtype=tensor.dtype)
             tensor[rows] = self._to_device(values)
 
     def _copy(self, copy: Copy) -> None:

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, PlanKind, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, PlanKind, SlotSampling, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -331,11 +331,11 @@ def _least_output(holding: Holding, in_flight: int) -> int:
 def _admit_move(holding: Holding) -> Admit:
     request: Request = holding.request
     params = request.params
-    return Admit(
-        slot=holding.slot,
+    sampling = SlotSampling(
         seed=request.history.seed,
         temperature=params.temperature,
         top_k=min(max(params.top_k, 0), _MOST_TOP_K),
         top_p=params.top_p,
         min_p=params.min_p,
     )
+    return Admit(holding.slot, sampling)
