@@ -31,6 +31,7 @@ FLOORS = {
     "compiled_mtp.graphs.compile": 2,
     "compiled_mtp.graphs.artifacts": 2,
     "compiled_mtp.cache.slot_tensors": 3,
+    "compiled_mtp.cache.slot_sampling": 3,
     "compiled_mtp.cache.slot_state": 3,
     "compiled_mtp.cache.kv_cache": 3,
     "compiled_mtp.cache.state_cache": 3,
