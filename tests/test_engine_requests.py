@@ -10,12 +10,22 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import make_engine
-from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER
+from tests.engines import force_drafts, make_engine
+from tests.sampling.grammars import (
+    END_THINK,
+    EOS,
+    IM_END,
+    MODEL,
+    THINK,
+    TOKENIZER,
+    write_thinking_tokenizer,
+)
 
 SCHEMA = {
     "type": "object",
@@ -43,6 +53,9 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"guided_regex": r"[a-f]{3}-[0-9]{2,4}\."},
     "choice": {"guided_choice": ["north", "northeast", "south"]},
     "tool": {"tools": [TOOL], "tool_choice": {"function": {"name": "pick"}}},
+    # The prompt opens a reasoning part, and its end is likely anywhere in a window.
+    "reasoning": {"guided_choice": ["north", "south"], "logit_bias": {str(END_THINK): 7.0}},
+    "bound": {"guided_regex": "[a-z ]{5,30}", "presence_penalty": 1.0, "bad_words": ["e"], "min_tokens": 3},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -57,10 +70,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("requests")
+    return write_small_checkpoint(tmp_path_factory.mktemp("requests"))
+
+
+def write_small_checkpoint(directory: Path) -> Path:
+    """Random weights, and the default checkpoint's tokenizer with tokens for reasoning."""
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64, vocab_size=4160)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(MODEL / name, directory)
+    write_thinking_tokenizer(directory)
+    shutil.copy(MODEL / "chat_template.jinja", directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(EOS)}))
     return directory
 
@@ -78,7 +95,8 @@ def params_of(name: str, temperature: float, **fields: Any) -> SamplingParams:
 
 
 def prompt_of(name: str) -> list[int]:
-    return TOKENIZER.encode(f"def {name}(self):\n    ")
+    prompt = TOKENIZER.encode(f"def {name}(self):\n    ")
+    return [*prompt, THINK] if name == "reasoning" else prompt
 
 
 @cache
@@ -118,6 +136,11 @@ def check_output(name: str, text: str) -> None:
     """What a grammar let through is what it asks for."""
     if name == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
+    elif name == "reasoning":
+        assert text.rpartition("</think>")[2].removeprefix("\n\n") in ("north", "south")
+    elif name == "bound":
+        assert 5 <= len(text) <= 30
+        assert "e" not in TOKENIZER.encode(text)
     elif name == "choice":
         assert text in GRAMMARS["choice"]["guided_choice"]
     elif name == "tool":
@@ -129,10 +152,38 @@ def check_output(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_drafts_that_are_taken_or_not_change_no_token(
+    checkpoint: Path, temperature: float, is_right: bool
+) -> None:
+    """Every processor sees the drafts before its row: those that are right, and those that are not."""
+    names = [*GRAMMARS, *OTHERS]
+    expected = {name: alone(checkpoint, name, temperature) for name in names}
+    engine = make_engine(checkpoint, mtp_step=3)
+    streams = {name: output.new_token_ids for name, output in expected.items()}
+    force_drafts(engine, streams, lambda name, pos: 3 if is_right else (pos * 7 + len(name)) % 4)
+    for name in names:
+        engine.add_request(
+            prompt_token_ids=prompt_of(name), params=params_of(name, temperature), request_id=name
+        )
+    outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for name, parts in outputs.items():
+        assert [token for one in parts for token in one.new_token_ids] == streams[name], name
+        assert [entry for one in parts for entry in one.logprobs or []] == expected[name].logprobs, name
+        assert parts[-1].finish_reason == expected[name].finish_reason, name
+    metrics = outputs["schema"][-1].metrics
+    if is_right:
+        assert metrics.output_tokens > 3.5 * metrics.rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_trained_model_accepts_drafts_under_a_grammar_and_gives_the_same_tokens(
     temperature: float,
 ) -> None:
-    names = list(GRAMMARS)
+    names = [name for name in GRAMMARS if name != "reasoning"]  # which its tokenizer cannot write
     prompts = [prompt_of(name) for name in names]
     outputs = {
         mtp_step: engine_of(MODEL, mtp_step).generate(prompts, [params_of(n, temperature) for n in names])
@@ -143,6 +194,57 @@ def test_the_trained_model_accepts_drafts_under_a_grammar_and_gives_the_same_tok
         assert one.finish_reason == "stop"
         check_output(name, one.new_text)
     assert sum(sum(output.metrics.accepted_by_index) for output in outputs[3]) > 0
+
+
+MIXES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0]),
+        "max_tokens": st.integers(3, 16),
+        "seed": st.integers(-5, 5),
+        "grammar": st.sampled_from([None, None, "schema", "regex", "choice", "bound"]),
+    },
+    optional={
+        "top_k": st.sampled_from([1, 5, 500]),
+        "top_p": st.sampled_from([0.1, 0.7, 0.99]),
+        "min_p": st.sampled_from([0.01, 0.3]),
+        "presence_penalty": st.sampled_from([-1.0, 0.7, 2.0]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7, 2.0]),
+        "repetition_penalty": st.sampled_from([0.7, 1.05, 1.8]),
+        "logit_bias": st.dictionaries(st.integers(0, 4098).map(str), st.sampled_from([-9.0, 6.0, 12.0])),
+        "min_tokens": st.integers(0, 3),
+        "stop_token_ids": st.lists(st.integers(60, 90), max_size=3),
+        "stop": st.lists(st.sampled_from(["e", "ab", '":', "  "]), max_size=2),
+        "bad_words": st.lists(st.sampled_from(["a", "the", "self", "return x"]), max_size=3),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 20),
+        "logprobs_mode": st.sampled_from(["raw", "processed"]),
+    },
+)
+
+
+def check_mixes(directory: Path, mixes: list[dict[str, Any]], mtp_step: int) -> None:
+    """Tokens, texts, ends and log probabilities of requests together and with drafts are those of each alone
+    without.
+    """
+    prompts, params = [], []
+    for index, mix in enumerate(mixes):
+        name = mix["grammar"]
+        grammar = {} if name is None else GRAMMARS[name]
+        prompts.append(prompt_of(f"f{index}"))
+        params.append(SamplingParams(**({k: v for k, v in mix.items() if k != "grammar"} | grammar)))
+    plain, drafting = engine_of(directory, 0), engine_of(directory, mtp_step)
+    together = drafting.generate(prompts, params)
+    for prompt, one, got in zip(prompts, params, together, strict=True):
+        (expected,) = plain.generate([prompt], one)
+        assert same(expected, got), (one, expected, got)
+
+
+@given(mixes=st.lists(MIXES, min_size=1, max_size=8), mtp_step=st.sampled_from([1, 3, 7]))
+@settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_mixes_do_not_depend_on_company_and_drafts(
+    checkpoint: Path, mixes: list[dict[str, Any]], mtp_step: int
+) -> None:
+    check_mixes(checkpoint, mixes, mtp_step)
 
 
 def test_choice_0_is_what_one_choice_gives_and_the_others_differ(checkpoint: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 from compiled_mtp.tokenizer import Tokenizer
 from tests.fake_runner import make_scheduler
-from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER
+from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER, write_thinking_tokenizer
 
 LIMITS = Limits(
     max_batch=3,
@@ -32,7 +30,6 @@ LIMITS = Limits(
     max_in_flight=1,
 )
 CONFIG = read_model_config(MODEL)
-THINK, END_THINK = 4099, 4100
 TOOL = {
     "type": "function",
     "function": {
@@ -57,12 +54,7 @@ def front() -> Front:
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Front:
     """A checkpoint whose template opens a reasoning part and shows tools."""
     directory = tmp_path_factory.mktemp("thinker")
-    shutil.copy(MODEL / "tokenizer_config.json", directory)
-    tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
-    added = tokenizer["added_tokens"]
-    for token_id, content in ((THINK, "<think>"), (END_THINK, "</think>")):
-        added.append({**added[0], "id": token_id, "content": content, "special": False})
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_thinking_tokenizer(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return Front(directory, CONFIG, Tokenizer(directory), LIMITS)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,20 @@ TOKENIZER_JSON = (MODEL / "tokenizer.json").read_text(encoding="utf-8")
 NUM_IDS = 4160
 END_OF_TEXT, IM_START, IM_END = 4096, 4097, 4098
 EOS = (END_OF_TEXT, IM_END)
+THINK, END_THINK = 4099, 4100
 WORDS = (NUM_IDS + 31) // 32
 TOKENIZER = Tokenizer(MODEL)
 FORBIDS_NOTHING = [True] * NUM_IDS
+
+
+def write_thinking_tokenizer(directory: Path) -> None:
+    """The default checkpoint's tokenizer with tokens around a reasoning part."""
+    shutil.copy(MODEL / "tokenizer_config.json", directory)
+    tokenizer = json.loads(TOKENIZER_JSON)
+    added = tokenizer["added_tokens"]
+    for token_id, content in ((THINK, "<think>"), (END_THINK, "</think>")):
+        added.append({**added[0], "id": token_id, "content": content, "special": False})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def compiler(step_max_items: int = 50_000) -> GrammarCompiler:
