@@ -86,8 +86,8 @@ class Runner:
         """Allow `plan`, of kind first or accept, which is launched next, no other ids than its masks do.
 
         masks [rows, ceil(vocab_size / 32)] int32 on the host, a bit an id, the lowest first; rows are those
-        of the plan's slots, verify_step + 1 each, or the one of a first token. It may be written again only
-        when the plan has been launched and its result is there.
+        of the plan's slots, verify_step + 1 each, or the one of a first token. It may be written again at
+        once after the launch. Raises ValueError for another shape or kind.
         """
         rows = 1 if plan.kind == "first" else len(plan.slots) * (plan.verify_step + 1)
         shape = (rows, -(-self.model_config.vocab_size // 32))
@@ -96,7 +96,11 @@ class Runner:
                 f"masks must have shape {shape} for a first or accept plan, got {tuple(masks.shape)} for "
                 f"{plan.kind}; give every row its own"
             )
-        self._masks[plan.step_id] = masks.to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            # The caching host allocator keeps a pinned block until the copy that reads it has run.
+            staged = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True).copy_(masks)
+            masks = staged.to(self.device, non_blocking=True)
+        self._masks[plan.step_id] = masks
 
     def drop_launches(self) -> None:
         """Forget every launch, and what an interrupted one may have left half done."""

@@ -124,7 +124,7 @@ def logprob_row_kernel(
     for i in range(NUM_TOP):
         best, best_id, x = take_best(x, ids)
         best_values = tl.where(lane == i, best, best_values)
-        best_ids = tl.where((lane == i) & (best > float("-inf")), best_id, best_ids)
+        best_ids = tl.where(lane == i, tl.where(best > float("-inf"), best_id, 0), best_ids)
     at = row * NUM_TOP + lane
     tl.store(top_logprobs + at, (best_values - peak) - log_sum, mask=lane < NUM_TOP)
     tl.store(top_ids + at, best_ids, mask=lane < NUM_TOP)
