@@ -320,8 +320,8 @@ def test_the_name_of_a_special_token_stops_as_its_id_does(checkpoint: Path) -> N
     assert token_id is not None
     assert tokenizer.special_id("def") is None
     engine.add_request("x", PARAMS.model_copy(update={"stop": ("<|endoftext|>", "zzz")}))
-    (request,) = engine._inbox._requests.values()
-    assert token_id in request._stop_ids
+    ((request,),) = engine._inbox._requests.values()
+    assert token_id in request.stop_ids
     assert request.append([7, token_id, 8], None, 0.0)[0] == [7, token_id]
     assert request.finish_reason == "stop"
 
