@@ -316,8 +316,7 @@ class Step(nn.Module):
         num_tokens = raw.shape[0] // index.shape[0]
         is_processed = (self.slots.features[index] & PROCESSED_LOGPROBS) != 0
         rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
-        # Of one row a request, flatten leaves a view with strides.
-        chosen = packed[:, 2 : 2 + num_tokens].flatten().contiguous()
+        chosen = packed[:, 2 : 2 + num_tokens].reshape(-1).contiguous()
         num_valid_ids = min(self.num_valid_ids, raw.shape[1])
         return pack_logprobs(packed, row_logprobs(rows, chosen, num_valid_ids))
 
