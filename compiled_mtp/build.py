@@ -17,7 +17,7 @@ import torch
 
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
-from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.slot_state import SlotState, sampling_bytes
 from compiled_mtp.cache.state_cache import StateCache, ring_length
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import (
@@ -83,8 +83,8 @@ class Features:
     """What a runner can do that EngineConfig does not ask for.
 
     depths: the numbers of drafts that a round may verify or leave, mtp_step alone if empty; uncompiled, any
-    up to the deepest. with_halves: rounds may run as two halves. with_drafts: results carry the next round's
-    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    up to the deepest. with_halves: rounds that run as two halves are compiled too. with_drafts: results carry
+    the next round's drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
     """
 
     depths: tuple[int, ...] = ()
@@ -338,6 +338,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
         conv_bytes=dtype.itemsize,
         ring_length=ring_length(settings.depths[-1], model.conv_kernel),
         kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
+        sampling_bytes=sampling_bytes(model.vocab_size),
     )
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")

@@ -138,6 +138,11 @@ class EngineConfig(BaseSettings):
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of torch; default: torch's own"
     )
+    mask_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads that make the masks of grammars; default: half of the cores, at most 8",
+    )
 
     def __init__(self, **values: Any) -> None:
         known = sorted(type(self).model_fields)

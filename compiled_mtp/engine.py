@@ -14,6 +14,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import quote
 from compiled_mtp.front import Front, check_type
 from compiled_mtp.inbox import Inbox
+from compiled_mtp.masks import Masks
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import RequestOutput, SamplingParams
@@ -22,6 +23,7 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -79,11 +81,8 @@ class Engine:
                 f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "
                 f"{path} has none, pass mtp_step=0 for plain decoding"
             )
-        # A default out of range is found before the weights are loaded; one that this version lacks is
-        # refused with the requests that do not set it themselves.
-        SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0).with_defaults(
-            self.model_config.generation_defaults
-        )
+        # A default out of range is found before the weights are loaded.
+        SamplingParams().with_defaults(self.model_config.generation_defaults)
         self.tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
@@ -98,6 +97,13 @@ class Engine:
             max_in_flight=self.runner.max_in_flight,
         )
         self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
+        self._masks = Masks(
+            vocab_size,
+            self.config.max_batch * (self.config.mtp_step + 1),
+            self.runner.max_in_flight + 1,
+            self.config.mask_threads,
+            is_pinned=self.runner.device.type == "cuda",
+        )
         self._inbox = Inbox(self.scheduler, self.config.seed)
         self._progress = progress
         self._is_closed = False
@@ -115,19 +121,20 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
-        Fields of `params` that were not set come from the checkpoint's generation_config.json. May be called
-        from any thread. Raises ValueError, and queues nothing, for a prompt that is empty or too long, an id
-        out of range, a parameter out of range and a request_id that is empty or in use.
+        With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
+        caller's thread. Fields of `params` that were not set come from the checkpoint's
+        generation_config.json. May be called from any thread. Raises ValueError, and queues nothing, for a
+        prompt that is empty or too long, an id out of range, a parameter out of range, a grammar that cannot
+        be compiled and a request_id that is empty or in use.
         """
         self._check_open()
         check_type("request_id", request_id, str, "leave it out for one of our own")
         if request_id == "":
             raise ValueError("request_id must not be empty, got ''; leave it out for one of our own")
-        request = self.front.make_request(
+        choices = self.front.make_request(
             request_id or "", params, prompt=prompt, prompt_token_ids=prompt_token_ids, messages=messages
         )
-        self._inbox.put(request)
-        return request.request_id
+        return self._inbox.put(choices)
 
     def step(self) -> list[RequestOutput]:
         """Plan, run, read: one prefill chunk or one decode round. Returns what became known, maybe nothing.
@@ -147,12 +154,18 @@ class Engine:
         self._inbox.hand_over()
         try:
             plan = self.scheduler.schedule()
+            if plan is not None and plan.wants_drafts:
+                # The device is busy with the first half of the round meanwhile.
+                masks = self._masks.fill(plan, self.scheduler.windows(plan))
+                self.runner.set_masks(plan, masks)
             self.scheduler.update(self.runner.run(plan))
         except BaseException as error:
             self.runner.drop_launches()
             self.scheduler.recover(f"the step was interrupted by {error!r}")
             raise
-        if self._progress is not None and plan is not None and plan.prompt_len > self.config.prefill_chunk:
+        if self._progress is None or plan is None or plan.kind != "prefill":
+            return
+        if plan.prompt_len > self.config.prefill_chunk:
             self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
 
     def has_unfinished_requests(self) -> bool:
@@ -168,45 +181,43 @@ class Engine:
         """
         self._inbox.abort(request_id)
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Params = None) -> list[RequestOutput]:
-        """Decode all prompts (texts or token ids) to their end; one output each, in order, with all its
-        tokens.
+    def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
+        """Decode all prompts (texts, token ids or chats) to their end; one output for each choice, in order,
+        with all its tokens.
 
         Outputs of other requests come from the next `step`. Raises ValueError before anything is decoded if
         one of the prompts is not valid; whatever is raised, none of them stays behind.
         """
-        outputs: dict[str, list[RequestOutput]] = {}
+        # By request, the outputs of each choice.
+        outputs: dict[str, list[list[RequestOutput]]] = {}
         with self._as_only_stepper():
             try:
                 self._queue_all(prompts, _match_params(prompts, params), outputs)
-                unfinished = set(outputs)
+                unfinished = sum(map(len, outputs.values()))
                 while unfinished:
                     self._advance()
                     for output in self._take_outputs(outputs):
-                        outputs[output.request_id].append(output)
-                        if output.finish_reason is not None:
-                            unfinished.remove(output.request_id)
+                        outputs[output.request_id][output.index].append(output)
+                        unfinished -= output.finish_reason is not None
             except BaseException:
                 self._inbox.forget(outputs)
                 self.scheduler.forget(outputs)
                 raise
-        return [_join(parts) for parts in outputs.values()]
+        return [_join(parts) for choices in outputs.values() for parts in choices]
 
     def _queue_all(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
-        outputs: dict[str, list[RequestOutput]],
+        outputs: dict[str, list[list[RequestOutput]]],
     ) -> None:
         """Queue every prompt; its id is a key of `outputs` before, for an interrupt may come anywhere."""
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             request_id = self._inbox.new_id()
-            outputs[request_id] = []
+            outputs[request_id] = [[] for _ in range(1 if prompt_params is None else prompt_params.n)]
+            given: dict[str, Any] = {_kind_of(prompt): prompt}
             try:
-                if isinstance(prompt, str):
-                    self.add_request(prompt, prompt_params, request_id=request_id)
-                else:
-                    self.add_request(params=prompt_params, prompt_token_ids=prompt, request_id=request_id)
+                self.add_request(params=prompt_params, request_id=request_id, **given)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
 
@@ -265,7 +276,15 @@ class Engine:
         return outputs
 
 
-def _match_params(prompts: Sequence[str | Sequence[int]], params: Params) -> Sequence[SamplingParams | None]:
+def _kind_of(prompt: Prompt) -> str:
+    """What add_request takes it as."""
+    if isinstance(prompt, str):
+        return "prompt"
+    is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return "messages" if is_chat else "prompt_token_ids"
+
+
+def _match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:
     """Parameters for each prompt."""
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list, got the text {quote(prompts)}; put it into a list")
@@ -279,7 +298,10 @@ def _match_params(prompts: Sequence[str | Sequence[int]], params: Params) -> Seq
 
 
 def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The last output of a request, with the tokens and texts of all."""
+    """The last output of a choice, with the tokens, texts and log probabilities of all."""
     tokens = [token_id for output in outputs for token_id in output.new_token_ids]
     text = "".join(output.new_text for output in outputs)
-    return outputs[-1]._replace(new_token_ids=tokens, new_text=text)
+    entries = [entry for output in outputs for entry in output.logprobs or ()]
+    has_entries = any(output.logprobs is not None for output in outputs)
+    last = outputs[-1]
+    return last._replace(new_token_ids=tokens, new_text=text, logprobs=entries if has_entries else None)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.errors import quote
+from compiled_mtp.guidance import Guidance
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.sampling.grammar import Matcher
+from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.tokenizer import Tokenizer
 
@@ -29,6 +32,11 @@ class Front:
         self.limits = limits
         own = frozenset(model_config.eos_token_ids)
         self.eos_token_ids = own if tokenizer is None else own | frozenset(tokenizer.eos_token_ids)
+        self._guidance = (
+            None
+            if tokenizer is None
+            else Guidance(tokenizer, model_config.family, model_config.vocab_size, self.eos_token_ids)
+        )
 
     def make_request(
         self,
@@ -38,11 +46,12 @@ class Front:
         prompt: str | None,
         prompt_token_ids: Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
-    ) -> Request:
-        """Return a request that fits the limits, with the checkpoint's defaults filled in.
+    ) -> list[Request]:
+        """Return the choices of a request that fits the limits, the checkpoint's defaults filled in.
 
         Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for a
-        prompt that is empty or too long, an id out of range and a parameter out of range.
+        prompt that is empty or too long, an id out of range, a parameter out of range and a grammar that
+        cannot be compiled.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -57,20 +66,63 @@ class Front:
             token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
         else:
             tokenizer = self._require_tokenizer(names[0])
-            text = prompt if prompt is not None else tokenizer.apply_chat_template(_as_chat(messages))
+            text = prompt if prompt is not None else self._render(tokenizer, messages, params)
             # The vocabulary of a tokenizer may have grown beyond the checkpoint's.
             token_ids = self._check_ids(names[0], tokenizer.encode(text))
+        if messages is None and params.chat_template_kwargs is not None:
+            raise ValueError(
+                "chat_template_kwargs must come with messages, got "
+                f"{quote(params.chat_template_kwargs)}; nothing else goes through the template"
+            )
         params = self._with_special_stops(params)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=self.eos_token_ids,
-            detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
-        )
-        self.limits.fit(request)
-        return request
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_ids(name, getattr(params, name) or ())
+        bad_words = self._encode_bad_words(params)
+        guide = self._make_guide(params, token_ids)
+        choices = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                eos_token_ids=self.eos_token_ids,
+                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                index=index,
+                bad_word_ids=bad_words,
+                guide=guide.fork() if guide is not None else None,
+            )
+            for index in range(params.n)
+        ]
+        for request in choices:
+            if self.tokenizer is not None:
+                request.token_bytes = self.tokenizer.token_bytes
+            self.limits.fit(request)
+        check_num_stop_ids(choices[0])
+        return choices
+
+    def _render(self, tokenizer: Tokenizer, messages: Any, params: SamplingParams) -> str:
+        variables = dict(params.chat_template_kwargs or {})
+        if taken := sorted({"messages", "tools"} & variables.keys()):
+            raise ValueError(
+                f"chat_template_kwargs must not hold {taken[0]}, got {quote(variables[taken[0]])}; "
+                f"give {taken[0]} by that name"
+            )
+        # Without tools templates test for None.
+        return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        return bad_word_ids(params.bad_words, self._require_tokenizer("bad_words").encode)
+
+    def _make_guide(self, params: SamplingParams, prompt_token_ids: list[int]) -> Matcher | None:
+        if self._guidance is not None:
+            return self._guidance.make_matcher(params, prompt_token_ids)
+        if (name := only_one_grammar(params.__dict__)) is not None:
+            raise ValueError(
+                f"{name} must be left out without a tokenizer, got a grammar; {self.path} has no "
+                "tokenizer.json, add it"
+            )
+        return None
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """The names of special tokens among the stops mean their ids: they have no text to be found in."""
@@ -84,7 +136,7 @@ class Front:
         if self.tokenizer is None:
             raise ValueError(
                 f"{name} must be token ids, got text; {self.path} has no tokenizer.json, "
-                "pass prompt_token_ids"
+                f"pass {'allowed_token_ids' if name == 'bad_words' else 'prompt_token_ids'}"
             )
         return self.tokenizer
 
@@ -102,6 +154,15 @@ class Front:
                 "use the ids of this checkpoint's tokenizer"
             )
         return ids
+
+
+def check_num_stop_ids(request: Request) -> None:
+    """Raise ValueError for more ids that min_tokens delays than a slot has room for."""
+    if request.params.min_tokens and len(request.stop_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops where "
+            f"min_tokens delays them, got {len(request.stop_ids)}; use stop strings"
+        )
 
 
 def check_type(name: str, value: object, kind: type, remedy: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from compiled_mtp.errors import quote
 from compiled_mtp.request import Request, derive_seed
+from compiled_mtp.sampling.params import choice_seed
 from compiled_mtp.scheduler import Scheduler
 
 
@@ -21,32 +22,41 @@ class Inbox:
         self._scheduler = scheduler
         self._seed = seed
         self._lock = threading.Lock()
-        self._requests: dict[str, Request] = {}
+        # By id, all choices of each.
+        self._requests: dict[str, Sequence[Request]] = {}
         self._aborts: set[str] = set()
         self._num_named = 0
         self._num_arrived = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return sum(map(len, list(self._requests.values())))
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to hand over."""
         return not (self._requests or self._aborts)
 
-    def put(self, request: Request) -> None:
-        """Take a request; names it if its id is empty. Raises ValueError for an id in use."""
+    def put(self, choices: Sequence[Request]) -> str:
+        """Take a request, given as all of its choices; return its id, which is made here if it is empty.
+
+        Mutates ids and seeds: the seeds of choices follow from the first one's (`choice_seed`). Raises
+        ValueError for an id in use.
+        """
+        first = choices[0]
         with self._lock:
-            if not request.request_id:
-                request.request_id = self._new_id()
-            elif self._has_id(request.request_id):
-                raise ValueError(
-                    f"request_id must be unused, got {quote(request.request_id)}; choose another"
-                )
-            if request.params.seed is None and self._seed is not None:
-                request.history.seed = derive_seed(self._seed, self._num_arrived)
+            request_id = first.request_id
+            if not request_id:
+                request_id = self._new_id()
+            elif self._has_id(request_id):
+                raise ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")
+            seed = first.history.seed
+            if first.params.seed is None and self._seed is not None:
+                seed = derive_seed(self._seed, self._num_arrived)
+            for request in choices:
+                request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
             self._num_arrived += 1
-            self._requests[request.request_id] = request
+            self._requests[request_id] = choices
+        return request_id
 
     def new_id(self) -> str:
         """An id of our own that nobody has taken, and that is not given again."""
@@ -69,9 +79,9 @@ class Inbox:
         if self.is_empty:
             return
         with self._lock:
-            for request_id, request in list(self._requests.items()):
+            for request_id, choices in list(self._requests.items()):
                 if not self._scheduler.has_id(request_id):
-                    self._scheduler.add(request)
+                    self._scheduler.add(*choices)
                 del self._requests[request_id]
             for request_id in list(self._aborts):
                 if self._scheduler.is_live(request_id):

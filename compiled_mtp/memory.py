@@ -20,6 +20,7 @@ class CacheShape:
     num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
     ring_length is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one
     element, kv_scale_bytes those of the scale of one head's key or value, 0 for a cache without scales.
+    sampling_bytes: of a request's sampling tables.
     """
 
     num_attention_layers: int
@@ -35,6 +36,7 @@ class CacheShape:
     conv_bytes: int
     ring_length: int
     kv_scale_bytes: int = 0
+    sampling_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens in all layers: keys and values, and their scales."""
@@ -42,11 +44,11 @@ class CacheShape:
         return 2 * self.num_attention_layers * block_size * self.num_kv_heads * vector_bytes
 
     def state_row_bytes(self) -> int:
-        """Bytes of one request's state in all GDN layers: float32 state and records, raw conv inputs."""
+        """Bytes of one request: in the GDN layers float32 state and records, raw conv inputs; its tables."""
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim
         record = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
         ring = self.ring_length * (record * _FLOAT32_BYTES + self.conv_dim * self.conv_bytes)
-        return self.num_gdn_layers * (state * _FLOAT32_BYTES + ring)
+        return self.num_gdn_layers * (state * _FLOAT32_BYTES + ring) + self.sampling_bytes
 
 
 @dataclass(frozen=True, slots=True)

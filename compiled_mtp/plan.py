@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-PlanKind: TypeAlias = Literal["prefill", "decode", "verify", "accept", "move"]
+PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", "move"]
 
 
 class Place(NamedTuple):
@@ -21,19 +21,43 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SlotSampling:
+    """How the tokens of a slot are drawn; the defaults ask for nothing.
+
+    top_k and min_p are off at 0, top_p at 1. bias: pairs (id, added logit). allowed_ids: None for all.
+    stop_ids: at most 64 that cannot be drawn for positions below min_position. bad_words: at most 64 of 1 to
+    16 ids, of which the last is not drawn when the others were just emitted. prompt_ids: the prompt, which
+    counts for the repetition penalty and may be left out without one. Positions are absolute.
+    has_processed_logprobs: log probabilities are those of the logits after masks, temperature and filters.
+    """
+
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] | None = None
+    min_position: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    has_processed_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a slot to a request: its registered rows take their initial values, its parameters these.
+    """Give a slot to a request: its registered rows take their initial values, its sampling these.
 
     Follows the giving of a slot, not the first chunk of a prompt: a request that resumes behind a cached
     prefix starts its slot too.
     """
 
     slot: int
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    sampling: SlotSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +98,19 @@ class StepPlan:
     """One launch: a prefill chunk of one request, a decode round of several or half of one, or moves alone.
 
     Carried out in this order: `moves`, `block_updates`, the launch.
-    prefill: token_ids stand at positions start, start + 1, ... of a prompt of prompt_len tokens; the last
-    chunk also emits the first token and leaves draft_step drafts.
+    prefill: token_ids stand at positions start, start + 1, ... of a prompt of prompt_len tokens; a chunk with
+    is_last also emits the first token and leaves draft_step drafts.
+    first: the first token of one request, and draft_step drafts, after all chunks of its prompt without
+    is_last: where the token needs a mask or its log probability is wanted.
     decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left.
     verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
     with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
     until accept has been planned nothing else is done with those slots and their blocks. A round whose
     requests have all ended in between has no accept.
     move: nothing is launched; its result comes when every copy given so far is complete.
+
+    logprobs: how many of the likeliest ids some request wants listed, at most 20, or -1 for no log
+    probabilities; first and accept alone have them. wants_drafts: the result names the next round's drafts.
     """
 
     step_id: int
@@ -96,6 +125,21 @@ class StepPlan:
     prompt_len: int = 0
     moves: tuple[Move, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
+    logprobs: int = -1
+    wants_drafts: bool = False
+
+
+class RowLogprobs(NamedTuple):
+    """Log probabilities of n drawn tokens: [n], [n], [n][20] and [n][20].
+
+    ranks count from 1, the likeliest; of equal ids the lowest comes first. top_logprobs is -inf where fewer
+    ids can be drawn.
+    """
+
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top_ids: Sequence[Sequence[int]]
+    top_logprobs: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +148,10 @@ class StepResult:
 
     token_ids: the tokens each request gained, [[y_0]] after the last chunk of a prompt and [[]] before.
     not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
-    is not finite; token_ids holds what was drawn before that row. drafts: the next round's, where they were
-    asked for, else empty. copies_done: ids of the copies that are complete. With an error none of the plan's
-    copies is under way any more.
+    is not finite; token_ids holds what was drawn before that row. all_masked: likewise, since every id of
+    that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of
+    the copies that are complete. logprobs: those of token_ids, where they were asked for, else empty. With an
+    error none of the plan's copies is under way any more.
     """
 
     plan: StepPlan
@@ -115,3 +160,5 @@ class StepResult:
     drafts: Sequence[Sequence[int]] = ()
     copies_done: tuple[int, ...] = ()
     error: str | None = None
+    all_masked: tuple[int, ...] = ()
+    logprobs: Sequence[RowLogprobs] = ()

@@ -24,6 +24,7 @@ from compiled_mtp.graphs.compile import (
     save_program,
     without_collector,
 )
+from compiled_mtp.ops.sample import filter_logits
 from compiled_mtp.step import Step
 
 # The first call compiles, the second records a CUDA graph, the third replays it.
@@ -47,8 +48,9 @@ class Programs:
 
     Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
     not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
-    one of `buckets`, and as two halves with with_halves only. Inputs are copied to the device only when they
-    change.
+    one of `buckets`. with_halves: rounds as two halves are compiled too; without it halves run as they are,
+    which costs the start nothing, and the host a launch an operator. Inputs are copied to the device only
+    when they change.
     """
 
     def __init__(
@@ -77,11 +79,10 @@ class Programs:
         # A captured graph records no gradients anyhow: only what runs as code has to be told.
         without_gradients = torch.no_grad()
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.decode))
-        halves = self.buckets if with_halves else ()
         self._verify: dict[tuple[int, int], Program] = dict.fromkeys(
-            [(b.rows, b.verify_step) for b in halves], without_gradients(step.verify_half)
+            [(b.rows, b.verify_step) for b in self.buckets], without_gradients(step.verify_half)
         )
-        self._accept: dict[Bucket, Program] = dict.fromkeys(halves, without_gradients(step.accept_half))
+        self._accept: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.accept_half))
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, without_gradients(step.prefill))
         self._first_token: dict[int, Program] = dict.fromkeys(
             sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
@@ -92,8 +93,8 @@ class Programs:
     @property
     def count(self) -> int:
         """Number of shapes that `warm_up` compiles."""
-        rounds = len(self._decode) + len(self._verify) + len(self._accept)
-        return rounds + len(self._prefill) + len(self._first_token)
+        halves = len(self._verify) + len(self._accept) if self.with_halves else 0
+        return len(self._decode) + halves + len(self._prefill) + len(self._first_token)
 
     def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
@@ -103,27 +104,62 @@ class Programs:
 
     def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
-        self._check_halves()
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        if self.step.verified_logits.shape[0] < bucket.rows:
+            self.step.reserve_halves(max(bucket.rows for bucket in self.buckets))
         state_index = self._upload_slots(bucket, slots)
         self._call(self._verify[bucket.rows, verify_step], (state_index, verify_step))
         self._verified = (slots, verify_step)
 
-    def accept(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
-        """The second half of the round of the last `verify`; returns what `Step.decode` does.
+    @torch.no_grad()
+    def accept(
+        self,
+        slots: tuple[int, ...],
+        verify_step: int,
+        draft_step: int,
+        masks: torch.Tensor | None = None,
+        *,
+        with_logprobs: bool = False,
+    ) -> torch.Tensor:
+        """The second half of the round of the last `verify`; returns what `Step.decode` does, with_logprobs
+        with `pack_logprobs`.
 
-        Raises ValueError unless that was of the same slots and depth.
+        masks: those of the slots' rows, on the device, as `sample` takes them. Raises ValueError unless the
+        verify was of the same slots and depth.
         """
-        self._check_halves()
         if self._verified != (slots, verify_step):
             raise ValueError(
                 f"accept must follow the verify of its own round, got slots {slots} and verify_step "
                 f"{verify_step} after {self._verified}; plan both halves of a round alike"
             )
         self._verified = None
-        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        bucket, step = pick(self.buckets, len(slots), verify_step, draft_step), self.step
         state_index = self._upload_slots(bucket, slots)
-        return self._call(self._accept[bucket], (state_index, verify_step, draft_step))
+        if masks is not None:
+            step.masks[: masks.shape[0]] = masks
+        filtered = step.filter_half(state_index, verify_step) if with_logprobs else None
+        packed = self._call(self._accept[bucket], (state_index, verify_step, draft_step))
+        if masks is not None:
+            step.masks[: masks.shape[0]] = -1
+        if filtered is None:
+            return packed
+        return step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
+
+    @torch.no_grad()
+    def first(
+        self, slot: int, draft_step: int, masks: torch.Tensor | None = None, *, with_logprobs: bool = False
+    ) -> torch.Tensor:
+        """`first_token` of a slot whose prompt is processed, with masks [1, words] or log probabilities.
+
+        Runs as it is, uncompiled: a request has one first token.
+        """
+        step, state_index = self.step, self._prefill_slot
+        self._check_draft_step(draft_step)
+        self._upload(state_index, (slot,))
+        logits, sampling = step.first_logits(state_index)
+        filtered = filter_logits(logits, *sampling, None, masks) if with_logprobs else None
+        packed = step.conclude_first(state_index, logits, sampling, draft_step, masks)
+        return packed if filtered is None else step.logprobs(packed, state_index, logits, filtered)
 
     def prefill(self, slot: int, token_ids: Sequence[int], start: int) -> None:
         """One chunk of the prompt in `slot`."""
@@ -143,11 +179,7 @@ class Programs:
 
         Raises ValueError for a depth that no program was made for.
         """
-        if draft_step not in self._first_token:
-            raise ValueError(
-                f"draft_step must be one of {list(self._first_token)}, got {draft_step}; name it when the "
-                "programs are made"
-            )
+        self._check_draft_step(draft_step)
         return self._call(self._first_token[draft_step], (self._prefill_slot, draft_step))
 
     def forget_batches(self) -> None:
@@ -212,7 +244,7 @@ class Programs:
             yield _Shape(f"decode_{name}", Step.decode, inputs, self._decode, bucket)
             if self.with_halves:
                 yield _Shape(f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
-        for key in sorted(self._verify, reverse=True):
+        for key in sorted(self._verify, reverse=True) if self.with_halves else ():
             rows, verify_step = key
             state_index = self._state_indices[rows // (verify_step + 1)]
             name = f"verify_{rows}_rows_{verify_step}_drafts"
@@ -255,9 +287,12 @@ class Programs:
                     "it again with tools/export_graphs.py"
                 )
 
-    def _check_halves(self) -> None:
-        if not self.with_halves:
-            raise ValueError("with_halves must be True for half a round, got False; ask for the programs")
+    def _check_draft_step(self, draft_step: int) -> None:
+        if draft_step not in self._first_token:
+            raise ValueError(
+                f"draft_step must be one of {list(self._first_token)}, got {draft_step}; name it when the "
+                "programs are made"
+            )
 
     def _upload_slots(self, bucket: Bucket, slots: tuple[int, ...]) -> torch.Tensor:
         """The static input of a bucket, which holds `slots` and then padding."""

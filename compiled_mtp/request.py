@@ -9,178 +9,20 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from compiled_mtp.errors import escape, quote
+from compiled_mtp.errors import quote
+from compiled_mtp.plan import RowLogprobs
+from compiled_mtp.sampling.logprobs import LogprobQueue, TokenLogprob, make_entries
+from compiled_mtp.sampling.sampling_params import SamplingParams as SamplingParams
 from compiled_mtp.stop_strings import StopStrings
 
 # Makes a named tuple in a third of the time that its class takes; for what is made for each request and step.
 new_tuple = tuple.__new__
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-# Fields that a checkpoint's generation_config.json may set, under the same names.
-_GENERATION_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
-_ELSE = "default: the checkpoint's, else"
-_FLAGS = ("ignore_eos", "include_stop")
-
-# Each request with stop strings keeps a tree of their characters.
-MOST_STOPS = 64
-MOST_STOP_CHARACTERS = 256
-
-# Known by name, so that they are refused instead of ignored.
-_NOT_IN_THIS_VERSION: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "min_tokens": 0,
-    "logprobs": None,
-    "n": 1,
-}
-
-
-class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen and when they end.
-
-    Names and ranges are OpenAI's where OpenAI has them. What is not set comes from the checkpoint's
-    generation_config.json, if it says it, else it is the default here. temperature 0 is greedy; top_k 0 or -1
-    is off; a stop string is cut from the text unless include_stop, and the name of a special token means its
-    id; eos ids end a request unless ignore_eos, `stop_token_ids` always do. Raises ValueError, one line, for
-    an unknown name, a value out of range and for what this version lacks.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    max_tokens: int = Field(default=128, description="most tokens to decode")
-    temperature: float = Field(default=1.0, description=f"0 (greedy) to 2; {_ELSE} 1.0")
-    top_k: int = Field(default=0, description=f"keep the k likeliest tokens, 0 or -1 is off; {_ELSE} 0")
-    top_p: float = Field(
-        default=1.0, description=f"keep the likeliest tokens that hold this probability; {_ELSE} 1.0"
-    )
-    min_p: float = Field(
-        default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
-    )
-    presence_penalty: float = Field(default=0.0, description="not in this version")
-    frequency_penalty: float = Field(default=0.0, description="not in this version")
-    repetition_penalty: float = Field(default=1.0, description="not in this version")
-    logit_bias: dict[int, float] | None = Field(default=None, description="not in this version")
-    min_tokens: int = Field(default=0, description="not in this version")
-    stop: tuple[str, ...] = Field(
-        default=(), description="strings that end the text, at most 64 of at most 256 characters each"
-    )
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="token ids that end the request")
-    ignore_eos: bool = Field(default=False, description="go on after an eos token")
-    include_stop: bool = Field(default=False, description="leave the stop in the text")
-    seed: int | None = Field(
-        default=None,
-        description="of the noise, taken as it is; none: derived from the engine's seed and the order of "
-        "arrival, else drawn from the operating system",
-    )
-    logprobs: int | None = Field(default=None, description="not in this version")
-    n: int = Field(default=1, description="not in this version")
-
-    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
-
-        def __init__(self, /, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as error:
-                raise ValueError("; ".join(_describe(problem) for problem in error.errors())) from None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _wrap_single_stop(cls, value: Any) -> Any:
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, str) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_bools(cls, fields: Any) -> Any:
-        # To Python True is the number 1; whoever writes it for one of these has mistaken the field.
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            several = value if isinstance(value, (list, tuple)) else (value,)
-            if name not in _FLAGS and any(isinstance(one, bool) for one in several):
-                raise ValueError(
-                    f"{name} must not be a boolean, got {quote(value)}; give a value of its own type"
-                )
-        return fields
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        rules = (
-            ("max_tokens", self.max_tokens >= 1, "be at least 1", "ask for one token or more"),
-            ("temperature", 0 <= self.temperature <= 2, "be from 0 to 2", "0 is greedy"),
-            ("top_k", self.top_k >= -1, "be -1 or more", "0 or -1 turns it off"),
-            (
-                "top_p",
-                0 < self.top_p <= 1,
-                "be above 0 and at most 1",
-                "use temperature=0 for greedy decoding",
-            ),
-            ("min_p", 0 <= self.min_p <= 1, "be from 0 to 1", "0 turns it off"),
-            ("stop", all(self.stop), "hold no empty string", "leave it out"),
-            ("stop", len(self.stop) <= MOST_STOPS, f"hold at most {MOST_STOPS} strings", "leave some out"),
-            (
-                "stop",
-                all(len(stop) <= MOST_STOP_CHARACTERS for stop in self.stop),
-                f"hold strings of at most {MOST_STOP_CHARACTERS} characters",
-                "end them earlier",
-            ),
-            ("stop", all(map(_is_unicode, self.stop)), "hold Unicode text", "leave lone surrogates out"),
-            (
-                "stop_token_ids",
-                all(i >= 0 for i in self.stop_token_ids),
-                "hold no negative id",
-                "leave it out",
-            ),
-            (
-                "seed",
-                self.seed is None or -(2**63) <= self.seed < 2**63,
-                "fit into 64 signed bits",
-                "choose a smaller one",
-            ),
-        )
-        for name, is_met, rule, remedy in rules:
-            if not is_met:
-                raise ValueError(f"{name} must {rule}, got {quote(getattr(self, name))}; {remedy}")
-        for name, neutral in _NOT_IN_THIS_VERSION.items():
-            value = getattr(self, name)
-            if value != neutral:
-                raise ValueError(
-                    f"{name} must be {neutral!r}, got {quote(value)}; {name} is not in this version, "
-                    f"leave it out or set {name}={neutral!r}"
-                )
-        return self
-
-    def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return these parameters with the fields the caller did not set taken from a generation_config.
-
-        Other keys than those of sampling are left alone. Raises ValueError if the checkpoint asks for what
-        this version lacks.
-        """
-        defaults = {
-            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
-        }
-        fields = {name: value for name, value in defaults.items() if value is not None}
-        try:
-            return SamplingParams(**(fields | {name: getattr(self, name) for name in self.model_fields_set}))
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of the checkpoint: {error}") from None
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -194,25 +36,6 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _describe(problem: Any) -> str:
-    name = escape(".".join(str(part) for part in problem["loc"]), 80)
-    if problem["type"] == "extra_forbidden":
-        known = ", ".join(SamplingParams.model_fields)
-        return f"{name} must be a sampling parameter, got an unknown name; known are {known}"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    rule = problem["msg"].replace("Input should be", "must be", 1)
-    return f"{name} {rule}, got {quote(problem['input'])}; correct the value"
-
-
 class Detokenizer(Protocol):
     """Turns ids into text one at a time; holds back what is not yet a whole character."""
 
@@ -221,6 +44,19 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """Return what was held back, once, at the end."""
+
+
+class Guide(Protocol):
+    """Where a request stands in its grammar: a `sampling.grammar.Matcher`.
+
+    is_ended: a token ended the grammar, and with it the request. error: why the grammar cannot go on.
+    """
+
+    is_ended: bool
+    error: str | None
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Take the tokens that a round emitted; return how many of them count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -304,6 +140,8 @@ class RequestOutput(NamedTuple):
     """What one step gave one request: the new tokens and text, and how it ended if it did.
 
     new_token_ids holds the token that ended the request; new_text holds its stop only with `include_stop`.
+    index is that of the choice. logprobs, None if nobody asked for them, hold an entry for each token whose
+    text is in new_text: text that is held back holds entries back, and in all there is one for each token.
     """
 
     request_id: str
@@ -312,15 +150,22 @@ class RequestOutput(NamedTuple):
     metrics: RequestMetrics
     finish_reason: FinishReason | None = None
     error: str | None = None
-    logprobs: None = None
+    logprobs: list[TokenLogprob] | None = None
+    index: int = 0  # type: ignore[assignment]  # OpenAI's name; nobody looks for an item of an output.
+
+
+def _no_bytes(token_id: int) -> bytes:
+    return b""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    `max_output`, and seed and mtp_step of `history`, may be changed until the scheduler has it. Raises
-    ValueError for an empty prompt and for stop strings without a detokenizer.
+    index: of the choice, of those that share the request_id. bad_word_ids: what `params.bad_words` means.
+    guide: the grammar, owned by whoever steps. token_bytes: of a token's text, for log probabilities. error:
+    why the grammar ended the request. `max_output`, and seed and mtp_step of `history`, may be changed until
+    the scheduler has it. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -328,7 +173,12 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
+    index: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
+    token_bytes: Callable[[int], bytes] = _no_bytes
     arrival_s: float = field(default_factory=time.monotonic)
+    error: str | None = None
     max_output: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -336,6 +186,8 @@ class Request:
     metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
+    _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
+    _new_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -358,26 +210,54 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names this choice among all."""
+        return self.request_id, self.index
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends the request."""
+        return self._stop_ids
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether its rounds run as two halves: masks are made in between, or logits are looked at."""
+        return self.guide is not None or self.params.logprobs is not None
+
     def append(
-        self, token_ids: list[int], num_drafts: int | None, now_s: float, *, has_bonus: bool = True
+        self,
+        token_ids: list[int],
+        num_drafts: int | None,
+        now_s: float,
+        *,
+        has_bonus: bool = True,
+        logprobs: RowLogprobs | None = None,
     ) -> tuple[list[int], str]:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
         num_drafts is what the verify round had that emitted them: all were drafts but the last, and that one
         too without `has_bonus`; None for the token that prefill emits. `now_s` is the time by
-        time.monotonic(). Sets finish_reason.
+        time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
         """
         kept, text, output = token_ids, "", self.output_token_ids
-        room = self.max_output - len(output)
+        num_before = len(output)
+        room = self.max_output - num_before
         if len(kept) >= room:
             kept = kept[:room]
             self.finish_reason = "length"
+        num_stopless = self.params.min_tokens - num_before
         if not self._stop_ids.isdisjoint(kept):
-            first = next(index for index, token_id in enumerate(kept) if token_id in self._stop_ids)
-            kept = kept[: first + 1]
-            self.finish_reason = "stop"
+            kept = self._cut_at_stop_id(kept, num_stopless)
+        if self.guide is not None:
+            kept = self._cut_at_grammar(kept, self.guide)
+        entries = None
+        if logprobs is not None and self.params.logprobs is not None:
+            entries = make_entries(kept, logprobs, self.params.logprobs, self.token_bytes)
         if self.detokenizer is not None:
-            kept, text = self._take_text(kept, self.detokenizer)
+            kept, text = self._take_text(kept, self.detokenizer, num_stopless, entries)
+        elif entries is not None:
+            self._new_logprobs += entries
         output.extend(kept)
         history, total_s = self.history, now_s - self.arrival_s
         rounds = history.rounds
@@ -398,19 +278,58 @@ class Request:
         """End the request; return the text that was held back, unless a stop string ended it."""
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
+        self._new_logprobs += self._held_logprobs.flush()
         held = self.detokenizer.flush() if self.detokenizer is not None else ""
         return self._stop_strings.flush() + held
 
-    def _take_text(self, token_ids: list[int], detokenizer: Detokenizer) -> tuple[list[int], str]:
-        """The tokens up to the one that completes a stop string, and their text; sets finish_reason."""
-        text = ""
+    def take_logprobs(self) -> list[TokenLogprob] | None:
+        """Return the entries whose text has come out since the last call; None if nobody asked for any."""
+        if self.params.logprobs is None:
+            return None
+        taken, self._new_logprobs = self._new_logprobs, []
+        return taken
+
+    def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
+        """The tokens up to the first stop id behind those that `min_tokens` protects; sets finish_reason."""
         for index, token_id in enumerate(token_ids):
-            if token_id in self._stop_ids and not self.params.include_stop:
-                break  # the last one
-            shown, is_stop_string = self._stop_strings.add(detokenizer.add(token_id))
-            text += shown
-            if is_stop_string:
+            if index >= num_stopless and token_id in self._stop_ids:
                 self.finish_reason = "stop"
+                return token_ids[: index + 1]
+        return token_ids
+
+    def _cut_at_grammar(self, token_ids: list[int], guide: Guide) -> list[int]:
+        """The tokens up to the one that ended the grammar, or before the one it could not take; sets
+        finish_reason and error. Neither min_tokens nor ignore_eos changes where a grammar ends.
+        """
+        num_kept = guide.accept(token_ids)
+        if guide.is_ended:
+            self.finish_reason = "stop"
+        elif guide.error is not None:
+            self.finish_reason, self.error = "error", guide.error
+        return token_ids[:num_kept]
+
+    def _take_text(
+        self,
+        token_ids: list[int],
+        detokenizer: Detokenizer,
+        num_stopless: int,
+        entries: list[TokenLogprob] | None,
+    ) -> tuple[list[int], str]:
+        """The tokens up to the one that completes a stop string, and their text; sets finish_reason."""
+        text, last = "", len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            added = shown = ""
+            is_stop_string = False
+            is_stop_id = index == last and index >= num_stopless and token_id in self._stop_ids
+            if self.params.include_stop or not is_stop_id:
+                added = detokenizer.add(token_id)
+                shown, is_stop_string = self._stop_strings.add(added, can_end=index >= num_stopless)
+                text += shown
+            if entries is not None:
+                self._held_logprobs.add(entries[index], len(added))
+                self._new_logprobs += self._held_logprobs.take(len(shown))
+            if is_stop_string:
+                self.finish_reason, self.error = "stop", None
                 detokenizer.flush()
                 return token_ids[: index + 1], text
         return token_ids, text

@@ -30,6 +30,7 @@ from compiled_mtp.request import (
     SamplingParams,
     derive_seed,
 )
+from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.spec.stats import SpeculationStats
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -51,22 +52,29 @@ _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 @dataclass(slots=True)
 class Job:
-    """One request of the prompt file: where it stands, what add_request takes, and what came of it."""
+    """One choice of a request of the prompt file: where it stands, what add_request takes, and what came of
+    it. `request` counts the requests, `choice` those of one request.
+    """
 
     where: str
     prompt: dict[str, Any]
     params: SamplingParams
+    request: int = 0
+    choice: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    logprobs: list[TokenLogprob] | None = None
 
     def take(self, output: RequestOutput) -> None:
         """Add what one step gave."""
         self.token_ids += output.new_token_ids
         self.text += output.new_text
         self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
+        if output.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + output.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +208,28 @@ def _add_fields(group: Any, model: Any, skip: frozenset[str]) -> None:
             options["action"] = argparse.BooleanOptionalAction
         elif tuple in kinds:
             options |= {"action": "append", "metavar": "X", "help": f"{described}; repeat the flag for more"}
-        elif dict in kinds:
-            options |= {"type": json.loads, "metavar": "JSON"}
+        elif dict in kinds and str in kinds:
+            options |= {"type": _json_or_text, "metavar": "NAME|JSON"}
+        elif dict in kinds or list in kinds:
+            options |= {"type": _json_value, "metavar": "JSON"}
         else:
             choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
             options["metavar"] = "|".join(choices) or "X"
         group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
+def _json_or_text(text: str) -> Any:
+    return _json_value(text) if text.startswith("{") else text
+
+
+_json_value.__name__ = _json_or_text.__name__ = "JSON"  # As argparse names it in its errors.
 
 
 def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
@@ -232,16 +256,24 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
     if path.endswith(".jsonl"):
         lines = enumerate(text.split("\n"), start=1)
         numbered = [(number, line) for number, line in lines if line.strip()]
-        jobs = [
+        requests = [
             _read_line(f"{path} line {number}", line, _own_fields(sampling, index))
             for index, (number, line) in enumerate(numbered)
         ]
     else:
         text = text.removesuffix("\n").removesuffix("\r")
-        jobs = [Job(path, {"prompt": text}, SamplingParams(**sampling))] if text else []
+        requests = [Job(path, {"prompt": text}, SamplingParams(**sampling))] if text else []
+    jobs = [choice for index, job in enumerate(requests) for choice in _choices(index, job)]
     if not jobs:
         raise ValueError(f"prompt-file must hold a prompt, got {path}, which is empty; write one into it")
     return jobs
+
+
+def _choices(index: int, job: Job) -> list[Job]:
+    """A job for each choice of the request after `index` others."""
+    n = job.params.n
+    names = [job.where] if n == 1 else [f"{job.where} choice {choice}" for choice in range(n)]
+    return [Job(where, job.prompt, job.params, index, choice) for choice, where in enumerate(names)]
 
 
 def _own_fields(sampling: dict[str, Any], index: int) -> dict[str, Any]:
@@ -281,10 +313,12 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
     from compiled_mtp.engine import Engine
 
     engine = Engine(config, progress=_Progress())
-    by_id: dict[str, Job] = {}
-    for index, job in enumerate(jobs):
+    by_choice = {(str(job.request), job.choice): job for job in jobs}
+    for (request_id, choice), job in by_choice.items():
+        if choice:
+            continue
         try:
-            by_id[engine.add_request(params=job.params, request_id=str(index), **job.prompt)] = job
+            engine.add_request(params=job.params, request_id=request_id, **job.prompt)
         except ValueError as error:
             raise ValueError(f"{job.where}: {error}") from None
     # Only now is the output of an earlier run emptied: nothing that a caller can get wrong is left.
@@ -293,7 +327,7 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
-                    by_id[output.request_id].take(output)
+                    by_choice[output.request_id, output.index].take(output)
                     if printer is not None:
                         printer.show(jobs, output)
         except KeyboardInterrupt:
@@ -374,12 +408,21 @@ class _Printer:
 def _to_line(index: int, job: Job) -> dict[str, Any]:
     return {
         "index": index,
+        "request": job.request,
+        "choice": job.choice,
         "text": job.text,
         "token_ids": job.token_ids,
         "finish_reason": job.finish_reason,
         "error": job.error,
         "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
+        "logprobs": None if job.logprobs is None else list(map(_entry_fields, job.logprobs)),
     }
+
+
+def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
+    top = [{"id": one.token_id, "bytes": list(one.bytes), "logprob": one.logprob} for one in entry.top]
+    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": entry.logprob}
+    return fields | {"rank": entry.rank, "top": top}
 
 
 def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
@@ -416,9 +459,9 @@ def _check_output(path: str, prompt_file: str) -> None:
 def _repeat(job: Job) -> Job:
     """The same request again, with the seed that was drawn for it."""
     seed = None if job.metrics is None else job.metrics.seed
-    return Job(
-        job.where, job.prompt, SamplingParams(**job.params.model_dump(exclude_unset=True) | {"seed": seed})
-    )
+    # The seeds of further choices follow from the first one's.
+    params = SamplingParams(**job.params.model_dump(exclude_unset=True) | {"seed": seed})
+    return Job(job.where, job.prompt, params, job.request, job.choice)
 
 
 def find_difference(one: Outcome, other: Outcome) -> str | None:

@@ -12,8 +12,8 @@ import torch
 from compiled_mtp.build import Features, Fill, Progress, build
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.plan import Copy, StepPlan, StepResult
-from compiled_mtp.step_output import StepOutput
+from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.step_output import StepOutput, unpack_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class Runner:
         self.waited_s = 0.0
         # Launched, and not yet read.
         self._launches: deque[tuple[StepPlan, _HostBuffer]] = deque()
+        # Of plans that are still to be launched, by step_id.
+        self._masks: dict[int, torch.Tensor] = {}
         # Of each shape, those that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
 
@@ -80,9 +82,30 @@ class Runner:
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
+    def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
+        """Allow `plan`, of kind first or accept, which is launched next, no other ids than its masks do.
+
+        masks [rows, ceil(vocab_size / 32)] int32 on the host, a bit an id, the lowest first; rows are those
+        of the plan's slots, verify_step + 1 each, or the one of a first token. It may be written again at
+        once after the launch. Raises ValueError for another shape or kind.
+        """
+        rows = 1 if plan.kind == "first" else len(plan.slots) * (plan.verify_step + 1)
+        shape = (rows, -(-self.model_config.vocab_size // 32))
+        if plan.kind not in ("first", "accept") or tuple(masks.shape) != shape:
+            raise ValueError(
+                f"masks must have shape {shape} for a first or accept plan, got {tuple(masks.shape)} for "
+                f"{plan.kind}; give every row its own"
+            )
+        if self.device.type == "cuda":
+            # The caching host allocator keeps a pinned block until the copy that reads it has run.
+            staged = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True).copy_(masks)
+            masks = staged.to(self.device, non_blocking=True)
+        self._masks[plan.step_id] = masks
+
     def drop_launches(self) -> None:
         """Forget every launch, and what an interrupted one may have left half done."""
         self._launches.clear()
+        self._masks.clear()
         self.programs.forget_batches()
 
     def close(self) -> None:
@@ -106,8 +129,11 @@ class Runner:
         if plan.kind == "prefill":
             programs.prefill(plan.slots[0], plan.token_ids, plan.start)
             return programs.first_token(plan.draft_step) if plan.is_last else None
+        with_logprobs, masks = plan.logprobs >= 0, self._masks.pop(plan.step_id, None)
+        if plan.kind == "first":
+            return programs.first(plan.slots[0], plan.draft_step, masks, with_logprobs=with_logprobs)
         if plan.kind == "accept":
-            return programs.accept(plan.slots, *depth)
+            return programs.accept(plan.slots, *depth, masks, with_logprobs=with_logprobs)
         if plan.kind == "verify":
             programs.verify(plan.slots, *depth)
         return None
@@ -146,11 +172,29 @@ class Runner:
         copies_done = tuple([move.copy_id for move in plan.moves if isinstance(move, Copy)])
         if packed is None:
             return StepResult(plan, [[] for _ in plan.slots], copies_done=copies_done)
-        num_tokens = 1 if plan.kind == "prefill" else plan.verify_step + 1
-        output, count = StepOutput.unpack(packed, num_tokens), len(plan.slots)
-        drafts = output.drafts(count) if self.features.with_drafts else ()
-        tokens = output.finite_tokens(count)
-        return StepResult(plan, tokens, output.not_finite(count), drafts, copies_done)
+        num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
+        has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
+        output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(plan.slots)
+        wants_drafts = plan.wants_drafts or self.features.with_drafts
+        tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
+        return StepResult(
+            plan,
+            tokens,
+            tuple([i for i in undrawn if not output[i].is_masked]),
+            output.drafts(count) if wants_drafts else (),
+            copies_done,
+            all_masked=tuple([i for i in undrawn if output[i].is_masked]),
+            logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
+        )
+
+
+def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) -> list[RowLogprobs]:
+    """Those of each request's drawn tokens."""
+    found = unpack_logprobs(packed, num_tokens)
+    return [
+        RowLogprobs(*(column[: len(drawn)].tolist() for column in columns))
+        for columns, drawn in zip(found, tokens, strict=False)
+    ]
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:

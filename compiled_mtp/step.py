@@ -12,28 +12,37 @@ whole.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.slot_sampling import PROCESSED_LOGPROBS
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
+from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
+from compiled_mtp.ops.row_logprobs import row_logprobs
+from compiled_mtp.ops.sample import Sampled, SamplingTables, filter_logits, sample
 from compiled_mtp.ops.window import (
     Accepted,
     Cursors,
+    History,
     Window,
     accept_window,
     place_chain,
     place_rows,
     read_window,
 )
-from compiled_mtp.step_output import StepOutput
+from compiled_mtp.step_output import StepOutput, pack_logprobs
+
+SamplingArguments: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingTables, int]
+"""drafts, positions, state_index, tables, num_valid_ids: of `sample`, after its logits."""
 
 
 class Step(nn.Module):
@@ -49,6 +58,7 @@ class Step(nn.Module):
     draft_ids: torch.Tensor | None
     verified_hidden: torch.Tensor
     verified_logits: torch.Tensor
+    masks: torch.Tensor
 
     def __init__(
         self,
@@ -85,11 +95,18 @@ class Step(nn.Module):
         # A cut head costs acceptance where the target draws another id, and never a token.
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
-        vocab_size, hidden_size = target.head_weight.shape
-        hidden = slots.last_hidden.new_zeros((half_rows, hidden_size))
-        self.register_buffer("verified_hidden", hidden)
-        logits = slots.last_hidden.new_zeros((half_rows, vocab_size), dtype=torch.float32)
+        self.reserve_halves(half_rows)
+
+    def reserve_halves(self, rows: int) -> None:
+        """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""
+        vocab_size, hidden_size = self.target.head_weight.shape
+        like = self.slots.last_hidden
+        self.register_buffer("verified_hidden", like.new_zeros((rows, hidden_size)))
+        logits = like.new_zeros((rows, vocab_size), dtype=torch.float32)
         self.register_buffer("verified_logits", logits)
+        # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
+        masks = like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+        self.register_buffer("masks", masks)
 
     def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
         """One round: verify the S1 first drafts of each request and leave S2 new ones.
@@ -117,7 +134,14 @@ class Step(nn.Module):
         window = self.read_window(state_index, verify_step)
         rows = window.tokens.shape[0]
         hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
-        return self._conclude(state_index, window, hidden, logits, draft_step)
+        return self._conclude(state_index, window, hidden, logits, draft_step, self.masks[:rows])
+
+    def filter_half(self, state_index: torch.Tensor, verify_step: int) -> torch.Tensor:
+        """Between the halves: what `accept_half` will add its noise to, [B * W, V]; mutates nothing."""
+        window = self.read_window(state_index, verify_step)
+        rows = window.tokens.shape[0]
+        logits, masks = self.verified_logits[:rows], self.masks[:rows]
+        return filter_logits(logits, *self._sampling(window, state_index), None, masks)
 
     def _conclude(
         self,
@@ -126,9 +150,10 @@ class Step(nn.Module):
         hidden: torch.Tensor,
         logits: torch.Tensor,
         draft_step: int,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What follows the forward of a round."""
-        sampled = self.sample(logits, window.tokens, window.sampled_positions, state_index)
+        sampled = sample(logits, *self._sampling(window, state_index), None, masks)
         accepted = self.accept_and_commit(state_index, window, sampled)
         drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, draft_step)
         head = accepted.packed
@@ -149,20 +174,21 @@ class Step(nn.Module):
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        state_index: torch.Tensor,
-    ) -> Sampled:
-        """2. Draw y_k [M] from each row of logits, and say whether the row is finite.
+    def _sampling(self, window: Window, state_index: torch.Tensor) -> SamplingArguments:
+        """2. Draw y_k [M] from each row of logits, and say whether it could be.
 
-        It is the request's token at position p + k + 1, given that the k drafts before it are right.
+        It is the request's token at position p + k + 1, given that the k drafts before it are right. These
+        are the arguments of `sample` for a window.
         """
+        drafts = window.tokens.view(state_index.shape[0], -1)[:, 1:]
+        return self._sampling_of(drafts, window.sampled_positions, state_index)
+
+    def _sampling_of(
+        self, drafts: torch.Tensor, positions: torch.Tensor, state_index: torch.Tensor
+    ) -> SamplingArguments:
         tables = SamplingTables(*(getattr(self.slots, name) for name in SamplingTables._fields))
-        num_valid_ids = min(self.num_valid_ids, logits.shape[1])
-        return sample(logits, tokens, positions, state_index, tables, num_valid_ids)
+        num_valid_ids = min(self.num_valid_ids, self.slots.bias.shape[1])
+        return drafts, positions, state_index, tables, num_valid_ids
 
     def accept_and_commit(self, state_index: torch.Tensor, window: Window, sampled: Sampled) -> Accepted:
         """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
@@ -173,11 +199,12 @@ class Step(nn.Module):
         return accept_window(
             window.tokens,
             sampled.token,
-            sampled.is_finite,
+            sampled.outcome,
             state_index,
             window.pos,
             window.block_table,
             self._cursors(),
+            History(self.slots.features, self.slots.output_counts, self.slots.recent_ids),
             *place,
             self.hash_limit,
         )
@@ -237,15 +264,36 @@ class Step(nn.Module):
         """Sample y_0 after the last chunk of a prompt and draft from it: the first round is a real one.
 
         state_index [1] int32. Returns a packed StepOutput with W = 1 and S = draft_step. Mutates the slot's
-        last token and first drafts, and the draft's KV.
+        last token, first drafts and history, and the draft's KV.
         """
+        logits, sampling = self.first_logits(state_index)
+        return self.conclude_first(state_index, logits, sampling, draft_step)
+
+    def first_logits(self, state_index: torch.Tensor) -> tuple[torch.Tensor, SamplingArguments]:
+        """The logits [1, V] that y_0 is drawn from, and what else it is drawn with."""
+        index = state_index.to(torch.int64)
+        # Read before the head: see ops/sample for what must be older than it.
+        pos, hidden = self.slots.pos[index], self.slots.last_hidden[index]
+        sampling = self._sampling_of(pos.new_empty((1, 0)), pos, state_index)
+        return self.target.logits(hidden, is_prefill=True), sampling
+
+    def conclude_first(
+        self,
+        state_index: torch.Tensor,
+        logits: torch.Tensor,
+        sampling: SamplingArguments,
+        draft_step: int,
+        masks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What follows `first_logits`; masks as `sample` takes them. Returns what `first_token` does."""
         slots = self.slots
         index = state_index.to(torch.int64)
-        hidden, pos = slots.last_hidden[index], slots.pos[index]
-        logits = self.target.logits(hidden, is_prefill=True)
-        sampled = self.sample(logits, slots.last_token[index], pos, state_index)
-        token = sampled.token
+        hidden, pos = slots.last_hidden[index], sampling[1]
+        token, outcome = sample(logits, *sampling, None, masks)
         slots.last_token[index] = token
+        # Nobody reads it of a slot that has no use for it.
+        slots.output_counts[index, token] = slots.output_counts[index, token] + 1
+        slots.recent_ids[index, pos % RECENT_IDS] = token
         drafts = token.new_empty((1, 0))
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
@@ -256,7 +304,21 @@ class Step(nn.Module):
             drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
             drafts = self._keep_drafts(state_index, drafts)
         num_new = torch.ones_like(token)
-        return StepOutput(num_new, sampled.is_finite.to(torch.int64), token[:, None], drafts).pack()
+        num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64))
+        return StepOutput(num_new, num_finite, token[:, None], drafts).pack()
+
+    def logprobs(
+        self, packed: torch.Tensor, state_index: torch.Tensor, raw: torch.Tensor, filtered: torch.Tensor
+    ) -> torch.Tensor:
+        """`packed` with the log probabilities of its tokens: of rows [B * W, V] the raw logits or, for
+        requests that ask for it, the filtered ones."""
+        index = state_index.to(torch.int64)
+        num_tokens = raw.shape[0] // index.shape[0]
+        is_processed = (self.slots.features[index] & PROCESSED_LOGPROBS) != 0
+        rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
+        chosen = packed[:, 2 : 2 + num_tokens].reshape(-1).contiguous()
+        num_valid_ids = min(self.num_valid_ids, raw.shape[1])
+        return pack_logprobs(packed, row_logprobs(rows, chosen, num_valid_ids))
 
     def _draft_forward(
         self,
@@ -296,9 +358,9 @@ class Step(nn.Module):
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
-            token = self.sample(logits, token, chain_positions[i, :batch], rows.state_index).token
-            if self.draft_ids is not None:
-                token = self.draft_ids[token]
+            before = drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1)
+            sampling = self._sampling_of(before, chain_positions[i, :batch], rows.state_index)
+            token = sample(logits, *sampling, self.draft_ids, None).token
             drafts.append(token[:, None])
         return torch.cat(drafts, dim=1)
 

@@ -7,17 +7,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compiled_mtp.ops.row_logprobs import NUM_TOP, RowLogprobs
+
 # Columns of the packed form: num_new, num_finite, then the tokens.
 _FIRST = 2
+_LOGPROB_WIDTH = 2 + 2 * NUM_TOP
 
 
 class OutputRow(NamedTuple):
-    """What one request gained, on the host; the fields of StepOutput."""
+    """What one request gained, on the host: the fields of StepOutput.
+
+    is_masked: the row after the first num_finite is not drawn from since every id of it is masked.
+    """
 
     num_new: int
     num_finite: int
     tokens: list[int]
     drafts: list[int]
+    is_masked: bool
 
 
 class HostOutput(Sequence[OutputRow]):
@@ -33,15 +40,17 @@ class HostOutput(Sequence[OutputRow]):
 
     def __getitem__(self, index: Any) -> Any:
         row = self._rows[index]
-        return OutputRow(row[0], row[1], row[_FIRST : self._end], row[self._end :])
+        is_masked = row[1] < 0
+        num_finite = -1 - row[1] if is_masked else row[1]
+        return OutputRow(row[0], num_finite, row[_FIRST : self._end], row[self._end :], is_masked)
 
-    def finite_tokens(self, count: int) -> list[list[int]]:
-        """Of the first `count` requests, the new tokens before one that is not drawn from finite logits."""
-        return [row[_FIRST : _FIRST + row[1]] for row in self._rows[:count]]
+    def drawn_tokens(self, count: int) -> list[list[int]]:
+        """Of the first `count` requests, the new tokens before one that could not be drawn."""
+        return [row[_FIRST : _FIRST + (row[1] if row[1] >= 0 else -1 - row[1])] for row in self._rows[:count]]
 
-    def not_finite(self, count: int) -> tuple[int, ...]:
+    def undrawn(self, count: int) -> list[int]:
         """Those of the first `count` requests, by index, that have such a token."""
-        return tuple([index for index, row in enumerate(self._rows[:count]) if row[1] < row[0]])
+        return [index for index, row in enumerate(self._rows[:count]) if row[1] < row[0]]
 
     def drafts(self, count: int) -> list[list[int]]:
         """The drafts of the first `count` requests."""
@@ -51,9 +60,10 @@ class HostOutput(Sequence[OutputRow]):
 class StepOutput(NamedTuple):
     """All int64, a row for each of B requests, of which padding rows come last.
 
-    num_new [B]: tokens gained, 0 for padding. num_finite [B]: how many of these, from the first on, were
-    drawn from logits that are finite; a request whose num_finite is below num_new must end there. tokens
-    [B, W]: of which the first num_new are the request's. drafts [B, S]: those of the next round.
+    num_new [B]: tokens gained, 0 for padding. num_finite [B]: how many of these, from the first on, could be
+    drawn; a request whose num_finite is below num_new must end there. It is -1 - num_finite where the row
+    behind these has no id that is not masked, else that row's logits are not finite. tokens [B, W]: of which
+    the first num_new are the request's. drafts [B, S]: those of the next round.
     """
 
     num_new: torch.Tensor
@@ -66,6 +76,30 @@ class StepOutput(NamedTuple):
         return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
 
     @staticmethod
-    def unpack(packed: torch.Tensor, num_tokens: int) -> HostOutput:
-        """The requests' rows of `packed` [B, 2 + num_tokens + S], which must be ready to be read."""
-        return HostOutput(packed.tolist(), num_tokens)
+    def unpack(packed: torch.Tensor, num_tokens: int, *, has_logprobs: bool = False) -> HostOutput:
+        """The requests' rows of `packed` [B, 2 + num_tokens + S], which must be ready to be read.
+
+        has_logprobs: `pack_logprobs` has added to it.
+        """
+        end = packed.shape[1] - has_logprobs * num_tokens * _LOGPROB_WIDTH
+        return HostOutput((packed[:, :end] if has_logprobs else packed).tolist(), num_tokens)
+
+
+def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:
+    """`packed` [B, n] with what is known of its B * W tokens behind it: the bits of 32-bit numbers."""
+    logprob, rank, top_ids, top_logprobs = logprobs
+    columns = [logprob[:, None].view(torch.int32), rank[:, None], top_ids, top_logprobs.view(torch.int32)]
+    added = torch.cat(columns, dim=1).to(torch.int64)
+    return torch.cat((packed, added.view(packed.shape[0], -1)), dim=1)
+
+
+def unpack_logprobs(packed: torch.Tensor, num_tokens: int) -> list[RowLogprobs]:
+    """Of each request those of its num_tokens tokens, as `pack_logprobs` has added them."""
+    added = packed[:, -num_tokens * _LOGPROB_WIDTH :].to(torch.int32)
+    rows = added.reshape(packed.shape[0], num_tokens, _LOGPROB_WIDTH)
+    values = rows.view(torch.float32)
+    split = 2 + NUM_TOP
+    return [
+        RowLogprobs(own_values[:, 0], own[:, 1], own[:, 2:split], own_values[:, split:])
+        for own, own_values in zip(rows, values, strict=True)
+    ]

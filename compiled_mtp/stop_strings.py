@@ -30,17 +30,18 @@ class StopStrings:
         if self.stops:
             self._link()
 
-    def add(self, text: str) -> tuple[str, bool]:
+    def add(self, text: str, *, can_end: bool = True) -> tuple[str, bool]:
         """Take more text; return the text that is safe to show, and whether a stop string was found.
 
-        Held back is the longest tail that may be the beginning of a stop string.
+        Held back is the longest tail that may be the beginning of a stop string. Without can_end a stop that
+        this text completes is passed over; one that begins in it may still be found later.
         """
         if not self.stops:
             return text, False
         node = self._node
         for index, char in enumerate(text):
             node = self._advance(node, char)
-            if self._stop_length[node]:
+            if can_end and self._stop_length[node]:
                 whole = self._held + text[: index + 1]
                 self._held, self._node = "", 0
                 return whole if self.include_stop else whole[: -self._stop_length[node]], True

@@ -14,10 +14,13 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from compiled_mtp.errors import quote
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint directory: tokenizer.json, and what renders its chats.
 
+    json_text is that of tokenizer.json; added_ids are the tokens it adds to the vocabulary, by their texts.
     Raises ValueError if tokenizer.json is missing, unreadable or not byte-level, which all supported families
     are.
     """
@@ -28,7 +31,8 @@ class Tokenizer:
         if not file.is_file():
             raise ValueError(f"model must hold a tokenizer.json, got {root}; download the whole checkpoint")
         try:
-            decoder = json.loads(file.read_text(encoding="utf-8")).get("decoder") or {}
+            self.json_text = file.read_text(encoding="utf-8")
+            decoder = json.loads(self.json_text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The Rust side raises plain Exception.
             raise ValueError(
@@ -43,6 +47,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.num_ids = max(self._tokenizer.get_vocab_size(), max(added, default=0) + 1)
         self._bytes: dict[int, bytes] = {}
@@ -211,7 +216,30 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{name}.content must be text, got {content!r}; give a string")
     # Without content an assistant's message may still carry tool calls.
-    return {**message, "content": "" if content is None else content}
+    plain = {**message, "content": "" if content is None else content}
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        plain["tool_calls"] = [_plain_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return plain
+
+
+def _plain_call(name: str, call: Any) -> Any:
+    """A tool call with its arguments as an object: OpenAI's are text, and templates go through them."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        # A function without parameters may be called with no text at all.
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"{name}.function.arguments must be a JSON object, got {quote(arguments)}; send what the model "
+            "called, or an object"
+        )
+    return {**call, "function": {**(function or {}), "arguments": parsed}}
 
 
 def _text_of_part(name: str, part: Any) -> str:

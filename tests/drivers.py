@@ -11,7 +11,18 @@ import torch
 from compiled_mtp.build import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, Release, StepPlan, StepResult
+from compiled_mtp.plan import (
+    Admit,
+    BlockUpdate,
+    Copy,
+    Move,
+    Place,
+    PlanKind,
+    Release,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+)
 from compiled_mtp.runner import Runner
 from tests import tiny
 
@@ -70,17 +81,30 @@ class Driver:
         return self.tokens
 
     def start(
-        self, name: str, slot: int, prompt: list[int], *, temperature: float = 0.8, draft_step: int = 3
+        self,
+        name: str,
+        slot: int,
+        prompt: list[int],
+        *,
+        temperature: float = 0.8,
+        draft_step: int = 3,
+        sampling: SlotSampling | None = None,
+        is_first_apart: bool = False,
     ) -> None:
-        """Give `name` a slot and the lowest free blocks, and prefill its prompt."""
+        """Give `name` a slot and the lowest free blocks, and prefill its prompt.
+
+        is_first_apart: its first token is left to a plan of its own.
+        """
         self.names.append(name)
         self.slots[name], self.tokens[name] = slot, []
         self.blocks[name] = self.free_blocks()
-        moves: tuple[Move, ...] = (Release(slot), Admit(slot, 7 + len(prompt), temperature, 40, 0.95, 0.0))
+        if sampling is None:
+            sampling = SlotSampling(7 + len(prompt), temperature, 40, 0.95, 0.0)
+        moves: tuple[Move, ...] = (Release(slot), Admit(slot, sampling))
         updates = self.updates(name)
         for begin in range(0, len(prompt), 64):
             chunk = tuple(prompt[begin : begin + 64])
-            is_last = begin + 64 >= len(prompt)
+            is_last = begin + 64 >= len(prompt) and not is_first_apart
             where = {"token_ids": chunk, "start": begin, "prompt_len": len(prompt), "is_last": is_last}
             depth = draft_step if is_last else 0
             self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, **where)

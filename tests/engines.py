@@ -63,23 +63,34 @@ Chooser = Callable[[str, int], int]
 def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right: Chooser) -> None:
     """Before every round, make the first num_right(request_id, pos) drafts of a request those of its stream.
 
-    The others are wrong. `streams` holds the tokens each request must give.
+    The others are wrong. `streams` holds the tokens each request must give. Masks of grammars follow the
+    forced drafts where no launch is in flight.
     """
     step, programs = engine.runner.step, engine.runner.programs
-    decode = programs.decode
+    decode, verify = programs.decode, programs.verify
 
-    def forced(slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
+    def force(slots: tuple[int, ...], verify_step: int) -> None:
         for slot in slots:
             request = engine.scheduler.running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)
+            drafts = []
             for k in range(verify_step):
                 following = stream[done + k] if done + k < len(stream) else 0
-                step.slots.drafts[slot, k] = following if k < right else (following + 1) % step.num_valid_ids
+                drafts.append(following if k < right else (following + 1) % step.num_valid_ids)
+                step.slots.drafts[slot, k] = drafts[-1]
+            engine.scheduler._holdings.owners[slot].drafts = drafts
+
+    def forced_decode(slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
+        force(slots, verify_step)
         return decode(slots, verify_step, draft_step)
 
-    programs.decode = forced  # type: ignore[method-assign]
+    def forced_verify(slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
+        force(slots, verify_step)
+        verify(slots, verify_step, draft_step)
+
+    programs.decode, programs.verify = forced_decode, forced_verify  # type: ignore[method-assign]
 
 
 def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None) -> dict[str, list[int]]:

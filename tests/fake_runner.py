@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, StepPlan, StepResult
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ class FakeRunner:
     """Executes plans at once and hands their results out `delay` launches late, as a device would.
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
-    broken holds (seed, index) of output tokens whose logits are not finite.
+    broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class FakeRunner:
         self.random = random.Random(seed)
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
+        self.masked: set[tuple[int, int]] = set()
         self.rows: dict[Place, Row] = {}
         # Of a tier's block, the (seed, position) that each of its places holds.
         self.kv: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         self.open_round: StepPlan | None = None
+        self.last_chunk: StepPlan | None = None
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.fail_next = False
@@ -77,6 +79,10 @@ class FakeRunner:
                 return None
         return self._with_copies(self.results.popleft()) if self.results else None
 
+    def row(self, slot: int) -> Row:
+        """The device's view of a slot."""
+        return self.rows[Place("slot", slot)]
+
     def drop(self) -> None:
         """As `Runner.drop_launches` does: nothing is under way any more."""
         self.results.clear()
@@ -88,6 +94,7 @@ class FakeRunner:
         self._install(plan)
         launch: dict[str, Callable[[StepPlan], StepResult]] = {
             "prefill": self._prefill,
+            "first": self._first,
             "decode": self._decode,
             "verify": self._verify,
             "accept": self._accept,
@@ -129,7 +136,7 @@ class FakeRunner:
                 self.rows.pop(place, None)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
-                self.rows[place] = Row(move.seed)
+                self.rows[place] = Row(move.sampling.seed)
         for update in plan.block_updates:
             self._update(update)
         assert 0 not in plan.slots
@@ -205,9 +212,9 @@ class FakeRunner:
             self.kv.setdefault(("slot", block), {})[position % block_size] = (row.seed, position)
 
     def _read(self, row: Row, end: int) -> None:
-        # A round that is late may stand past the end, where nothing was written and nobody looks.
-        block_size, most = self.scheduler.limits.block_size, self.scheduler.limits.max_model_len
-        for position in range(min(end, most)):
+        block_size = self.scheduler.limits.block_size
+        # A launch in flight may go beyond the end of a request; nothing is written there.
+        for position in range(min(end, self.scheduler.limits.max_model_len)):
             block = self.kv[("slot", row.blocks[position // block_size])]
             assert block[position % block_size] == (row.seed, position), f"{position} was lost"
 
@@ -222,7 +229,18 @@ class FakeRunner:
         self._write(row, plan.start, end - 1 + plan.draft_step)
         row.pos = end
         if not plan.is_last:
+            self.last_chunk = plan
             return StepResult(plan, [[]])
+        return self._emit(plan, [0])
+
+    def _first(self, plan: StepPlan) -> StepResult:
+        chunk = self.last_chunk
+        assert chunk is not None
+        assert self.plans[-2] is chunk, "another launch came between a prompt and its first token"
+        assert (plan.slots, plan.generations) == (chunk.slots, chunk.generations)
+        row = self.rows[Place("slot", plan.slots[0])]
+        assert row.pos == plan.prompt_len == len(row.prompt)
+        self._write(row, row.pos, row.pos - 1 + plan.draft_step)
         return self._emit(plan, [0])
 
     def _decode(self, plan: StepPlan) -> StepResult:
@@ -266,19 +284,35 @@ class FakeRunner:
     def _emit(self, plan: StepPlan, accepted: list[int]) -> StepResult:
         """Each row's next tokens, up to the first whose logits are not finite."""
         token_ids: list[list[int]] = []
-        not_finite = []
+        ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
-            done = 0 if plan.kind == "prefill" else row.pos - len(row.prompt) + 1
+            is_first = plan.kind in ("prefill", "first")
+            done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)
-            wrong = next((i for i in indices if (row.seed, i) in self.broken), None)
+            wrong = next((i for i in indices if (row.seed, i) in self.broken | self.masked), None)
             if wrong is not None:
-                not_finite.append(index)
+                ends[(row.seed, wrong) in self.masked].append(index)
                 indices = range(done, wrong)
             token_ids.append([token_at(row.seed, i) for i in indices])
-            if plan.kind != "prefill":
+            if not is_first:
                 row.pos += count + 1
-        return StepResult(plan, token_ids, tuple(not_finite))
+        logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
+        drafts = self._draft(plan) if plan.wants_drafts else []
+        not_finite, all_masked = map(tuple, ends.values())
+        return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
+
+    def _draft(self, plan: StepPlan) -> list[list[int]]:
+        """Drafts that say whose they are: each is the position that it stands for."""
+        rows = [self.rows[Place("slot", slot)] for slot in plan.slots]
+        return [[row.pos + 1 + k for k in range(plan.draft_step)] for row in rows]
+
+
+def _logprobs(token_ids: list[int]) -> RowLogprobs:
+    """Of token i the log probability -i, and a list of one: itself."""
+    values = [-float(token_id) for token_id in token_ids]
+    ranks, tops = [1] * len(values), [[token_id] for token_id in token_ids]
+    return RowLogprobs(values, ranks, tops, [[value] for value in values])
 
 
 def _copies(plan: StepPlan) -> list[Copy]:

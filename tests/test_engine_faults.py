@@ -320,8 +320,8 @@ def test_the_name_of_a_special_token_stops_as_its_id_does(checkpoint: Path) -> N
     assert token_id is not None
     assert tokenizer.special_id("def") is None
     engine.add_request("x", PARAMS.model_copy(update={"stop": ("<|endoftext|>", "zzz")}))
-    (request,) = engine._inbox._requests.values()
-    assert token_id in request._stop_ids
+    ((request,),) = engine._inbox._requests.values()
+    assert token_id in request.stop_ids
     assert request.append([7, token_id, 8], None, 0.0)[0] == [7, token_id]
     assert request.finish_reason == "stop"
 
@@ -333,13 +333,3 @@ def test_a_default_out_of_range_is_found_before_the_weights_are_read(tmp_path: P
         file.unlink()
     with pytest.raises(ValueError, match=r"generation_config\.json of the checkpoint: temperature must"):
         Engine(EngineConfig(model=tmp_path, device="cpu", mtp_step=0))
-
-
-def test_a_default_that_this_version_lacks_can_be_set_aside_by_a_request(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05}))
-    engine = make_engine(tmp_path, mtp_step=0)
-    with pytest.raises(ValueError, match="repetition_penalty is not in this version"):
-        engine.generate([[1, 2]], PARAMS)
-    neutral = SamplingParams(max_tokens=3, repetition_penalty=1.0, ignore_eos=True)
-    assert len(engine.generate([[1, 2]], neutral)[0].new_token_ids) == 3

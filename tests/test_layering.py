@@ -31,11 +31,19 @@ FLOORS = {
     "compiled_mtp.graphs.compile": 2,
     "compiled_mtp.graphs.artifacts": 2,
     "compiled_mtp.cache.slot_tensors": 3,
+    "compiled_mtp.cache.slot_sampling": 3,
     "compiled_mtp.cache.slot_state": 3,
     "compiled_mtp.cache.kv_cache": 3,
     "compiled_mtp.cache.state_cache": 3,
     "compiled_mtp.cache.moves": 3,
     "compiled_mtp.step_output": 3,
+    "compiled_mtp.sampling": 0,
+    "compiled_mtp.sampling.params": 0,
+    "compiled_mtp.sampling.sampling_params": 0,
+    "compiled_mtp.sampling.logprobs": 0,
+    "compiled_mtp.sampling.grammar_source": 0,
+    "compiled_mtp.sampling.tool_calls": 0,
+    "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
     "compiled_mtp.step": 6,
@@ -43,6 +51,8 @@ FLOORS = {
     "compiled_mtp.build": 8,
     "compiled_mtp.runner": 9,
     "compiled_mtp.scheduler": 7,
+    "compiled_mtp.guidance": 7,
+    "compiled_mtp.masks": 8,
     "compiled_mtp.front": 8,
     "compiled_mtp.inbox": 8,
     "compiled_mtp.engine": 10,
@@ -83,7 +93,7 @@ def floor_of(module: str) -> int | None:
             return FLOORS[name]
         # A new module of a package whose modules lie on several floors must be placed by name.
         name = name.rpartition(".")[0]
-        if name in ("compiled_mtp.cache", "compiled_mtp.graphs"):
+        if name in ("compiled_mtp.cache", "compiled_mtp.graphs", "compiled_mtp.sampling"):
             return None
     return None
 

@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp.build import Features
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
-from compiled_mtp.plan import Admit, Copy, Place, StepPlan
+from compiled_mtp.plan import Admit, Copy, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
 from tests.drivers import BLOCKS_EACH, Driver, make_runner
 from tests.engines import prompt_of
@@ -114,7 +114,7 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> Non
     driver = begin(checkpoint)
     slots = driver.runner.step.slots
     last = int(slots.last_token[1])
-    admit = Admit(1, 5, 0.5, 3, 0.25, 0.125)
+    admit = Admit(1, SlotSampling(5, 0.5, 3, 0.25, 0.125))
     copies = [Copy(i, Place("slot", 1), Place("slot", 3)) for i in (0, 1)]
     driver.run("move", moves=(copies[0], admit))
     assert int(slots.last_token[3]) == last

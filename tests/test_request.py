@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_mtp.errors import escape, quote
+from compiled_mtp.plan import RowLogprobs
 from compiled_mtp.request import Request, SamplingParams, derive_seed
 from compiled_mtp.stop_strings import StopStrings
 
@@ -46,15 +49,58 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"stop": ("a",) * 65}, r"^stop must hold at most 64 strings, got \('a', .*\.\.\.\); leave some out"),
         ({"stop": "a" * 257}, r"^stop must hold strings of at most 256 characters, got \('a+\.\.\.a+',\); "),
         ({"x\x1b[31m": 1}, r"^x\\x1b\[31m must be a sampling parameter"),
-        ({"stop_token_ids": (-1,)}, r"^stop_token_ids must hold no negative id"),
+        ({"stop_token_ids": (-1,)}, r"^stop_token_ids must hold token ids from 0, got -1; "),
+        (
+            {"stop_token_ids": range(65)},
+            r"^stop_token_ids must hold at most 64 ids, got 65; use stop strings",
+        ),
+        ({"stop_token_ids": ["a"]}, r"^stop_token_ids.0 must be a valid integer"),
         ({"seed": 2**63}, r"^seed must fit into 64 signed bits"),
-        ({"presence_penalty": 0.5}, r"^presence_penalty must be 0.0, got 0.5; .* is not in this version"),
-        ({"frequency_penalty": 0.5}, r"^frequency_penalty .* not in this version"),
-        ({"repetition_penalty": 1.1}, r"^repetition_penalty must be 1.0, got 1.1; .* not in this version"),
-        ({"logit_bias": {5: 1.0}}, r"^logit_bias .* not in this version"),
-        ({"min_tokens": 3}, r"^min_tokens .* not in this version"),
-        ({"logprobs": 1}, r"^logprobs .* not in this version"),
-        ({"n": 2}, r"^n must be 1, got 2; n is not in this version"),
+        ({"presence_penalty": 2.5}, r"^presence_penalty must be a number from -2 to 2, got 2.5; "),
+        ({"presence_penalty": None}, r"^presence_penalty must be a valid number, got None; "),
+        ({"frequency_penalty": -3}, r"^frequency_penalty must be a number from -2 to 2, got -3.0; "),
+        ({"frequency_penalty": True}, r"^frequency_penalty must not be a boolean, got True; "),
+        ({"repetition_penalty": 0}, r"^repetition_penalty must be above 0, got 0.0; 1 turns it off"),
+        ({"repetition_penalty": 2.1}, r"^repetition_penalty must be a number from 0 to 2, got 2.1; "),
+        ({"logit_bias": [5]}, r"^logit_bias must be an object of id: bias, got \[5\]; "),
+        ({"logit_bias": {"a": 1}}, r"^logit_bias must hold token ids from 0, got 'a'; "),
+        ({"logit_bias": {"5": 101}}, r"^logit_bias\[5\] must be a number from -100 to 100, got 101; "),
+        ({"logit_bias": {"5": 1, 5: 2}}, r"^logit_bias must name an id once, got 5; "),
+        ({"min_tokens": -1}, r"^min_tokens must be an integer from 0 to 128, got -1; "),
+        ({"min_tokens": 9, "max_tokens": 8}, r"^min_tokens must be an integer from 0 to 8, got 9; raise max"),
+        ({"allowed_token_ids": ()}, r"^allowed_token_ids must hold an id, got \(\); "),
+        ({"allowed_token_ids": (-1,)}, r"^allowed_token_ids must hold token ids from 0, got -1; "),
+        ({"bad_words": ("a", " ")}, r"^bad_words must hold strings with more than spaces, got ' '; "),
+        ({"bad_words": ("\ud800",)}, r"^bad_words must hold Unicode text, got "),
+        ({"logprobs": 21}, r"^logprobs must be an integer from 0 to 20, got 21; "),
+        ({"logprobs": True}, r"^logprobs must not be a boolean, got True; "),
+        ({"logprobs_mode": "cooked"}, r"^logprobs_mode must be 'raw' or 'processed', got 'cooked'; "),
+        ({"n": 0}, r"^n must be an integer from 1 to 16, got 0; "),
+        ({"n": 17}, r"^n must be an integer from 1 to 16, got 17; send more requests"),
+        ({"n": 2, "temperature": 0}, r"^n must be 1 at temperature 0, got 2; "),
+        ({"response_format": "json"}, r"^response_format must be a valid dictionary, got 'json'; "),
+        ({"guided_choice": "yes"}, r"^guided_choice must be a valid tuple, got 'yes'; "),
+        ({"guided_regex": 5}, r"^guided_regex must be a valid string, got 5; "),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            r"^guided_regex must be left out beside response_format, got both; ",
+        ),
+        ({"tools": {"a": 1}}, r"^tools must be a valid list, got "),
+        ({"tool_choice": 5}, r"^tool_choice.str must be a valid string, got 5; "),
+        ({"chat_template_kwargs": "thinking"}, r"^chat_template_kwargs must be a valid dictionary, got "),
+        ({"echo": True}, r"^echo must be left out, got True; put the prompt before"),
+        ({"suffix": ""}, r"^suffix must be left out, got ''; "),
+        ({"best_of": 1}, r"^best_of must be left out, got 1; use n and logprobs"),
+        (
+            {"no_repeat_ngram_size": 0},
+            r"^no_repeat_ngram_size must be left out, got 0; use repetition_penalty",
+        ),
+        ({"typical_p": 1}, r"^typical_p must be left out, got 1; use top_p or min_p"),
+        ({"thinking_budget": 10}, r"^thinking_budget must be left out, got 10; set max_tokens"),
+        ({"truncate_prompt_tokens": 5}, r"^truncate_prompt_tokens must be left out, got 5; cut the prompt"),
+        ({"prompt_logprobs": 1}, r"^prompt_logprobs must be left out, got 1; only the output's tokens"),
+        ({"topp": True}, r"^topp must be a sampling parameter, got an unknown name"),
+        ({"topp": [True]}, r"^topp must be a sampling parameter, got an unknown name"),
         ({"topp": 0.5}, r"^topp must be a sampling parameter, got an unknown name; known are max_tokens, "),
     ],
 )
@@ -118,11 +164,123 @@ def test_defaults_of_the_checkpoint_fill_only_what_the_caller_left_out() -> None
     assert SamplingParams().with_defaults({}) == SamplingParams()
 
 
-def test_defaults_that_this_version_lacks_are_refused_and_can_be_overridden() -> None:
-    with pytest.raises(ValueError, match=r"generation_config.json of the checkpoint: repetition_penalty"):
-        SamplingParams().with_defaults({"repetition_penalty": 1.05})
-    params = SamplingParams(repetition_penalty=1.0).with_defaults({"repetition_penalty": 1.05})
-    assert params.repetition_penalty == 1.0
+def test_every_default_of_a_checkpoint_is_obeyed_and_can_be_overridden() -> None:
+    defaults = {"repetition_penalty": 1.05, "presence_penalty": 1.5, "frequency_penalty": 0.25}
+    params = SamplingParams().with_defaults(defaults)
+    assert {name: getattr(params, name) for name in defaults} == defaults
+    assert SamplingParams(repetition_penalty=1.0).with_defaults(defaults).repetition_penalty == 1.0
+    with pytest.raises(ValueError, match=r"^generation_config.json of the checkpoint: repetition_penalty"):
+        SamplingParams().with_defaults({"repetition_penalty": 3})
+
+
+def test_min_tokens_delays_stop_ids_eos_and_stop_strings() -> None:
+    request = make_request(eos="e", stop_token_ids=(ord("s"),), stop=("ab", "xyz"), min_tokens=6)
+    assert take(request, "ab", "es", "xy", "zs") == ("abes", 7, "stop")
+    # The first token after those that min_tokens protects may end the request.
+    request = make_request(eos="e", min_tokens=2)
+    assert take(request, "ee", "e") == ("ee", 3, "stop")
+    request = make_request(stop=("ab",), min_tokens=2)
+    assert take(request, "ab", "ab") == ("ab", 4, "stop")
+
+
+def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
+    """The text and number of tokens that a request keeps of the rounds, and how it ended."""
+    text = ""
+    for tokens in rounds:
+        assert request.finish_reason is None
+        text += request.append(list(map(ord, tokens)), len(tokens) - 1, 0.0)[1]
+    return text, len(request.output_token_ids), request.finish_reason
+
+
+class ScriptGuide:
+    """A grammar of one text; `is_broken`: after it nothing can be taken, else it ends there."""
+
+    def __init__(self, text: str, is_broken: bool = False) -> None:
+        self.left, self.is_broken = text, is_broken
+        self.is_ended, self.error = False, None
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        for index, token_id in enumerate(token_ids):
+            if self.is_ended or self.error is not None:
+                return index
+            if not self.left.startswith(chr(token_id)):
+                self.error = "the grammar cannot go on"
+                return index
+            self.left = self.left[1:]
+            self.is_ended = not self.left and not self.is_broken
+        return len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("guide", "fields", "rounds", "expected"),
+    [
+        (ScriptGuide("abcd"), {}, ("abc", "dzz"), ("abcd", 4, "stop")),
+        # Whatever min_tokens and ignore_eos say.
+        (ScriptGuide("abe"), {"min_tokens": 50, "ignore_eos": True}, ("ab", "ez"), ("abe", 3, "stop")),
+        (ScriptGuide("abc", is_broken=True), {}, ("ab", "cde"), ("abc", 3, "error")),
+        # What comes first counts.
+        (ScriptGuide("abc", is_broken=True), {"stop": ("b",)}, ("abcde",), ("a", 2, "stop")),
+        (ScriptGuide("abc", is_broken=True), {"max_tokens": 3}, ("abcde",), ("abc", 3, "length")),
+        (ScriptGuide("abc"), {"max_tokens": 3}, ("abcde",), ("abc", 3, "stop")),
+        (ScriptGuide("ab"), {"stop_token_ids": (ord("d"),)}, ("abcd",), ("ab", 2, "stop")),
+    ],
+)
+def test_a_grammar_ends_its_request_token_by_token(
+    guide: ScriptGuide, fields: dict[str, object], rounds: tuple[str, ...], expected: tuple[object, ...]
+) -> None:
+    request = make_request(eos="e", **fields)
+    request.guide = guide
+    assert take(request, *rounds) == expected
+    assert request.error == ("the grammar cannot go on" if expected[2] == "error" else None)
+
+
+def rows_of(tokens: str) -> RowLogprobs:
+    """Of token i the log probability -i, and the two likeliest."""
+    ids = list(map(ord, tokens))
+    tops = [[i, i + 1, i + 2] for i in ids]
+    return RowLogprobs(
+        [-float(i) for i in ids], [1] * len(ids), tops, [[-float(t) for t in top] for top in tops]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "rounds", "held"),
+    [
+        ({}, ("ab", "cd"), [2, 2]),
+        # Text that may begin a stop holds its entries back.
+        ({"stop": ("bcd",)}, ("ab", "ca"), [1, 3]),
+        ({"stop": ("bcd",)}, ("ab", "cd", "e"), [1, 3]),
+        ({"stop": ("xbc",)}, ("axb",), [1]),
+        ({"stop_token_ids": (ord("c"),)}, ("ab", "cd"), [2, 1]),
+        ({"max_tokens": 3}, ("ab", "cd"), [2, 1]),
+    ],
+)
+def test_an_entry_for_each_token_comes_with_its_text(
+    fields: dict[str, object], rounds: tuple[str, ...], held: list[int]
+) -> None:
+    request = make_request(logprobs=2, **fields)
+    request.token_bytes = lambda token_id: bytes([token_id])
+    entries, counts = [], []
+    for tokens in rounds:
+        if request.finish_reason is None:
+            request.append(list(map(ord, tokens)), 0, 0.0, logprobs=rows_of(tokens))
+            new = request.take_logprobs()
+            assert new is not None
+            counts.append(len(new))
+            entries += new
+    assert counts == held
+    if request.finish_reason is None:
+        request.finish("abort")
+        entries += request.take_logprobs() or []
+    assert [entry.token_id for entry in entries] == request.output_token_ids
+    for entry in entries:
+        assert (entry.logprob, entry.bytes, len(entry.top)) == (-entry.token_id, bytes([entry.token_id]), 2)
+
+
+def test_nobody_gets_log_probabilities_unasked() -> None:
+    request = make_request()
+    request.append([65], None, 0.0)
+    assert request.take_logprobs() is None
 
 
 def test_seed_is_drawn_when_not_given_and_reported() -> None:

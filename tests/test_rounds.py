@@ -151,7 +151,10 @@ def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
     result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), verify_step=3, draft_step=3))
     assert result is not None
     assert "after None; plan both halves" in str(result.error)
-    whole = make_runner(checkpoint)
-    result = whole.run(StepPlan(0, "verify", (1,), (0,), verify_step=3, draft_step=3))
-    assert result is not None
-    assert "with_halves must be True for half a round, got False; ask" in str(result.error)
+
+
+def test_halves_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+    driver = Driver(make_runner(checkpoint))
+    assert driver.runner.step.verified_logits.shape[0] == 0
+    mixed_rounds(driver)
+    check(driver, streams)

@@ -16,6 +16,7 @@ import pytest
 
 from compiled_mtp import run
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.plan import RowLogprobs
 from compiled_mtp.request import Request, RequestOutput, SamplingParams, derive_seed
 
 # What the fake engine decodes: the prompt in capitals, then full stops.
@@ -87,12 +88,18 @@ class FakeEngine:
             if self.wrong_with_mtp_step_0 and not self.config.mtp_step and done == 2:
                 window = "?"
             num_drafts = len(window) - 1 if done else None
-            kept, text = request.append([ord(c) for c in window], num_drafts, time.monotonic())
+            rows = RowLogprobs([-1.0] * 9, [1] * 9, [[]] * 9, [[]] * 9)
+            kept, text = request.append([ord(c) for c in window], num_drafts, time.monotonic(), logprobs=rows)
             error = None
             if self.fail == name:
                 request.finish("error")
                 error = "the device is on fire"
-            outputs.append(RequestOutput(name, kept, text, request.metrics, request.finish_reason, error))
+            reason, entries = request.finish_reason, request.take_logprobs()
+            output = RequestOutput(name, kept, text, request.metrics, reason, error, entries)
+            # Further choices say the same, and their numbers at the end.
+            for index in range(request.params.n - 1, 0, -1):
+                outputs.append(output._replace(index=index, new_text=text + str(index) * bool(reason)))
+            outputs.append(output)
         return outputs
 
     def close(self) -> None:
@@ -350,12 +357,12 @@ def test_a_bad_line_is_named_in_one_line(
         (["--mtpstep", "3"], "error: unrecognized arguments: --mtpstep 3; --help lists the flags"),
         (["--temperature", "hot"], "error: temperature must be a valid number"),
         (["--top-p", "2"], "error: top_p must be above 0 and at most 1, got 2.0"),
-        (["--n", "2"], "error: n must be 1, got 2; n is not in this version"),
-        (
-            ["--logit-bias", '{"5": 1}'],
-            "error: logit_bias must be None, got {5: 1.0}; logit_bias is not in this",
-        ),
-        (["--logit-bias", "{"], "error: argument --logit-bias: invalid"),
+        (["--n", "17"], "error: n must be an integer from 1 to 16, got 17; send more requests"),
+        (["--logit-bias", '{"5": 101}'], "error: logit_bias[5] must be a number from -100 to 100, got 101"),
+        (["--logit-bias", "{"], "error: argument --logit-bias: invalid JSON value: '{'; --help"),
+        (["--logit-bias", "[" * 9999], "error: argument --logit-bias: invalid JSON value: '[[["),
+        (["--tools", "[5]"], "error: tools.0 must be a valid dictionary, got 5"),
+        (["--tool-choice", "5", "--echo"], "error: unrecognized arguments: --echo"),
         (["--mtp-step", "9"], "error: mtp_step must be"),
         (["--prefix-cache"], "error: prefix_cache must be False, got True"),
         (["--device", "tpu"], "error: device must be"),
@@ -385,6 +392,28 @@ def test_a_bad_flag_is_named_in_one_line(
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith(message)
     assert file.read_text() == "x"
+
+
+def test_each_choice_is_written_for_itself(engine: type[FakeEngine], tmp_path: Path) -> None:
+    """The fake engine is asked once a request and answers for every choice, the last one first."""
+    prompt, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompt.write_text('{"prompt": "ab", "n": 3, "max_tokens": 2}\n{"prompt": "cd", "max_tokens": 2}')
+    assert run_main("--prompt-file", prompt, "--output", output, "--tool-choice", "auto") == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(one["index"], one["request"], one["choice"], one["text"]) for one in lines] == [
+        (0, 0, 0, "AB"),
+        (1, 0, 1, "AB1"),
+        (2, 0, 2, "AB2"),
+        (3, 1, 0, "CD"),
+    ]
+    assert [one.n for one in made[0].params] == [3, 1]
+    assert made[0].params[0].tool_choice == "auto"
+    first = lines[0]["logprobs"]
+    assert first is None
+    prompt.write_text('{"prompt": "ab", "logprobs": 0, "max_tokens": 2}')
+    assert run_main("--prompt-file", prompt, "--output", output) == 0
+    (line,) = map(json.loads, output.read_text().splitlines())
+    assert line["logprobs"] == [{"id": i, "bytes": [], "logprob": -1.0, "rank": 1, "top": []} for i in b"AB"]
 
 
 @pytest.mark.parametrize("flags", [["--model", "/nowhere"], ["--top-p", "2"], []])

@@ -97,7 +97,7 @@ def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) 
         scheduler.add(request)
     outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
     scheduler.schedule()  # planned, never launched
-    started = {name for name in requests if name not in scheduler._planner.waiting}
+    started = {name for name in requests if (name, 0) not in scheduler._planner.waiting}
     finished = {output.request_id for output in outputs if output.finish_reason}
     scheduler.recover("interrupted")
     runner.drop()

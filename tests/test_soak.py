@@ -1,11 +1,16 @@
-"""Long random traffic: the state machine of the engine for minutes instead of seconds (make soak)."""
+"""Long random traffic: what other tests do for seconds, for minutes (make soak)."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.test_engine_machine import EngineMachine
+from tests.test_engine_requests import MIXES, check_mixes, write_small_checkpoint
 
 
 @pytest.mark.soak
@@ -17,3 +22,16 @@ class TestSoak(EngineMachine.TestCase):
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_random_mixes(tmp_path: Path) -> None:
+    write_small_checkpoint(tmp_path)
+
+    @given(mixes=st.lists(MIXES, min_size=1, max_size=8), mtp_step=st.sampled_from([1, 3, 7]))
+    @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(mixes: list[dict[str, Any]], mtp_step: int) -> None:
+        check_mixes(tmp_path, mixes, mtp_step)
+
+    check()

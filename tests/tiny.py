@@ -17,7 +17,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.plan import Admit, BlockUpdate, Release, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import StepOutput
 
@@ -160,7 +160,7 @@ def install(
     temperature: float = 0.0,
 ) -> None:
     """Admit a request to `slot` with the given (slot, index, block) entries of its block table."""
-    moves = (Release(slot), Admit(slot, seed, temperature, 0, 1.0, 0.0))
+    moves = (Release(slot), Admit(slot, SlotSampling(seed, temperature, 0, 1.0, 0.0)))
     blocks = tuple(BlockUpdate(*update) for update in updates)
     executor = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     executor.carry_out(StepPlan(0, "move", moves=moves, block_updates=blocks))

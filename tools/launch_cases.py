@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.features import RECENT_IDS
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
@@ -22,10 +23,11 @@ from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
-from compiled_mtp.ops.sample import SamplingTables, sample
+from compiled_mtp.ops.row_logprobs import row_logprobs
+from compiled_mtp.ops.sample import SamplingTables, filter_logits, sample
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
-from compiled_mtp.ops.window import Cursors, accept_window, read_window
+from compiled_mtp.ops.window import Cursors, History, accept_window, read_window
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 INT32, INT64 = torch.int32, torch.int64
@@ -290,32 +292,50 @@ def rms_norm_cases(capability: int) -> Iterator[LaunchCase]:
             yield LaunchCase(f"{kind}-{width}-{dtype_name(dtype)}", call)
 
 
-def draw(device: torch.device, vocab: int, extras: bool) -> None:
-    """One request's window, with or without tables for counts, prompt, bias and stop ids."""
+def draw(device: torch.device, vocab: int, form: str) -> None:
+    """One request's window ("window"), with masks, the draft of a cut head ("cut"), or the filters alone."""
     empty = functools.partial(tensor, device)
-    extra = SLOTS if extras else 0
     tables = SamplingTables(
         temperature=empty(SLOTS),
         top_k=empty(SLOTS, dtype=INT32),
         top_p=empty(SLOTS),
         min_p=empty(SLOTS),
+        seed=empty(SLOTS, dtype=INT64),
+        features=empty(SLOTS, dtype=INT32),
         repetition_penalty=empty(SLOTS),
         presence_penalty=empty(SLOTS),
         frequency_penalty=empty(SLOTS),
-        seed=empty(SLOTS, dtype=INT64),
-        output_counts=empty(extra, vocab, dtype=INT32),
-        prompt_seen=empty(extra, vocab, dtype=torch.bool),
-        bias=empty(extra, vocab),
+        output_counts=empty(SLOTS, vocab, dtype=INT32),
+        prompt_seen=empty(SLOTS, vocab, dtype=torch.bool),
+        bias=empty(SLOTS, vocab),
         min_position=empty(SLOTS, dtype=INT64),
-        stop_ids=empty(extra, 4, dtype=INT64),
+        stop_ids=empty(SLOTS, 64, dtype=INT64),
+        bad_words=empty(SLOTS, 64, RECENT_IDS, dtype=INT64),
+        bad_word_lengths=empty(SLOTS, 64, dtype=INT32),
+        recent_ids=empty(SLOTS, RECENT_IDS, dtype=INT64),
     )
-    rows = (empty(ROWS, dtype=INT64), empty(ROWS, dtype=INT64), empty(1, dtype=INT32))
-    sample(empty(ROWS, vocab), *rows, tables, vocab - 3)
+    rows = 1 if form == "cut" else ROWS
+    where = (empty(1, 3, dtype=INT64), empty(rows, dtype=INT64), empty(1, dtype=INT32))
+    column_ids = empty(32768, dtype=INT64) if form == "cut" else None
+    masks = empty(rows, -(-vocab // 32), dtype=INT32) if form in ("masks", "filter") else None
+    logits = empty(rows, vocab if column_ids is None else len(column_ids))
+    operator = filter_logits if form == "filter" else sample
+    operator(logits, *where, tables, vocab - 3, column_ids, masks)
 
 
 def sample_cases(capability: int) -> Iterator[LaunchCase]:
-    for label, vocab, extras in (("plain", VOCAB, False), ("all", VOCAB, True), ("all-small", 1024, True)):
-        yield LaunchCase(label, functools.partial(draw, vocab=vocab, extras=extras))
+    for form, vocab in (("window", VOCAB), ("masks", VOCAB), ("cut", VOCAB), ("filter", VOCAB)):
+        yield LaunchCase(form, functools.partial(draw, vocab=vocab, form=form))
+    yield LaunchCase("window-small", functools.partial(draw, vocab=1024, form="window"))
+
+
+def row_logprobs_cases(capability: int) -> Iterator[LaunchCase]:
+    for vocab in (VOCAB, 1024):
+
+        def call(device: torch.device, vocab: int = vocab) -> None:
+            row_logprobs(tensor(device, ROWS, vocab), tensor(device, ROWS, dtype=INT64), vocab - 3)
+
+        yield LaunchCase(str(vocab), call)
 
 
 def silu_mul_cases(capability: int) -> Iterator[LaunchCase]:
@@ -335,8 +355,11 @@ def window(device: torch.device) -> None:
     place = (WINDOW - 1, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
     read_window(index, cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *place)
     table = empty(1, MAX_BLOCKS, dtype=INT32)
-    is_finite = torch.empty(WINDOW, dtype=torch.bool, device=device)
-    accept_window(empty(WINDOW), empty(WINDOW), is_finite, index, empty(1), table, cursors, *place, -1)
+    outcome = torch.empty(WINDOW, dtype=torch.uint8, device=device)
+    counts = empty(SLOTS, VOCAB, dtype=INT32)
+    history = History(empty(SLOTS, dtype=INT32), counts, empty(SLOTS, RECENT_IDS))
+    rows = (empty(WINDOW), empty(WINDOW), outcome, index, empty(1), table)
+    accept_window(*rows, cursors, history, *place, -1)
 
 
 def window_cases(capability: int) -> Iterator[LaunchCase]:
@@ -352,6 +375,7 @@ CASES: dict[str, Callable[[int], Iterator[LaunchCase]]] = {
     "paged_attention": paged_attention_cases,
     "qk_norm_rope_kv_write": qk_norm_rope_kv_write_cases,
     "rms_norm": rms_norm_cases,
+    "row_logprobs": row_logprobs_cases,
     "sample": sample_cases,
     "silu_mul": silu_mul_cases,
     "spec_conv1d": spec_conv1d_cases,

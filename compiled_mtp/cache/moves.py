@@ -13,11 +13,9 @@ from itertools import groupby
 import torch
 
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.slot_sampling import write_sampling
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, Release, StepPlan
-
-# Fields of Admit that are rows of the same name.
-_PARAMETERS = ("seed", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ class Moves:
         for entry in self.slot_tensors:
             if entry.initial is not None:
                 entry.tensor[rows] = entry.initial
-        for name in _PARAMETERS:
-            tensor = self.slot_tensors[name]
-            values = torch.tensor([getattr(move, name) for move in admitted], dtype=tensor.dtype)
-            tensor[rows] = self._to_device(values)
+        write_sampling(self.slot_tensors, admitted, self._to_device)
 
     def _copy(self, copy: Copy) -> None:
         source, target = self._tier("source", copy.source), self._tier("target", copy.target)

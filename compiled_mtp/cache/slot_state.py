@@ -7,11 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from compiled_mtp.cache.slot_sampling import MAX_BAD_WORDS, MAX_STOP_IDS
 from compiled_mtp.cache.slot_tensors import SlotTensor
+from compiled_mtp.ops.features import RECENT_IDS
 
 # What a new request starts with; its parameters come with its admission, and the other rows are written
 # before anything reads them.
 _INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0}
+
+
+def sampling_bytes(vocab_size: int) -> int:
+    """Bytes that a slot's larger sampling tables take."""
+    words = MAX_STOP_IDS + MAX_BAD_WORDS * RECENT_IDS + RECENT_IDS
+    by_id = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
+    return vocab_size * by_id + words * torch.int64.itemsize + MAX_BAD_WORDS * torch.int32.itemsize
 
 
 class SlotState(nn.Module):
@@ -20,8 +29,9 @@ class SlotState(nn.Module):
 
     base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
     blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
-    prefill chunk; sampling parameters [slots]. Penalty counts and bias are [0, vocab_size], and min_position
-    and stop_ids keep their first values: switched off in this version.
+    prefill chunk. The sampling tables are those of `SamplingTables`, written by `write_sampling`; what a
+    request emits goes to output_counts [slots, vocab_size] and recent_ids [slots, RECENT_IDS] if it has a use
+    for them.
     """
 
     base: torch.Tensor
@@ -43,6 +53,10 @@ class SlotState(nn.Module):
     bias: torch.Tensor
     min_position: torch.Tensor
     stop_ids: torch.Tensor
+    features: torch.Tensor
+    bad_words: torch.Tensor
+    bad_word_lengths: torch.Tensor
+    recent_ids: torch.Tensor
 
     def __init__(
         self,
@@ -69,10 +83,14 @@ class SlotState(nn.Module):
             buffer(name, (slots,), torch.float32)
         for name in ("top_p", "repetition_penalty"):
             buffer(name, (slots,), torch.float32, 1.0)
-        buffer("output_counts", (0, vocab_size), torch.int32)
-        buffer("prompt_seen", (0, vocab_size), torch.bool)
-        buffer("bias", (0, vocab_size), torch.float32)
-        buffer("stop_ids", (slots, 1), torch.int64, -1)
+        buffer("output_counts", (slots, vocab_size), torch.int32)
+        buffer("prompt_seen", (slots, vocab_size), torch.bool)
+        buffer("bias", (slots, vocab_size), torch.float32)
+        buffer("features", (slots,), torch.int32)
+        buffer("stop_ids", (slots, MAX_STOP_IDS), torch.int64, -1)
+        buffer("bad_words", (slots, MAX_BAD_WORDS, RECENT_IDS), torch.int64, -1)
+        buffer("bad_word_lengths", (slots, MAX_BAD_WORDS), torch.int32)
+        buffer("recent_ids", (slots, RECENT_IDS), torch.int64, -1)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
         """What is admitted and moved with a request: every row but the block table's, which plans write."""

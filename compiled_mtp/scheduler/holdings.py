@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.cache.block_pool import BlockPool
@@ -36,7 +36,7 @@ class Holding:
     none), and blocks of the tier where it stands.
 
     is_told: the device knows who owns the slot. is_in_open_round: its round was verified and its accept is
-    still to be planned.
+    still to be planned. drafts: of its next round, where its grammar asks for them.
     """
 
     request: Request
@@ -50,6 +50,7 @@ class Holding:
     is_told: bool = False
     is_first_token_due: bool = False
     is_in_open_round: bool = False
+    drafts: Sequence[int] = ()
     transfer: Transfer | None = None
 
     def enter(self, phase: RequestPhase) -> None:
@@ -63,6 +64,11 @@ class Holding:
         if self.host_record is not None:
             return Place("host", self.host_record)
         return Place("slot", self.slot) if self.slot else None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether every chunk of its prompt has been planned."""
+        return self.num_prefilled == self.request.prompt_len
 
     @property
     def is_pinned(self) -> bool:

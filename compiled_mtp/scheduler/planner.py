@@ -13,20 +13,29 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, PlanKind, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.phases import RequestPhase
-
-# What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
-_MOST_TOP_K = 2**31 - 1
+from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
 Depth = Callable[[], int]
 """How many drafts the round that is planned now leaves, 0 to mtp_step; asked once a round and once before."""
 
 IsHalved = Callable[[], bool]
-"""Whether the round that is planned now runs as two halves; asked once a round."""
+"""Whether the round that is planned now runs as two halves though no request needs it; asked once a round."""
+
+
+class _Wants(NamedTuple):
+    """What some requests ask of a launch beside their tokens: halves, a grammar's masks, and how many of the
+    likeliest ids (-1: no log probabilities).
+    """
+
+    is_halved: bool = False
+    is_guided: bool = False
+    logprobs: int = -1
 
 
 @dataclass(slots=True)
@@ -35,6 +44,7 @@ class _OpenRound:
 
     plan: StepPlan
     members: list[Holding]
+    wants: _Wants
 
 
 class Planner:
@@ -49,7 +59,8 @@ class Planner:
         self._is_halved = is_halved
         # Of the drafts that the launches planned so far leave on the device.
         self._draft_step = self._choose_depth()
-        self.waiting: dict[str, Holding] = {}
+        # By Request.key, in the order of arrival.
+        self.waiting: dict[tuple[str, int], Holding] = {}
         self._is_prefill_next = True
         self._next_step_id = 0
         self._next_copy_id = 0
@@ -65,6 +76,8 @@ class Planner:
         self.decoding_slots: tuple[int, ...] = ()
         self._decoding_generations: tuple[int, ...] = ()
         self._rounds_ahead = 0
+        # What the requests of the next rounds ask for.
+        self._wants = _Wants()
         # What the next plan carries.
         self._copies: list[Copy] = []
         self._block_updates: list[BlockUpdate] = []
@@ -108,7 +121,7 @@ class Planner:
     def leave(self, holding: Holding) -> None:
         """A request ends: nothing more is planned for it."""
         if holding.phase is RequestPhase.WAITING:
-            del self.waiting[holding.request.request_id]
+            del self.waiting[holding.request.key]
         elif holding is self.prefilling:
             self.prefilling = None
         else:
@@ -161,6 +174,7 @@ class Planner:
         ]
         for holding, in_flight in decoding:
             self._block_updates += self.holdings.reserve(holding, self._last_write(holding, in_flight))
+        self._wants = _wants([holding.request for holding, _ in decoding])
         self.decoding_slots = tuple(holding.slot for holding, _ in decoding)
         self._decoding_generations = tuple(holding.generation for holding, _ in decoding)
         # The one that is planned next was looked at itself.
@@ -173,6 +187,12 @@ class Planner:
         if self._open_round is not None:
             rounds.append(self._open_round.plan)
         return Counter(owner for plan in rounds for owner in zip(plan.slots, plan.generations, strict=True))
+
+    def _has_unread_guides(self, members: Sequence[Holding]) -> bool:
+        """Whether tokens that a grammar is to take are still to be read."""
+        guided = {(one.slot, one.generation) for one in members if one.request.guide is not None}
+        givers = [plan for plan in self._unread if plan.kind in ("first", "accept")]
+        return any(not guided.isdisjoint(zip(p.slots, p.generations, strict=True)) for p in givers)
 
     def _certain_rounds(self, holding: Holding, in_flight: int) -> int:
         """Rounds from now on that cannot be the request's last one and have their blocks."""
@@ -194,12 +214,17 @@ class Planner:
         return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
 
     def _plan_next(self) -> StepPlan | None:
+        if self.prefilling is not None and self.prefilling.is_prefilled:
+            return self._plan_first(self.prefilling)
         has_round = self._open_round is not None or bool(self.decoding_slots)
         if self.prefilling is not None and (self._is_prefill_next or not has_round):
             self._is_prefill_next = False
             return self._plan_prefill(self.prefilling)
         if self._open_round is not None:
-            return self._plan_accept(self._open_round)
+            # Masks follow from the tokens of the round before: its result is waited for, not planned around.
+            opened = self._open_round
+            is_early = opened.wants.is_guided and self._has_unread_guides(opened.members)
+            return None if is_early else self._plan_accept(opened)
         self._is_prefill_next = True
         if has_round:
             return self._plan_round()
@@ -212,18 +237,17 @@ class Planner:
     def _plan_prefill(self, holding: Holding) -> StepPlan:
         request, start = holding.request, holding.num_prefilled
         end = min(start + self.limits.prefill_chunk, request.prompt_len)
-        is_last = end == request.prompt_len
-        admits = [] if holding.is_told else [_admit_move(holding)]
+        is_end = end == request.prompt_len
+        # Its first token is a plan of its own where something is to be done with its logits.
+        is_last = is_end and not request.is_halved
+        admits = [] if holding.is_told else [Admit(holding.slot, slot_sampling(holding.request))]
         # After the last chunk the draft writes the pairs of its drafts, from slot `end` on.
-        last_write = end - 1 + (self.limits.mtp_step if is_last else 0)
+        last_write = end - 1 + (self.limits.mtp_step if is_end else 0)
         self._restore_install()
         self._block_updates += self.holdings.reserve(holding, last_write)
         holding.num_prefilled, holding.is_told = end, True
         if is_last:
-            holding.is_first_token_due = True
-            holding.enter(RequestPhase.RUNNING)
-            self.prefilling = None
-            self.look_again()
+            self._end_prefill(holding)
         return self._make_plan(
             "prefill",
             (holding.slot,),
@@ -236,9 +260,29 @@ class Planner:
             prompt_len=request.prompt_len,
         )
 
+    def _plan_first(self, holding: Holding) -> StepPlan:
+        """The first token of the prompt whose last chunk was the plan before this one."""
+        self._end_prefill(holding)
+        wants = _wants([holding.request])
+        return self._make_plan(
+            "first",
+            (holding.slot,),
+            (holding.generation,),
+            draft_step=self._draft_step,
+            prompt_len=holding.request.prompt_len,
+            logprobs=wants.logprobs,
+            wants_drafts=wants.is_guided,
+        )
+
+    def _end_prefill(self, holding: Holding) -> None:
+        holding.is_first_token_due = True
+        holding.enter(RequestPhase.RUNNING)
+        self.prefilling = None
+        self.look_again()
+
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
-        is_halved = self._is_halved is not None and self._is_halved()
+        is_halved = self._wants.is_halved or (self._is_halved is not None and self._is_halved())
         verify_step, self._draft_step = self._draft_step, self._choose_depth()
         plan = self._make_plan(
             "verify" if is_halved else "decode",
@@ -251,7 +295,7 @@ class Planner:
             members = [self.holdings.owners[slot] for slot in plan.slots]
             for holding in members:
                 holding.is_in_open_round = True
-            self._open_round = _OpenRound(plan, members)
+            self._open_round = _OpenRound(plan, members, self._wants)
         return plan
 
     def _plan_accept(self, opened: _OpenRound) -> StepPlan:
@@ -262,6 +306,8 @@ class Planner:
             first.generations,
             verify_step=first.verify_step,
             draft_step=first.draft_step,
+            logprobs=opened.wants.logprobs,
+            wants_drafts=opened.wants.is_guided,
         )
         # What ended in between is released with a later plan: moves go before the launch.
         self._close_round()
@@ -287,6 +333,8 @@ class Planner:
         start: int = 0,
         is_last: bool = False,
         prompt_len: int = 0,
+        logprobs: int = -1,
+        wants_drafts: bool = False,
     ) -> StepPlan:
         self._restore_install()
         moves: tuple[Move, ...] = (*self.holdings.take_releases(), *admits, *self._copies)
@@ -306,6 +354,8 @@ class Planner:
             prompt_len=prompt_len,
             moves=moves,
             block_updates=block_updates,
+            logprobs=logprobs,
+            wants_drafts=wants_drafts,
         )
 
     def _restore_install(self) -> None:
@@ -323,19 +373,14 @@ class Planner:
         return depth
 
 
+def _wants(requests: Sequence[Request]) -> _Wants:
+    halved = [request for request in requests if request.is_halved]
+    if not halved:
+        return _Wants()
+    listed = max(-1 if (most := request.params.logprobs) is None else most for request in halved)
+    return _Wants(True, any(request.guide is not None for request in halved), listed)
+
+
 def _least_output(holding: Holding, in_flight: int) -> int:
     """Tokens the request will have for certain: every unread round emits one at least."""
     return len(holding.request.output_token_ids) + holding.is_first_token_due + in_flight
-
-
-def _admit_move(holding: Holding) -> Admit:
-    request: Request = holding.request
-    params = request.params
-    return Admit(
-        slot=holding.slot,
-        seed=request.history.seed,
-        temperature=params.temperature,
-        top_k=min(max(params.top_k, 0), _MOST_TOP_K),
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Request, RequestOutput, new_tuple
+from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, new_tuple
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
+
+
+class GuidedWindow(NamedTuple):
+    """A request whose rows are masked: `row` of the plan's is its first, one more follows for each draft."""
+
+    guide: Guide
+    row: int
+    drafts: Sequence[int]
 
 
 class Scheduler:
@@ -52,35 +61,36 @@ class Scheduler:
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
-        # By id, those that have not ended.
-        self._live: dict[str, Holding] = {}
+        # By id, the choices that have not ended.
+        self._live: dict[str, list[Holding]] = {}
         self._outputs: list[RequestOutput] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request; mutates its output limit. Raises ValueError if its id is in use or if it could
-        never run (`Limits.fit`).
+    def add(self, *choices: Request) -> None:
+        """Queue a request, given as all of its choices; mutates their output limits. Raises ValueError if its
+        id is in use or if it could never run (`Limits.fit`).
         """
-        name = request.request_id
+        name = choices[0].request_id
         if self.has_id(name):
             raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
-        self.limits.fit(request)
-        holding = Holding(request)
+        for request in choices:
+            self.limits.fit(request)
+        holdings = [Holding(request) for request in choices]
         # In this order: interrupted in between, the request can be added again.
-        self._planner.waiting[name] = holding
-        self._live[name] = holding
+        self._planner.waiting.update({holding.request.key: holding for holding in holdings})
+        self._live[name] = holdings
 
     def abort(self, request_id: str) -> None:
-        """End a request now. Raises ValueError for an id that names none that is live.
+        """End a request, all choices of it, now. Raises ValueError for an id that names none that is live.
 
-        Its last output has finish_reason "abort"; launches in flight are dropped.
+        Their last outputs have finish_reason "abort"; launches in flight are dropped.
         """
-        self._end(self._find(request_id), "abort")
+        for holding in self._find_choices(request_id):
+            self._end(holding, "abort")
 
     def forget(self, request_ids: Collection[str]) -> None:
         """End those of the requests that have not finished, now and without an output."""
         for request_id in request_ids:
-            holding = self._live.get(request_id)
-            if holding is not None:
+            for holding in list(self._live.get(request_id, ())):
                 holding.request.finish("abort")
                 self._finish(holding)
         self.take_outputs(request_ids)
@@ -97,9 +107,12 @@ class Scheduler:
         still be under way.
         """
         waiting = self._planner.waiting
-        settled = {output.request_id for output in self._outputs if output.finish_reason is not None}
-        ended = [one for name, one in self._live.items() if name not in waiting and name not in settled]
-        self._live = dict(waiting)
+        settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
+        known = waiting.keys() | settled
+        ended = [one for choices in self._live.values() for one in choices if one.request.key not in known]
+        self._live = {}
+        for (name, _), holding in waiting.items():
+            self._live.setdefault(name, []).append(holding)
         self._planner.reset()
         self._holdings.reset()
         for holding in ended:
@@ -148,8 +161,19 @@ class Scheduler:
             self._take_error(plan, result.error)
             return
         self._planner.read(plan)
-        if plan.is_last or plan.kind in ("decode", "accept"):
+        if plan.is_last or plan.kind in ("first", "decode", "accept"):
             self._take_tokens(result)
+
+    def windows(self, plan: StepPlan) -> list[GuidedWindow]:
+        """The requests of a plan whose rows are to be masked; every token they have is known."""
+        found = []
+        for index, owner in enumerate(zip(plan.slots, plan.generations, strict=True)):
+            holding = self._holdings.owners.get(owner[0])
+            if holding is None or holding.generation != owner[1] or holding.request.guide is None:
+                continue
+            row, drafts = index * (plan.verify_step + 1), holding.drafts[: plan.verify_step]
+            found.append(GuidedWindow(holding.request.guide, row, drafts))
+        return found
 
     def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Return the outputs that nobody has taken yet, of these requests or of all; the others stay."""
@@ -202,18 +226,29 @@ class Scheduler:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
         agrees with where its request stands.
         """
-        self._holdings.check_integrity(self._live.values())
+        live = [holding for choices in self._live.values() for holding in choices]
+        self._holdings.check_integrity(live)
         self._planner.check_integrity()
-        assert self._planner.waiting.keys() <= self._live.keys()
-        for name, holding in self._live.items():
-            assert (holding.phase is RequestPhase.WAITING) == (name in self._planner.waiting)
+        assert all(self._live.values())
+        assert self._planner.waiting.keys() <= {holding.request.key for holding in live}
+        for holding in live:
+            assert (holding.phase is RequestPhase.WAITING) == (holding.request.key in self._planner.waiting)
 
-    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
-        holding = self._live.get(request_id)
-        if holding is None:
+    def _find_choices(self, request_id: str) -> list[Holding]:
+        choices = self._live.get(request_id)
+        if choices is None:
             raise ValueError(
                 f"request_id must name a request that has not finished, got {quote(request_id)}; give a "
                 "live one"
+            )
+        return list(choices)
+
+    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
+        holding, *others = self._find_choices(request_id)
+        if others:
+            raise ValueError(
+                f"request_id must name a request of one choice, got {quote(request_id)} with "
+                f"{1 + len(others)}; wait until the others have ended"
             )
         if phase is not None and (holding.phase is not phase or holding.transfer is not None):
             stands = holding.phase.value if holding.transfer is None else "on the move"
@@ -231,13 +266,14 @@ class Scheduler:
 
     def _take_tokens(self, result: StepResult) -> None:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
-        is_round = plan.kind != "prefill"
+        is_round = plan.kind in ("decode", "accept")
         num_drafts = plan.verify_step if is_round else None
         most = plan.verify_step + 1
         now_s = time.monotonic()
-        for index in result.not_finite:
+        for index in (*result.not_finite, *result.all_masked):
             self._take_last_tokens(result, index, num_drafts, now_s)
-        for slot, generation, new in zip(plan.slots, plan.generations, result.token_ids, strict=True):
+        rows = zip(plan.slots, plan.generations, result.token_ids, strict=True)
+        for index, (slot, generation, new) in enumerate(rows):
             holding = owners.get(slot)
             if holding is None or holding.generation != generation:
                 continue
@@ -245,9 +281,15 @@ class Scheduler:
             assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             if not is_round:
                 holding.is_first_token_due = False
-            kept, text = request.append(new, num_drafts, now_s)
-            reason = request.finish_reason
-            fields = (request.request_id, kept, text, request.metrics, reason, None, None)
+            if plan.wants_drafts:
+                holding.drafts = result.drafts[index]
+            logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
+            kept, text = request.append(new, num_drafts, now_s, logprobs=logprobs)
+            reason, entries = request.finish_reason, request.take_logprobs()
+            fields = (
+                *(request.request_id, kept, text, request.metrics),
+                *(reason, request.error, entries, request.index),
+            )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
                 self._finish(holding)
@@ -256,24 +298,20 @@ class Scheduler:
         """Take the tokens before one that could not be drawn and end the request: with an error, unless they
         end it themselves.
         """
-        holding = self._holdings.owners.get(result.plan.slots[index])
-        if holding is None or holding.generation != result.plan.generations[index]:
+        plan = result.plan
+        holding = self._holdings.owners.get(plan.slots[index])
+        if holding is None or holding.generation != plan.generations[index]:
             return
-        request, error = holding.request, None
+        request = holding.request
         kept, text = result.token_ids[index], ""
         if num_drafts is not None:
-            kept, text = request.append(kept, num_drafts, now_s, has_bonus=False)
+            logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
+            kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
         if request.finish_reason is None:
-            error = (
-                "logits must be finite, got NaN or infinity for position "
-                f"{request.prompt_len + len(request.output_token_ids)}; look for such numbers in the "
-                "checkpoint's weights, and for a dtype or kv_dtype that is too narrow for it"
-            )
-            text += request.finish("error")
-        self._outputs.append(
-            RequestOutput(request.request_id, kept, text, request.metrics, request.finish_reason, error)
-        )
-        self._finish(holding)
+            error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
+            self._end(holding, "error", error, kept, text)
+        else:
+            self._end(holding, request.finish_reason, request.error, kept, text)
 
     def _take_error(self, plan: StepPlan, error: str) -> None:
         self._planner.lose(plan)
@@ -288,25 +326,59 @@ class Scheduler:
         for holding in ended:
             self._end(holding, "error", error)
 
-    def _end(self, holding: Holding, reason: FinishReason, error: str | None = None) -> None:
-        self._outputs.append(_last_output(holding.request, reason, error))
+    def _end(
+        self,
+        holding: Holding,
+        reason: FinishReason,
+        error: str | None = None,
+        token_ids: Sequence[int] = (),
+        text: str = "",
+    ) -> None:
+        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text))
         self._finish(holding)
 
     def _finish(self, holding: Holding) -> None:
-        del self._live[holding.request.request_id]
+        choices = self._live[holding.request.request_id]
+        choices.remove(holding)
+        if not choices:
+            del self._live[holding.request.request_id]
         self._planner.leave(holding)
         self._holdings.give_back(holding)
         self._planner.drop_dead_round()
 
 
-def _last_output(request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
-    """End the request; what its caller gets when no launch is the cause."""
-    text = request.finish(reason)
-    return RequestOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        new_text=text,
-        metrics=request.metrics,
-        finish_reason=reason,
-        error=error,
+def _last_output(
+    request: Request,
+    reason: FinishReason,
+    error: str | None,
+    token_ids: Sequence[int] = (),
+    text: str = "",
+) -> RequestOutput:
+    """End the request; what its caller gets, with the last tokens and their text."""
+    text += request.finish(reason)
+    entries = request.take_logprobs()
+    metrics, index = request.metrics, request.index
+    return RequestOutput(request.request_id, list(token_ids), text, metrics, reason, error, entries, index)
+
+
+def _describe_logits(request: Request) -> str:
+    return (
+        "logits must be finite, got NaN or infinity for position "
+        f"{request.prompt_len + len(request.output_token_ids)}; look for such numbers in the "
+        "checkpoint's weights, and for a dtype or kv_dtype that is too narrow for it"
+    )
+
+
+def _describe_masks(request: Request) -> str:
+    params = request.params
+    asked = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0,
+        "the grammar": request.guide is not None,
+    }
+    names = ", ".join(name for name, is_asked in asked.items() if is_asked)
+    return (
+        f"{names} must leave a token to draw, got none for position "
+        f"{request.prompt_len + len(request.output_token_ids)}; allow more"
     )

@@ -1,10 +1,10 @@
 """Sampling in two launches: fixed tiles of the vocabulary, then one program a row.
 
-The first reads every logit once. It leaves the sums of the log-softmax, the best noisy value of every tile
-and, for a row with a filter, the tempered values and the peak of every group of 64 ids. The second combines
-them. For a row with a filter it finds from the peaks which groups can hold a kept id at all, and searches the
-threshold among those, two bits of the value a step; only a flat distribution under top-p or min-p makes it
-read most groups. No sort, no atomics, and every order is fixed by the vocabulary alone.
+The first reads every logit once. It leaves the best noisy value of every tile and, for a row with a filter,
+the processed values and the peak of every group of 64 columns. The second combines them. For a row with a
+filter it finds from the peaks which groups can hold a kept id at all, and searches the threshold among those,
+two bits of the value a step; only a flat distribution under top-p or min-p makes it read most groups. No
+sort, no atomics, and every order is fixed by the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.sample.noise_kernel import gumbel_of_blocks, log_of
+from compiled_mtp.ops.features import (
+    ALL_MASKED,
+    BAD_WORDS,
+    BIAS,
+    DRAWN,
+    NOT_FINITE,
+    PENALTIES,
+    RECENT_IDS,
+    STOP_IDS,
+)
+from compiled_mtp.ops.sample.noise_kernel import gumbel_of_blocks, gumbel_of_ids
+from compiled_mtp.ops.sample.processor_kernel import penalized, without_bad_words, without_stops
 from compiled_mtp.ops.sample.reference import GREEDY_TEMPERATURE
 from compiled_mtp.ops.sample.threshold_kernel import (
     candidates,
@@ -25,6 +36,7 @@ from compiled_mtp.ops.sample.threshold_kernel import (
     key_of,
     key_of_offset,
     search,
+    tempered,
 )
 
 # Contraction would give other processed logits than the reference has.
@@ -48,21 +60,24 @@ def or_zero(peak):
     return tl.where(peak > float("-inf"), peak, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_drafts", "drafts_stride", "masks_stride"))
 def tile_kernel(
     logits,
     logits_stride,
-    tokens,
+    drafts,
+    drafts_stride,
+    num_drafts,
     positions,
     state_index,
     temperature,
     top_p,
     min_p,
+    top_k,
+    seed,
+    features,
     repetition_penalty,
     presence_penalty,
     frequency_penalty,
-    top_k,
-    seed,
     counts,
     counts_stride,
     prompt,
@@ -72,16 +87,28 @@ def tile_kernel(
     min_position,
     stop_ids,
     stop_stride,
+    bad_words,
+    bad_word_lengths,
+    recent_ids,
+    column_ids,
+    masks,
+    masks_stride,
     num_valid_ids,
     tile_floats,
     tile_ids,
-    tempered,
+    processed,
     group_peaks,
     QUERY_LEN: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    RECENT_IDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    BIAS: tl.constexpr,
     STOP_IDS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    HAS_PROMPT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    HAS_COLUMN_IDS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -89,81 +116,102 @@ def tile_kernel(
     GREEDY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of one row and tile: raw peak and sum, best score and its id; what `finish_kernel` filters by.
+    """Of one row and tile: peak, best score and its id; what `finish_kernel` filters by.
 
-    tile_floats [M, 4, TILES]: raw peak, sum of exp(raw - raw peak), best score, sum of exp(tempered - best).
-    tile_ids [M, 2, TILES]: the best id, and how many raw logits at valid ids are not finite.
+    tile_floats [M, 3, TILES]: peak of the processed logits; best of the noisy tempered values, counted from
+    that peak, without a filter; sum of exp(tempered), counted likewise, with one. tile_ids [M, 2, TILES]: the
+    best id, and how many raw logits at valid ids are not finite. KEEPS_ALL: `processed` gets every row.
     """
     if PDL:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    request = row // QUERY_LEN
+    slot = tl.load(state_index + request).to(tl.int64)
     position = tl.load(positions + row)
-    own_min_position = tl.load(min_position + slot)
+    own_features = tl.load(features + slot)
     own_temperature = tl.load(temperature + slot)
     own_top_k = tl.load(top_k + slot)
     has_top_k = (own_top_k > 0) & (own_top_k < VOCAB)
     has_filter = has_top_k | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
     if PDL:
         gdc_wait()
-    ids = tile * TILE + tl.arange(0, TILE)
-    inside = ids < VOCAB
-    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf"))
+    columns = tile * TILE + tl.arange(0, TILE)
+    inside = columns < VOCAB
+    if HAS_COLUMN_IDS:
+        ids = tl.load(column_ids + columns, mask=inside, other=_NO_ID).to(tl.int32)
+    else:
+        ids = columns
+    x = tl.load(logits + row * logits_stride + columns, mask=inside, other=float("-inf"))
     is_odd = (ids < num_valid_ids) & ((tl.abs(x) <= 3.4028234663852886e38) == 0)
     tl.store(tile_ids + row * (2 * TILES) + TILES + tile, tl.sum(is_odd.to(tl.int32), 0))
     x = finite_or_minus_inf(x)
-    to = tile_floats + row * (4 * TILES) + tile
-    peak = tl.max(x, 0)
-    tl.store(to, peak)
-    tl.store(to + TILES, tl.sum(tl.exp(x - or_zero(peak)), 0))
 
-    if HAS_COUNTS or HAS_PROMPT:
-        repetition = tl.load(repetition_penalty + slot)
-        presence = tl.load(presence_penalty + slot)
-        frequency = tl.load(frequency_penalty + slot)
-        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
-            count = tl.zeros((TILE,), tl.int32)
-            if HAS_COUNTS:
-                count = tl.load(counts + slot * counts_stride + ids, mask=inside, other=0)
-                first = row - row % QUERY_LEN
-                for draft in range(first + 1, row + 1):
-                    count += (ids == tl.load(tokens + draft)).to(tl.int32)
-            is_seen = count > 0
-            if HAS_PROMPT:
-                is_seen = is_seen | (tl.load(prompt + slot * prompt_stride + ids, mask=inside, other=0) != 0)
-            smaller = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
-            x = tl.where(is_seen, smaller, x)
-            if HAS_COUNTS:
-                x = x - presence * (count > 0).to(tl.float32)
-                x = x - frequency * count.to(tl.float32)
-    if HAS_BIAS:
-        x = x + tl.load(bias + slot * bias_stride + ids, mask=inside, other=0.0)
-    if position < own_min_position:
-        for i in range(STOP_IDS):
-            x = tl.where(ids == tl.load(stop_ids + slot * stop_stride + i), float("-inf"), x)
+    if own_features != 0:
+        own_drafts = drafts + request * drafts_stride
+        num_counted = num_drafts - (QUERY_LEN - 1) + (row % QUERY_LEN).to(tl.int32)
+        if own_features & PENALTIES:
+            x = penalized(
+                x,
+                ids,
+                inside,
+                own_drafts,
+                num_counted,
+                counts + slot * counts_stride,
+                prompt + slot * prompt_stride,
+                tl.load(repetition_penalty + slot),
+                tl.load(presence_penalty + slot),
+                tl.load(frequency_penalty + slot),
+            )
+        if own_features & BIAS:
+            x = x + tl.load(bias + slot * bias_stride + ids, mask=inside, other=0.0)
+        if (own_features & STOP_IDS) != 0 and position < tl.load(min_position + slot):
+            x = without_stops(x, ids, stop_ids + slot * stop_stride, NUM_STOPS)
+        if own_features & BAD_WORDS:
+            x = without_bad_words(
+                x,
+                ids,
+                own_drafts,
+                num_counted,
+                recent_ids + slot * RECENT_IDS,
+                position,
+                bad_words + slot * (NUM_WORDS * RECENT_IDS),
+                bad_word_lengths + slot * NUM_WORDS,
+                NUM_WORDS,
+                RECENT_IDS,
+            )
+    if HAS_MASKS:
+        word = tl.load(masks + row * masks_stride + (ids >> 5), mask=inside, other=0)
+        x = tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
     x = finite_or_minus_inf(tl.where(ids < num_valid_ids, x, float("-inf")))
 
-    if own_temperature >= GREEDY:
-        x = tl.div_rn(x, tl.zeros_like(x) + own_temperature)
+    peak = tl.max(x, 0)
+    to = tile_floats + row * (3 * TILES) + tile
+    tl.store(to, peak)
+    is_random = own_temperature >= GREEDY
+    if KEEPS_ALL or (is_random & has_filter):
+        tl.store(processed + row * (TILES * TILE) + columns, x)
+    best = peak
+    if is_random:
         if has_filter:
-            tl.store(tempered + row * (TILES * TILE) + ids, x)
             peaks = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1)
             group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
             tl.store(group_peaks + row * (TILES * (TILE // GROUP)) + group, peaks)
-            tl.store(to + 3 * TILES, tl.sum(tl.exp(x - or_zero(tl.max(x, 0))), 0))
+            tl.store(to + 2 * TILES, tl.sum(tl.exp(tempered(x, or_zero(peak), own_temperature)), 0))
         else:
-            block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-            x = x + gumbel_of_blocks(block, tl.load(seed + slot), position, TILE)
-    best = tl.max(x, 0)
-    tl.store(to + 2 * TILES, best)
+            x = tempered(x, or_zero(peak), own_temperature)
+            if HAS_COLUMN_IDS:
+                x = x + gumbel_of_ids(ids, tl.load(seed + slot), position)
+            else:
+                block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+                x = x + gumbel_of_blocks(block, tl.load(seed + slot), position, TILE)
+            best = tl.max(x, 0)
+            tl.store(to + TILES, best)
     tl.store(tile_ids + row * (2 * TILES) + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
 
 
 @triton.jit
 def finish_kernel(
-    logits,
-    logits_stride,
     positions,
     state_index,
     temperature,
@@ -171,16 +219,20 @@ def finish_kernel(
     min_p,
     top_k,
     seed,
+    column_ids,
     tile_floats,
     tile_ids,
-    tempered,
+    processed,
     group_peaks,
     groups,
     interval,
     token,
-    logprob,
-    is_finite,
+    outcome,
+    row_peaks,
+    row_floors,
     QUERY_LEN: tl.constexpr,
+    HAS_COLUMN_IDS: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
@@ -189,9 +241,12 @@ def finish_kernel(
     GROUP: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
     GREEDY: tl.constexpr,
+    DRAWN: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Token, log-probability and finiteness of one row from what `tile_kernel` left."""
+    """Token and outcome of one row from what `tile_kernel` left; KEEPS_ALL: also its peak and threshold."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -204,26 +259,32 @@ def finish_kernel(
         gdc_wait()
     tile = tl.arange(0, TILES_BLOCK)
     is_tile = tile < TILES
-    floats = tile_floats + row * (4 * TILES) + tile
-    raw_peaks = tl.load(floats, mask=is_tile, other=float("-inf"))
-    raw_sums = tl.load(floats + TILES, mask=is_tile, other=0.0)
-    scores = tl.load(floats + 2 * TILES, mask=is_tile, other=float("-inf"))
+    floats = tile_floats + row * (3 * TILES) + tile
+    peaks_of_tiles = tl.load(floats, mask=is_tile, other=float("-inf"))
+    row_peak = tl.max(peaks_of_tiles, 0)
+    is_random = own_temperature >= GREEDY
+    has_top_k = (own_top_k > 0) & (own_top_k < VOCAB)
+    has_top_p = own_top_p < 1.0
+    has_filter = has_top_k | has_top_p | (own_min_p > 0.0)
+    scores = peaks_of_tiles
+    if is_random:
+        # What the tiles have counted from their own peaks is counted from the row's.
+        scores = tempered(peaks_of_tiles, or_zero(row_peak), own_temperature)
+        if has_filter == 0:
+            scores += tl.load(floats + TILES, mask=is_tile, other=float("-inf"))
     best = tl.max(scores, 0)
     best_ids = tl.load(tile_ids + row * (2 * TILES) + tile, mask=is_tile, other=_NO_ID)
     num_odd = tl.load(tile_ids + row * (2 * TILES) + TILES + tile, mask=is_tile, other=0)
-    tl.store(is_finite + row, (tl.sum(num_odd, 0) == 0).to(tl.uint8))
     best_id = tl.min(tl.where(scores == best, best_ids, _NO_ID), 0)
-
-    has_top_k = (own_top_k > 0) & (own_top_k < VOCAB)
-    has_top_p = own_top_p < 1.0
-    if (own_temperature >= GREEDY) & (has_top_k | has_top_p | (own_min_p > 0.0)) & (best > float("-inf")):
-        peak = best
-        sums = tl.load(floats + 3 * TILES, mask=is_tile, other=0.0)
-        total = tl.sum(sums * tl.exp(scores - peak), 0)
+    floor = tl.full((), 0, tl.int64)
+    if is_random & has_filter & (row_peak > float("-inf")):
+        peak = row_peak - row_peak  # of the tempered values
+        sums = tl.load(floats + 2 * TILES, mask=is_tile, other=0.0)
+        total = tl.sum(sums * tl.exp(scores), 0)
         own_top_p = tl.maximum(own_top_p, 1e-30)  # the peak stays, whatever top_p
         lane = tl.arange(0, GROUPS_BLOCK)
         peaks = tl.load(group_peaks + row * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
-        floor = tl.full((), 0, tl.int64)
+        peaks = tempered(peaks, row_peak, own_temperature)
         is_listed = peaks > float("-inf")
         if has_top_k | has_top_p:
             # What the peaks alone reach, all values reach; 16 bits of that are enough to list the groups.
@@ -242,23 +303,27 @@ def finish_kernel(
         tl.store(listed + tl.cumsum(count, 0) - 1, lane, mask=is_listed)
         tl.debug_barrier()  # the list is read by other threads than wrote it
 
-        values = tempered + row * (GROUPS * GROUP)
+        values = processed + row * (GROUPS * GROUP)
         left = interval + row * (CHUNK_GROUPS * GROUP)
         if has_top_k:
             target = own_top_k.to(tl.float32)
             floor = fine_threshold(
-                values, listed, num_groups, left, peak, target, floor, False, GROUP, CHUNK_GROUPS
-            )
+                values, listed, num_groups, left, row_peak, own_temperature, peak, target, floor, False,
+                GROUP, CHUNK_GROUPS,
+            )  # fmt: skip
             total = 0.0
             for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
-                x = candidates(values, listed, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                x = candidates(
+                    values, listed, num_groups, chunk, row_peak, own_temperature, GROUP, CHUNK_GROUPS
+                )
                 is_kept = key_of(x) >= key_of_offset(floor)
                 total += tl.sum(tl.where(is_kept, tl.exp(x - peak), 0.0), 0)
         if has_top_p:
             target = own_top_p * total
             floor = fine_threshold(
-                values, listed, num_groups, left, peak, target, floor, True, GROUP, CHUNK_GROUPS
-            )
+                values, listed, num_groups, left, row_peak, own_temperature, peak, target, floor, True,
+                GROUP, CHUNK_GROUPS,
+            )  # fmt: skip
         key = tl.load(seed + slot)
         position = tl.load(positions + row)
         best = float("-inf")
@@ -266,58 +331,106 @@ def finish_kernel(
         quad = tl.arange(0, CHUNK_GROUPS * GROUP // 4)
         lane = tl.arange(0, CHUNK_GROUPS * GROUP)
         for chunk in range(tl.cdiv(num_groups, CHUNK_GROUPS)):
-            x = candidates(values, listed, num_groups, chunk, GROUP, CHUNK_GROUPS)
+            x = candidates(values, listed, num_groups, chunk, row_peak, own_temperature, GROUP, CHUNK_GROUPS)
             entry = chunk * CHUNK_GROUPS + lane // GROUP
             ids = tl.load(listed + entry, mask=entry < num_groups, other=0) * GROUP + lane % GROUP
-            entry = chunk * CHUNK_GROUPS + quad // (GROUP // 4)
-            block = tl.load(listed + entry, mask=entry < num_groups, other=0) * (GROUP // 4) + quad % (
-                GROUP // 4
-            )
             is_kept = (key_of(x) >= key_of_offset(floor)) & (tl.exp(x - peak) >= own_min_p)
-            noise = gumbel_of_blocks(block, key, position, CHUNK_GROUPS * GROUP)
+            if HAS_COLUMN_IDS:
+                ids = tl.load(column_ids + ids, mask=ids < VOCAB, other=_NO_ID).to(tl.int32)
+                noise = gumbel_of_ids(ids, key, position)
+            else:
+                entry = chunk * CHUNK_GROUPS + quad // (GROUP // 4)
+                block = tl.load(listed + entry, mask=entry < num_groups, other=0) * (GROUP // 4)
+                noise = gumbel_of_blocks(block + quad % (GROUP // 4), key, position, CHUNK_GROUPS * GROUP)
             score = tl.where(is_kept, x + noise, float("-inf"))
             chunk_best = tl.max(score, 0)
             chunk_id = tl.min(tl.where(score == chunk_best, ids, _NO_ID), 0)
-            if chunk_best > best:
+            if (chunk_best > best) | ((chunk_best == best) & (chunk_id < best_id)):
                 best = chunk_best
                 best_id = chunk_id
 
-    chosen = tl.where(best > float("-inf"), best_id, 0)
-    raw_peak = tl.max(raw_peaks, 0)
-    total = tl.sum(raw_sums * tl.exp(raw_peaks - or_zero(raw_peak)), 0)
-    raw = finite_or_minus_inf(tl.load(logits + row * logits_stride + chosen))
-    has_any = raw_peak > float("-inf")
-    value = (raw - or_zero(raw_peak)) - log_of(tl.where(has_any, total, 1.0))
-    tl.store(token + row, chosen.to(tl.int64))
-    tl.store(logprob + row, tl.where(has_any, value, float("-inf")))
+    has_any = row_peak > float("-inf")
+    tl.store(token + row, tl.where(has_any, best_id, 0).to(tl.int64))
+    drawn = tl.where(has_any, DRAWN, ALL_MASKED)
+    tl.store(outcome + row, tl.where(tl.sum(num_odd, 0) == 0, drawn, NOT_FINITE).to(tl.uint8))
+    if KEEPS_ALL:
+        tl.store(row_peaks + row, or_zero(row_peak))
+        tl.store(row_floors + row, floor)
+
+
+@triton.jit
+def filtered_kernel(
+    state_index,
+    temperature,
+    min_p,
+    processed,
+    row_peaks,
+    row_floors,
+    filtered,
+    QUERY_LEN: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    GREEDY: tl.constexpr,
+):
+    """One tile of a row of `filter_logits` from what the other two have left."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    own_temperature = tl.load(temperature + slot)
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = tl.load(processed + row * (TILES * TILE) + columns)
+    if own_temperature >= GREEDY:
+        x = tempered(x, tl.load(row_peaks + row), own_temperature)
+        is_kept = (key_of(x) >= key_of_offset(tl.load(row_floors + row))) & (
+            tl.exp(x) >= tl.load(min_p + slot)
+        )
+        x = tl.where(is_kept, x, float("-inf"))
+    tl.store(filtered + row * VOCAB + columns, x, mask=columns < VOCAB)
 
 
 def tile_of(vocab: int) -> int:
     return max(GROUP, min(MAX_TILE, triton.next_power_of_2(vocab)))
 
 
-def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    token, outcome, _ = _launch(args, keeps_all=False)
+    return token, outcome
+
+
+def launch_filter_logits(args: Any) -> torch.Tensor:
+    return _launch(args, keeps_all=True)[2]
+
+
+def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits, tables = args.logits, args.tables
     rows, vocab = logits.shape
     device = logits.device
     token = torch.empty((rows,), dtype=torch.int64, device=device)
-    logprob = torch.empty((rows,), dtype=torch.float32, device=device)
-    is_finite = torch.empty((rows,), dtype=torch.bool, device=device)
+    outcome = torch.empty((rows,), dtype=torch.uint8, device=device)
+    filtered = torch.empty((rows, vocab) if keeps_all else (0,), dtype=torch.float32, device=device)
     if rows == 0:
-        return token, logprob, is_finite
+        return token, outcome, filtered
     tile = tile_of(vocab)
     tiles = triton.cdiv(vocab, tile)
     groups = tiles * (tile // GROUP)
-    tile_floats = torch.empty((rows, 4, tiles), dtype=torch.float32, device=device)
+    tile_floats = torch.empty((rows, 3, tiles), dtype=torch.float32, device=device)
     tile_ids = torch.empty((rows, 2, tiles), dtype=torch.int32, device=device)
-    # Written and read for rows with a filter only.
-    tempered = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
+    # Written and read for rows with a filter only, unless all are kept.
+    processed = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
     group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
     interval = torch.empty((rows, CHUNK_GROUPS * GROUP), dtype=torch.float32, device=device)
-    has_pdl = device_of(device.index).has_dependent_launch
+    row_peaks = torch.empty((rows,) if keeps_all else (0,), dtype=torch.float32, device=device)
+    row_floors = torch.empty((rows,) if keeps_all else (0,), dtype=torch.int64, device=device)
+    has_pdl = device_of(device.index).has_dependent_launch and not keeps_all
+    has_columns, has_masks = args.column_ids is not None, args.masks is not None
+    # What is not there has a pointer that nothing reads.
+    column_ids = args.column_ids if has_columns else args.state_index
+    masks = args.masks if has_masks else args.state_index
     shared: dict[str, Any] = {
         "QUERY_LEN": rows // args.state_index.shape[0],
+        "HAS_COLUMN_IDS": has_columns,
+        "KEEPS_ALL": keeps_all,
         "VOCAB": vocab,
         "TILES": tiles,
         "GROUP": GROUP,
@@ -326,27 +439,36 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         "launch_pdl": has_pdl,
         **OPTIONS,
     }
-    parameters = (tables.temperature, tables.top_p, tables.min_p)
+    filters = (tables.temperature, tables.top_p, tables.min_p, tables.top_k)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     counts, prompt, bias, stop_ids = tables.output_counts, tables.prompt_seen, tables.bias, tables.stop_ids
     tile_kernel[(tiles, rows)](
-        logits, logits.stride(0), args.tokens, args.positions, args.state_index,
-        *parameters, *penalties, tables.top_k, tables.seed,
+        logits, logits.stride(0), args.drafts, args.drafts.stride(0), args.drafts.shape[1],
+        args.positions, args.state_index, *filters, tables.seed, tables.features, *penalties,
         counts, counts.stride(0), prompt.view(torch.uint8), prompt.stride(0), bias, bias.stride(0),
-        tables.min_position, stop_ids, stop_ids.stride(0), args.num_valid_ids,
-        tile_floats, tile_ids, tempered, group_peaks,
-        STOP_IDS=stop_ids.shape[1] if stop_ids.shape[0] else 0,
-        HAS_COUNTS=counts.shape[0] > 0,
-        HAS_PROMPT=prompt.shape[0] > 0,
-        HAS_BIAS=bias.shape[0] > 0,
+        tables.min_position, stop_ids, stop_ids.stride(0),
+        tables.bad_words, tables.bad_word_lengths, tables.recent_ids,
+        column_ids, masks, masks.stride(0), args.num_valid_ids,
+        tile_floats, tile_ids, processed, group_peaks,
+        NUM_STOPS=stop_ids.shape[1],
+        NUM_WORDS=tables.bad_words.shape[1],
+        RECENT_IDS=RECENT_IDS,
+        PENALTIES=PENALTIES,
+        BIAS=BIAS,
+        STOP_IDS=STOP_IDS,
+        BAD_WORDS=BAD_WORDS,
+        HAS_MASKS=has_masks,
         TILE=tile,
         num_warps=TILE_WARPS,
         **shared,
     )  # fmt: skip
     finish_kernel[(rows,)](
-        logits, logits.stride(0), args.positions, args.state_index, *parameters, tables.top_k, tables.seed,
-        tile_floats, tile_ids, tempered, group_peaks, listed, interval,
-        token, logprob, is_finite.view(torch.uint8),
+        args.positions, args.state_index, *filters, tables.seed, column_ids,
+        tile_floats, tile_ids, processed, group_peaks, listed, interval,
+        token, outcome, row_peaks, row_floors,
+        DRAWN=DRAWN,
+        ALL_MASKED=ALL_MASKED,
+        NOT_FINITE=NOT_FINITE,
         TILES_BLOCK=triton.next_power_of_2(tiles),
         GROUPS=groups,
         GROUPS_BLOCK=triton.next_power_of_2(groups),
@@ -354,4 +476,10 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_warps=FINISH_WARPS,
         **shared,
     )  # fmt: skip
-    return token, logprob, is_finite
+    if keeps_all:
+        filtered_kernel[(tiles, rows)](
+            args.state_index, tables.temperature, tables.min_p, processed, row_peaks, row_floors, filtered,
+            QUERY_LEN=shared["QUERY_LEN"], VOCAB=vocab, TILES=tiles, TILE=tile, GREEDY=GREEDY_TEMPERATURE,
+            num_warps=TILE_WARPS, **OPTIONS,
+        )  # fmt: skip
+    return token, outcome, filtered

@@ -1,7 +1,6 @@
 """Drafter-invariant sampling: the token at a position is an argmax under noise keyed by (seed, position, id).
 
-Nothing here depends on which rows stand beside a row. Sums over the vocabulary run in a fixed order (one by
-one, or tiles of 4,096 and then one by one), because ATen splits a float sum with one output over its threads.
+Nothing here depends on which rows stand beside a row.
 """
 
 from __future__ import annotations
@@ -13,11 +12,20 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.features import (
+    ALL_MASKED,
+    BAD_WORDS,
+    BIAS,
+    DRAWN,
+    NOT_FINITE,
+    PENALTIES,
+    RECENT_IDS,
+    STOP_IDS,
+)
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.signature import BOOL, F32, I32, I64, Remedy
+from compiled_mtp.ops.signature import BOOL, CONTIGUOUS, F32, I32, I64, Remedy
 
 GREEDY_TEMPERATURE = 1e-5
-_TILE = 4096
 _LOW_WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -25,39 +33,71 @@ _PHILOX_ROUNDS = 10
 
 
 _TABLE = Remedy("pass the sampler's parameter tables, one row a slot")
-_SWITCH = Remedy("give it one row a slot, or a first dimension of 0")
 Floats = Annotated[Tensor, "slots", F32, _TABLE]
 
 
 class SamplingTables(NamedTuple):
     """How to sample, a row a slot.
 
-    `top_k` and `min_p` are off at 0, `top_p` from 1 on. A first dimension of 0 switches `output_counts`,
-    `prompt_seen`, `bias` or `stop_ids` (-1 is none) off.
+    `top_k` and `min_p` are off at 0, `top_p` from 1 on. features: bits PENALTIES, BIAS, STOP_IDS, BAD_WORDS;
+    without them the tables that follow it are not read: without PENALTIES not the three penalties,
+    output_counts (ids emitted so far) and prompt_seen; without BIAS not bias (-inf for an id that is never
+    drawn); without STOP_IDS not stop_ids (-1 is none), which are masked below min_position; without BAD_WORDS
+    not bad_words, bad_word_lengths (0 is none) and recent_ids: the id emitted at position p in column p % 16,
+    -1 before the output begins.
     """
 
     temperature: Floats
     top_k: Annotated[Tensor, "slots", I32, _TABLE]
     top_p: Floats
     min_p: Floats
+    seed: Annotated[Tensor, "slots", I64, _TABLE]
+    features: Annotated[Tensor, "slots", I32, _TABLE]
     repetition_penalty: Floats
     presence_penalty: Floats
     frequency_penalty: Floats
-    seed: Annotated[Tensor, "slots", I64, _TABLE]
-    output_counts: Annotated[Tensor, "slots|0 _", I32, _SWITCH]
-    prompt_seen: Annotated[Tensor, "slots|0 _", BOOL, _SWITCH]
-    bias: Annotated[Tensor, "slots|0 _", F32, _SWITCH]
+    output_counts: Annotated[Tensor, "slots num_ids", I32, _TABLE]
+    prompt_seen: Annotated[Tensor, "slots num_ids", BOOL, _TABLE]
+    bias: Annotated[Tensor, "slots num_ids", F32, _TABLE]
     min_position: Annotated[Tensor, "slots", I64, _TABLE]
-    stop_ids: Annotated[Tensor, "slots|0 _", I64, _SWITCH]
+    stop_ids: Annotated[Tensor, "slots _", I64, _TABLE]
+    bad_words: Annotated[Tensor, f"slots num_words {RECENT_IDS}", I64, CONTIGUOUS, _TABLE]
+    bad_word_lengths: Annotated[Tensor, "slots num_words", I32, CONTIGUOUS, _TABLE]
+    recent_ids: Annotated[Tensor, f"slots {RECENT_IDS}", I64, CONTIGUOUS, _TABLE]
 
 
 class Sampled(NamedTuple):
-    """Of each row: its token, the log-softmax of the raw logits at it, and whether its raw logits at valid
-    ids are all finite."""
+    """Of each row: its token, and the outcome.
+
+    outcome: NOT_FINITE if a raw logit at a valid id is not finite, else ALL_MASKED if nothing is left to
+    draw (the token is then 0), else DRAWN.
+    """
 
     token: Annotated[Tensor, "M", I64]
-    logprob: Annotated[Tensor, "M", F32]
-    is_finite: Annotated[Tensor, "M", BOOL]
+    outcome: Annotated[Tensor, "M", torch.uint8]
+
+
+class Prefix(NamedTuple):
+    """What M rows are sampled with beside their logits, for the functions of the reference.
+
+    slots [M]; drafts [M, L] as each row has them, of which the first num_drafts [M] stand before it;
+    positions [M]; column_ids [V] or None.
+    """
+
+    slots: Tensor
+    drafts: Tensor
+    num_drafts: Tensor
+    positions: Tensor
+    column_ids: Tensor | None
+
+    def of_rows(self, rows: Tensor) -> Prefix:
+        """The same of some rows."""
+        picked = (self.slots[rows], self.drafts[rows], self.num_drafts[rows], self.positions[rows])
+        return Prefix(*picked, self.column_ids)
+
+    def by_column(self, table: Tensor) -> Tensor:
+        """[M, num_ids] -> [M, V]."""
+        return table if self.column_ids is None else table[:, self.column_ids]
 
 
 def philox(block: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -107,56 +147,71 @@ def _finite_or_minus_inf(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), x, -math.inf)
 
 
-def _row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension of a contiguous [M, N], in an order that depends on N alone."""
-    whole = x.shape[1] // _TILE * _TILE
-    tiles = x[:, :whole].view(x.shape[0], whole // _TILE, _TILE).sum(-1)
-    return torch.cat([tiles, x[:, whole:].sum(-1, keepdim=True)], dim=1).cumsum(-1)[:, -1]
+def _penalize(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
+    slots, drafts = prefix.slots, prefix.drafts
+    counts = tables.output_counts[slots]
+    places = torch.arange(drafts.shape[1], device=x.device)
+    is_before = (places < prefix.num_drafts[:, None]) & (drafts >= 0) & (drafts < counts.shape[1])
+    counts.scatter_add_(1, drafts.clamp(0, counts.shape[1] - 1), is_before.to(counts.dtype))
+    counts, seen = prefix.by_column(counts), prefix.by_column(tables.prompt_seen[slots])
+    penalty = tables.repetition_penalty[slots][:, None]
+    x = torch.where(seen | (counts > 0), torch.where(x > 0, x / penalty, x * penalty), x)
+    x = x - tables.presence_penalty[slots][:, None] * (counts > 0)
+    return x - tables.frequency_penalty[slots][:, None] * counts
+
+
+def _add_bias(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
+    return x + prefix.by_column(tables.bias[prefix.slots])
+
+
+def _ban(x: Tensor, prefix: Prefix, ids: Tensor, is_banned: Tensor, num_ids: int) -> Tensor:
+    """-inf at those of ids [M, n] that are banned [M, n]."""
+    is_banned = is_banned & (ids >= 0) & (ids < num_ids)
+    mask = torch.zeros(x.shape[0], num_ids, dtype=torch.int32, device=x.device)
+    mask.scatter_add_(1, ids.clamp(0, num_ids - 1), is_banned.to(torch.int32))
+    return x.masked_fill(prefix.by_column(mask) > 0, -math.inf)
+
+
+def _delay_stops(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
+    is_early = prefix.positions < tables.min_position[prefix.slots]
+    return _ban(x, prefix, tables.stop_ids[prefix.slots], is_early[:, None], tables.bias.shape[1])
+
+
+def _ban_words(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
+    slots, drafts, num_drafts = prefix.slots, prefix.drafts, prefix.num_drafts[:, None]
+    back = torch.arange(1, RECENT_IDS, device=x.device)
+    emitted = tables.recent_ids[slots].gather(1, (prefix.positions[:, None] - back) % RECENT_IDS)
+    if drafts.shape[1]:
+        drafted = drafts.gather(1, (num_drafts - back).clamp(min=0))
+        emitted = torch.where(back <= num_drafts, drafted, emitted)
+    words, lengths = tables.bad_words[slots], tables.bad_word_lengths[slots].long()
+    is_met = lengths > 0
+    for i in range(RECENT_IDS - 1):
+        ago = lengths - 1 - i
+        before = emitted.gather(1, (ago - 1).clamp(min=0))
+        is_met = is_met & ((ago < 1) | (words[:, :, i] == before))
+    last = words.gather(2, (lengths - 1).clamp(min=0)[:, :, None]).squeeze(2)
+    return _ban(x, prefix, last, is_met, tables.bias.shape[1])
+
+
+_PROCESSORS = ((PENALTIES, _penalize), (BIAS, _add_bias), (STOP_IDS, _delay_stops), (BAD_WORDS, _ban_words))
 
 
 def _process(
-    x: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    query_len: int,
-    tables: SamplingTables,
-    num_valid_ids: int,
+    x: Tensor, prefix: Prefix, tables: SamplingTables, num_valid_ids: int, masks: Tensor | None
 ) -> Tensor:
-    """Penalties, bias and masks, in that order; returns a new tensor, or `x` when nothing applies."""
-    rows, vocab = x.shape
-    has_counts, has_prompt = tables.output_counts.shape[0] > 0, tables.prompt_seen.shape[0] > 0
-    counts = None
-    if has_counts:
-        counts = tables.output_counts[slots]
-        drafts = tokens.view(-1, query_len)
-        is_valid = ((drafts >= 0) & (drafts < vocab)).to(counts.dtype)
-        by_request = counts.view(-1, query_len, vocab)
-        for k in range(1, query_len):
-            index = drafts[:, 1 : k + 1].clamp(0, vocab - 1)
-            by_request[:, k].scatter_add_(1, index, is_valid[:, 1 : k + 1])
-    if has_counts or has_prompt:
-        is_seen = tables.prompt_seen[slots] if has_prompt else torch.zeros_like(x, dtype=torch.bool)
-        if counts is not None:
-            is_seen = is_seen | (counts > 0)
-        penalty = tables.repetition_penalty[slots][:, None]
-        x = torch.where(is_seen, torch.where(x > 0, x / penalty, x * penalty), x)
-    if counts is not None:
-        x = x - tables.presence_penalty[slots][:, None] * (counts > 0)
-        x = x - tables.frequency_penalty[slots][:, None] * counts
-    if tables.bias.shape[0] > 0:
-        x = x + tables.bias[slots]
-    if tables.stop_ids.shape[0] > 0 and tables.stop_ids.shape[1] > 0:
-        is_early = (positions < tables.min_position[slots])[:, None]
-        ids = tables.stop_ids[slots]
-        is_banned = is_early & (ids >= 0) & (ids < vocab)
-        mask = torch.zeros(rows, vocab, dtype=torch.int32, device=x.device)
-        mask.scatter_add_(1, ids.clamp(0, vocab - 1), is_banned.to(torch.int32))
-        x = x.masked_fill(mask > 0, -math.inf)
-    if num_valid_ids < vocab:
-        x = x.clone()
-        x[:, num_valid_ids:] = -math.inf
-    return x
+    """Penalties, bias and masks, in that order; a new tensor."""
+    x, features = x.clone(), tables.features[prefix.slots]
+    for bit, processor in _PROCESSORS:
+        rows = ((features & bit) != 0).nonzero().squeeze(1)
+        if rows.numel():
+            x[rows] = processor(x[rows], prefix.of_rows(rows), tables)
+    columns = torch.arange(x.shape[1], device=x.device)
+    ids = columns if prefix.column_ids is None else prefix.column_ids
+    x = x.masked_fill(ids >= num_valid_ids, -math.inf)
+    if masks is not None:
+        x = x.masked_fill(((masks[:, ids >> 5] >> (ids & 31)) & 1) == 0, -math.inf)
+    return _finite_or_minus_inf(x)
 
 
 def _top_k(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,91 +242,162 @@ def _top_p_min_p(x: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return torch.where(keep, x, -math.inf)
 
 
-def _draw(x: Tensor, positions: Tensor, slots: Tensor, tables: SamplingTables, has_top_k: bool) -> Tensor:
-    """The noisy argmax of processed logits whose rows all have a top_k, or none."""
-    vocab = x.shape[1]
-    x = x / tables.temperature[slots][:, None]
-    top_p, min_p, ids = tables.top_p[slots], tables.min_p[slots], None
+def _temper(x: Tensor, temperature: Tensor) -> Tensor:
+    """(x - its row's peak) / temperature: at a low one the quotient of x alone would lose or overflow."""
+    return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
+
+
+def _draw(x: Tensor, prefix: Prefix, tables: SamplingTables, has_top_k: bool) -> Tensor:
+    """The columns of the noisy argmax of processed logits whose rows all have a top_k, or none."""
+    slots, vocab, columns = prefix.slots, x.shape[1], None
+    x = _temper(x, tables.temperature[slots])
+    top_p, min_p = tables.top_p[slots], tables.min_p[slots]
     if has_top_k:
-        x, ids = _top_k(x, tables.top_k[slots])
+        x, columns = _top_k(x, tables.top_k[slots])
     if bool(((top_p < 1.0) | (min_p > 0.0)).any()):
         x = _top_p_min_p(x, top_p, min_p)
-    best = (x + gumbel(tables.seed[slots], positions, vocab, ids)).argmax(-1)
-    return best if ids is None else ids.gather(1, best[:, None]).squeeze(1)
+    ids = columns
+    if prefix.column_ids is not None:
+        ids = prefix.column_ids.expand_as(x) if columns is None else prefix.column_ids[columns]
+    best = (x + gumbel(tables.seed[slots], prefix.positions, vocab, ids)).argmax(-1)
+    return best if columns is None else columns.gather(1, best[:, None]).squeeze(1)
 
 
-def _logprob(logits: Tensor, token: Tensor) -> Tensor:
-    peak = logits.amax(-1, keepdim=True)
-    has_any = peak > -math.inf
-    peak = torch.where(has_any, peak, 0.0)
-    log_sum = torch.log(_row_sum(torch.exp(logits - peak)))[:, None]
-    chosen = logits.gather(1, token[:, None])
-    return torch.where(has_any, (chosen - peak) - log_sum, -math.inf).squeeze(1)
+def _prepared(
+    logits: Tensor,
+    drafts: Tensor,
+    positions: Tensor,
+    state_index: Tensor,
+    tables: SamplingTables,
+    num_valid_ids: int,
+    column_ids: Tensor | None,
+    masks: Tensor | None,
+) -> tuple[Tensor, Prefix, Tensor, Tensor]:
+    """Processed logits [M, V], what the rows are sampled with, and which are random, and with a top_k."""
+    rows, requests = logits.shape[0], state_index.shape[0]
+    query_len = rows // requests
+    slots = state_index.long().repeat_interleave(query_len)
+    row = torch.arange(rows, device=logits.device)
+    num_drafts = drafts.shape[1] - (query_len - 1) + row % query_len
+    prefix = Prefix(slots, drafts.repeat_interleave(query_len, 0), num_drafts, positions, column_ids)
+    x = _process(_finite_or_minus_inf(logits), prefix, tables, num_valid_ids, masks)
+    is_random = (tables.temperature[slots] >= GREEDY_TEMPERATURE) & (x.amax(-1) > -math.inf)
+    top_k = tables.top_k[slots]
+    return x, prefix, is_random, (top_k > 0) & (top_k < x.shape[1])
 
 
-def _fits_logits(
-    M: int, V: int, B: int, num_valid_ids: int, output_counts: Tensor, prompt_seen: Tensor, bias: Tensor
+def _lowest_id(x: Tensor, column_ids: Tensor) -> Tensor:
+    """Of a row's columns with the largest value that with the lowest id."""
+    ids = torch.where(x == x.amax(-1, keepdim=True), column_ids, torch.iinfo(torch.int64).max)
+    return ids.argmin(-1)
+
+
+def _whole_requests(
+    logits: Tensor,
+    M: int,
+    V: int,
+    B: int,
+    num_ids: int,
+    num_drafts: int,
+    num_valid_ids: int,
+    column_ids: Tensor | None,
+    masks: Tensor | None,
 ) -> None:
     if B == 0 or M % B:
         raise fail("logits", f"have a multiple of {B} rows", M, "pad whole requests")
-    if not 0 < num_valid_ids <= V:
-        raise fail("num_valid_ids", f"be in 1..{V}", num_valid_ids, "pass the tokenizer's number of ids")
-    tables = (("output_counts", output_counts), ("prompt_seen", prompt_seen), ("bias", bias))
-    for name, table in tables:
-        # What is switched off may be as wide as another head's logits.
-        if table.shape[0] and table.shape[1] != V:
-            rule, remedy = f"have shape [slots, {V}]", "give it a column for each of the logits'"
-            raise fail(name, rule, list(table.shape), remedy)
+    if num_drafts < M // B - 1:
+        raise fail("drafts", f"have at least {M // B - 1} columns", num_drafts, "pass those of the window")
+    if column_ids is None and num_ids != V:
+        raise fail("logits", f"have {num_ids} columns", V, "name the columns' ids")
+    if not 0 < num_valid_ids <= num_ids:
+        raise fail(
+            "num_valid_ids", f"be in 1..{num_ids}", num_valid_ids, "pass the tokenizer's number of ids"
+        )
+    if masks is not None and masks.shape[1] * 32 < num_ids:
+        raise fail("masks", f"have {-(-num_ids // 32)} words a row", masks.shape[1], "give every id a bit")
 
 
 # Whose row it is and how to sample it is older than the head, a fence, which makes the logits.
+_EARLY = ("state_index", "positions", "temperature", "top_k", "top_p", "min_p", "features")
+
+
 @operator(
     launches=(
-        Launch(
-            "tile_kernel",
-            reads_early=(
-                "state_index", "positions", "temperature", "top_k", "top_p", "min_p", "min_position"
-            ),
-        ),
+        Launch("tile_kernel", reads_early=_EARLY),
         Launch("finish_kernel", reads_early=("state_index", "temperature", "top_k", "top_p", "min_p")),
     ),
-    check=_fits_logits,
-)  # fmt: skip
+    check=_whole_requests,
+)
 def sample(
     logits: Annotated[Tensor, "M V", F32],
-    tokens: Annotated[Tensor, "M", I64, Remedy("pass one entry for each row of logits")],
+    drafts: Annotated[Tensor, "B num_drafts", I64],
     positions: Annotated[Tensor, "M", I64, Remedy("pass one entry for each row of logits")],
     state_index: Annotated[Tensor, "B", I32],
     tables: SamplingTables,
     num_valid_ids: int,
+    column_ids: Annotated[Tensor, "V", I64] | None,
+    masks: Annotated[Tensor, "M _", I32] | None,
 ) -> Sampled:
     """Draw the token of every row under noise keyed by (seed, position, id), independent of the other rows.
 
-    `logits` [M, V] with M = B*W rows, request-major; `tokens` [M], the input token of each row; `positions`
-    [M], the absolute position of the token to draw; `state_index` [B], a request's slot in the tables.
+    `logits` [M, V] with M = B*W rows, request-major; `drafts` [B, L], tokens after the last that the tables
+    count: before row k of a request stand the first L - (W - 1) + k of its drafts, in a window (L = W - 1)
+    those before the row, in a chain (W = 1) all so far. `positions` [M], the absolute position of the token
+    to draw; `state_index` [B], a request's slot in the tables. `column_ids` [V], the ids of the columns where
+    they are not 0, 1, ...; tables and noise go by id. `masks` [M, >= num_ids / 32], a bit an id, the lowest
+    first: 0 is never drawn.
 
     Order: repetition penalty (prompt and output), presence, frequency (output only), bias, masks (`stop_ids`
-    while position < min_position; ids >= `num_valid_ids`), / temperature, top-k (ties with the threshold
-    stay), top-p (likewise), min-p, + noise, argmax, lowest id on ties. A temperature below 1e-5 is greedy: no
-    noise, no filter. Row k of a window also counts the drafts tokens[b*W+1 .. b*W+k] as output. A logit that
-    is not finite counts as -inf; a row with nothing finite left gives token 0 (logprob -inf where no raw
-    logit is finite).
-    Source of the rule: Daliri, Musco, Suresh, arXiv 2408.07978.
+    while position < min_position; the last id of bad words whose others stand right before; ids >=
+    `num_valid_ids`; `masks`), temperature, top-k (ties with the threshold stay), top-p (likewise), min-p,
+    + noise, argmax, lowest id on ties. A temperature below 1e-5 is greedy: no noise, no filter. A logit that
+    is not finite counts as -inf. Source of the rule: Daliri, Musco, Suresh, arXiv 2408.07978.
     """
-    rows, vocab = logits.shape
-    query_len = rows // state_index.shape[0]
-    slots = state_index.long().repeat_interleave(query_len)
-    is_finite = logits[:, :num_valid_ids].isfinite().all(-1)
-    logits = _finite_or_minus_inf(logits)
-    processed = _process(logits, tokens, positions, slots, query_len, tables, num_valid_ids)
-    if processed is not logits:
-        processed = _finite_or_minus_inf(processed)
-    token = processed.argmax(-1)
-    is_random = (tables.temperature[slots] >= GREEDY_TEMPERATURE) & (processed.amax(-1) > -math.inf)
-    top_k = tables.top_k[slots]
-    has_top_k = (top_k > 0) & (top_k < vocab)
+    if column_ids is None:
+        raw = logits[:, :num_valid_ids]
+    else:
+        raw = torch.where(column_ids < num_valid_ids, logits, 0.0)
+    x, prefix, is_random, has_top_k = _prepared(
+        logits, drafts, positions, state_index, tables, num_valid_ids, column_ids, masks
+    )
+    column = x.argmax(-1) if column_ids is None else _lowest_id(x, column_ids)
     for chosen, is_limited in ((is_random & ~has_top_k, False), (is_random & has_top_k, True)):
         row = chosen.nonzero().squeeze(1)
         if row.numel():
-            token[row] = _draw(processed[row], positions[row], slots[row], tables, is_limited)
-    return Sampled(token, _logprob(logits, token), is_finite)
+            column[row] = _draw(x[row], prefix.of_rows(row), tables, is_limited)
+    has_any = x.amax(-1) > -math.inf
+    token = torch.where(has_any, column if column_ids is None else column_ids[column], 0)
+    outcome = torch.where(has_any, DRAWN, ALL_MASKED).masked_fill(~raw.isfinite().all(-1), NOT_FINITE)
+    return Sampled(token, outcome.to(torch.uint8))
+
+
+@operator(check=_whole_requests)
+def filter_logits(
+    logits: Annotated[Tensor, "M V", F32],
+    drafts: Annotated[Tensor, "B num_drafts", I64],
+    positions: Annotated[Tensor, "M", I64, Remedy("pass one entry for each row of logits")],
+    state_index: Annotated[Tensor, "B", I32],
+    tables: SamplingTables,
+    num_valid_ids: int,
+    column_ids: Annotated[Tensor, "V", I64] | None,
+    masks: Annotated[Tensor, "M _", I32] | None,
+) -> Annotated[Tensor, "M V", F32]:
+    """What `sample` adds its noise to: -inf at ids that cannot be drawn.
+
+    Of a random row the logits after temperature and filters, the largest 0; of a greedy row those after the
+    masks.
+    """
+    x, prefix, is_random, has_top_k = _prepared(
+        logits, drafts, positions, state_index, tables, num_valid_ids, column_ids, masks
+    )
+    row = is_random.nonzero().squeeze(1)
+    if row.numel():
+        slots = prefix.slots[row]
+        tempered = _temper(x[row], tables.temperature[slots])
+        limited = has_top_k[row].nonzero().squeeze(1)
+        if limited.numel():
+            few, columns = _top_k(tempered[limited], tables.top_k[slots[limited]])
+            alone = torch.full_like(tempered[limited], -math.inf).scatter_(1, columns, few)
+            tempered[limited] = alone
+        x[row] = _top_p_min_p(tempered, tables.top_p[slots], tables.min_p[slots])
+    return x

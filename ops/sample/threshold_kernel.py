@@ -23,13 +23,28 @@ def key_of_offset(threshold):
 
 
 @triton.jit
-def candidates(tempered, groups, num_groups, chunk, GROUP: tl.constexpr, CHUNK_GROUPS: tl.constexpr):
-    """Values of a chunk of the listed groups, -inf beyond the list."""
+def tempered(x, peak, temperature):
+    """(x - peak) / temperature: at a low one the quotient of x alone would lose or overflow."""
+    return tl.div_rn(x - peak, tl.zeros_like(x) + temperature)
+
+
+@triton.jit
+def candidates(
+    processed,
+    groups,
+    num_groups,
+    chunk,
+    row_peak,
+    temperature,
+    GROUP: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+):
+    """Tempered values of a chunk of the listed groups, -inf beyond the list."""
     entry = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
     group = tl.load(groups + entry, mask=entry < num_groups, other=0)
-    at = tempered + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at = processed + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(at, mask=(entry < num_groups)[:, None], other=float("-inf"))
-    return tl.reshape(x, (CHUNK_GROUPS * GROUP,))
+    return tempered(tl.reshape(x, (CHUNK_GROUPS * GROUP,)), row_peak, temperature)
 
 
 @triton.jit
@@ -99,10 +114,12 @@ def search(x, peak, target, above, is_mass, threshold, step, last_step, SIZE: tl
 
 @triton.jit
 def fine_threshold(
-    tempered,
+    processed,
     groups,
     num_groups,
     interval,
+    row_peak,
+    temperature,
     peak,
     target,
     floor,
@@ -126,7 +143,7 @@ def fine_threshold(
     threshold = (floor >> (2 * step + 2)) << (2 * step + 2)
     mass_end = 0.0
     number_end = 0.0
-    x = candidates(tempered, groups, num_groups, 0, GROUP, CHUNK_GROUPS)
+    x = candidates(processed, groups, num_groups, 0, row_peak, temperature, GROUP, CHUNK_GROUPS)
     x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
     if num_chunks > 1:
         # Only a bound, until a digit is not 0; it must hold, for `interval` has SIZE places.
@@ -137,7 +154,9 @@ def fine_threshold(
             mass3 = tl.zeros((SIZE,), tl.float32)
             numbers = tl.zeros((SIZE,), tl.int32)  # three counts of chunks, 10 bits each
             for chunk in tl.range(num_chunks, loop_unroll_factor=2):
-                x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                x = candidates(
+                    processed, groups, num_groups, chunk, row_peak, temperature, GROUP, CHUNK_GROUPS
+                )
                 x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
                 weight, reach1, reach2, reach3 = weigh(x, peak, is_mass, threshold, step)
                 mass1 += tl.where(reach1, weight, 0.0)
@@ -165,7 +184,9 @@ def fine_threshold(
             filled = 0
             tl.debug_barrier()  # an earlier search may still be reading the interval
             for chunk in range(num_chunks):
-                x = candidates(tempered, groups, num_groups, chunk, GROUP, CHUNK_GROUPS)
+                x = candidates(
+                    processed, groups, num_groups, chunk, row_peak, temperature, GROUP, CHUNK_GROUPS
+                )
                 is_inside = (key_of(x) >= first) & (key_of(x) <= last) & (x > float("-inf"))
                 count = is_inside.to(tl.int32)
                 tl.store(interval + filled + tl.cumsum(count, 0) - 1, x, mask=is_inside)

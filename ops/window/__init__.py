@@ -3,6 +3,7 @@
 from compiled_mtp.ops.window.reference import (
     Accepted,
     Cursors,
+    History,
     Window,
     accept_window,
     place_chain,
@@ -10,4 +11,13 @@ from compiled_mtp.ops.window.reference import (
     read_window,
 )
 
-__all__ = ["Accepted", "Cursors", "Window", "accept_window", "place_chain", "place_rows", "read_window"]
+__all__ = [
+    "Accepted",
+    "Cursors",
+    "History",
+    "Window",
+    "accept_window",
+    "place_chain",
+    "place_rows",
+    "read_window",
+]

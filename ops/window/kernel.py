@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP
 
 TABLE_BLOCK = 1024
@@ -89,13 +90,17 @@ def read_window_kernel(
 def accept_window_kernel(
     tokens,
     sampled,
-    is_finite,
+    outcome,
     state_index,
     start,
     table,
     base,
     pos,
     last_token,
+    features,
+    counts,
+    counts_stride,
+    recent_ids,
     packed,
     accepted_row,
     bonus,
@@ -111,6 +116,10 @@ def accept_window_kernel(
     hash_limit,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
+    RECENT_IDS: tl.constexpr,
+    REMEMBERED: tl.constexpr,
+    DRAWN: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a request. Rows of extend and chain lie within one run of positions from `start` on."""
@@ -119,6 +128,7 @@ def accept_window_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(state_index + request).to(tl.int64)
     first = tl.load(start + request)
+    own_features = tl.load(features + slot)
     lane = tl.arange(0, LANES)
     is_row = lane < query_len
     is_draft = lane < query_len - 1
@@ -129,23 +139,29 @@ def accept_window_kernel(
     if PDL:
         gdc_wait()
     drawn = tl.load(sampled + row, mask=is_row, other=0)
-    finite = tl.load(is_finite + row, mask=is_row, other=1)
+    state = tl.load(outcome + row, mask=is_row, other=DRAWN).to(tl.int32)
     is_wrong = is_draft & (drafted != drawn)
     if hash_limit >= 0:
         is_wrong = is_draft & ((wanted + 1) * HASH_FACTOR % 4294967296 // 65536 >= hash_limit)
     num_accepted = tl.min(tl.where(is_wrong, lane, query_len - 1), 0)
     is_live = slot > 0
     num_new = tl.where(is_live, num_accepted + 1, 0)
-    is_broken = is_row & (finite == 0)
-    num_finite = tl.min(tl.where(is_broken, lane, query_len), 0)
+    num_finite = tl.min(tl.where(state != DRAWN, lane, query_len), 0)
+    is_masked = (num_finite < num_new) & (tl.sum(tl.where(lane == num_finite, state, 0), 0) == ALL_MASKED)
+    num_finite = tl.where(is_masked, -1 - num_finite, tl.minimum(num_finite, num_new))
     last = tl.where(is_live, tl.sum(tl.where(lane == num_accepted, drawn, 0), 0), 0)
     tl.store(base + slot, first)
     tl.store(pos + slot, first + num_new)
     tl.store(last_token + slot, last)
     packed += request * (query_len + 2)
     tl.store(packed, num_new.to(tl.int64))
-    tl.store(packed + 1, tl.minimum(num_finite, num_new).to(tl.int64))
+    tl.store(packed + 1, num_finite.to(tl.int64))
     tl.store(packed + 2 + lane, drawn, mask=is_row)
+    if own_features & REMEMBERED:
+        is_new = lane < num_new
+        # Whole numbers: the order of the sums is no matter.
+        tl.atomic_add(counts + slot * counts_stride + drawn, 1, mask=is_new)
+        tl.store(recent_ids + slot * RECENT_IDS + (wanted + 1) % RECENT_IDS, drawn, mask=is_new)
     tl.store(accepted_row + request, request * query_len + num_accepted)
     tl.store(bonus + request, last)
     is_extended = (lane > 0) & (lane <= query_len)
@@ -187,10 +203,13 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
     chain_positions = start.new_empty((mtp_step, batch + batch % 2))
     chain_slots = torch.empty_like(chain_positions)
     has_pdl = device_of(start.device.index).has_dependent_launch
+    counts = args.history.output_counts
     accept_window_kernel[(batch,)](
-        args.tokens, args.sampled, args.is_finite.view(torch.uint8), args.state_index, start, args.table,
-        *args.cursors, packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
+        args.tokens, args.sampled, args.outcome, args.state_index, start, args.table, *args.cursors,
+        args.history.features, counts, counts.stride(0), args.history.recent_ids,
+        packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
-        LANES=LANES, HASH_FACTOR=HASH_FACTOR, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
+        LANES=LANES, HASH_FACTOR=HASH_FACTOR, RECENT_IDS=RECENT_IDS, REMEMBERED=PENALTIES | BAD_WORDS,
+        DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     return packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots

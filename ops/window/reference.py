@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.signature import BOOL, CONTIGUOUS, I32, I64, Remedy
+from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
 MAX_MTP_STEP = 7
 # Knuth's multiplicative hash, of a draft's position.
@@ -61,6 +62,17 @@ class Cursors(NamedTuple):
     last_token: Annotated[Tensor, "slots", I64, _SLOT_STATE]
 
 
+class History(NamedTuple):
+    """What a slot with a use for it remembers of its output: bits PENALTIES and BAD_WORDS of features.
+
+    output_counts: how often each id was emitted; recent_ids: the id at position p in column p % RECENT_IDS.
+    """
+
+    features: Annotated[Tensor, "slots", I32, _SLOT_STATE]
+    output_counts: Annotated[Tensor, "slots num_ids", I32, _SLOT_STATE]
+    recent_ids: Annotated[Tensor, f"slots {RECENT_IDS}", I64, CONTIGUOUS, _SLOT_STATE]
+
+
 class Window(NamedTuple):
     """The B * W rows that verify, W = mtp_step + 1, and where their requests stand.
 
@@ -80,8 +92,8 @@ class Window(NamedTuple):
 class Accepted(NamedTuple):
     """What verifying has decided, and where the draft's rows lie; all int64.
 
-    packed [B, 2 + W]: num_new, num_finite, then the W samples, of which the first num_new are the request's
-    new tokens and the first num_finite of those come from finite logits. accepted_row, bonus [B]: the row
+    packed [B, 2 + W]: num_new, num_finite (see `accept_window`), then the W samples, of which the first
+    num_new are the request's new tokens. accepted_row, bonus [B]: the row
     among B * W whose sample is the last new token, and that token. positions, kv_slots [B * W] of the pairs
     (sample k, hidden k) at start + 1 + k; those of the chain [mtp_step, P], row i at start + num_new + 1 + i,
     in the first B of P = B + B % 2 columns.
@@ -143,18 +155,21 @@ def read_window(
 
 # Older than the head, a fence: the window, and the slots that it came from.
 @operator(
-    mutates=("base", "pos", "last_token"),
-    launches=(Launch("accept_window_kernel", reads_early=("tokens", "state_index", "start", "table")),),
+    mutates=("base", "pos", "last_token", "output_counts", "recent_ids"),
+    launches=(
+        Launch("accept_window_kernel", reads_early=("tokens", "state_index", "start", "table", "features")),
+    ),
     check=_table_holds_window,
 )
 def accept_window(
     tokens: Annotated[Tensor, "B*(mtp_step+1)", I64, _W_ROWS],
     sampled: Annotated[Tensor, "B*(mtp_step+1)", I64, _W_ROWS],
-    is_finite: Annotated[Tensor, "B*(mtp_step+1)", BOOL, _W_ROWS],
+    outcome: Annotated[Tensor, "B*(mtp_step+1)", torch.uint8, _W_ROWS],
     state_index: Annotated[Tensor, "B", I32],
     start: Annotated[Tensor, "B", I64, _WINDOW],
     table: Annotated[Tensor, "B blocks", I32, CONTIGUOUS, _WINDOW],
     cursors: Cursors,
+    history: History,
     mtp_step: int,
     block_size: int,
     end: int,
@@ -162,13 +177,14 @@ def accept_window(
 ) -> Accepted:
     """Keep the leading drafts that agree with what was sampled, commit them, and place the draft's rows.
 
-    tokens, sampled, is_finite [B * W], W = mtp_step + 1: the window; row k's sample, the request's token
-    after row k if the k drafts before it are right; and whether it was drawn from finite logits. start [B]
+    tokens, sampled, outcome [B * W], W = mtp_step + 1: the window; row k's sample, the request's token after
+    row k if the k drafts before it are right; and whether it could be drawn, as `sample` tells. start [B]
     and table [B, blocks] are read_window's pos and block_table, as are state_index, block_size and end.
     Mutated: base becomes start, pos start + num_new, last_token the last of the num_new = num_accepted + 1
-    new tokens; a padding row keeps zeros, with num_new 0. num_finite counts the leading new tokens whose
-    rows are finite: below num_new, the row after them is not. hash_limit -1; else, for benchmarks, drafts
-    agree where a hash of their position is below hash_limit of 65536.
+    new tokens; a padding row keeps zeros, with num_new 0; the history of slots that keep one gains the new
+    tokens. num_finite counts the leading new tokens that were drawn: below num_new, the row after them is not
+    finite, or every id of it is masked, and -1 - num_finite stands for it. hash_limit -1; else, for
+    benchmarks, drafts agree where a hash of their position is below hash_limit of 65536.
     """
     index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
@@ -180,12 +196,21 @@ def accept_window(
         agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
     num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_new = torch.where(is_live, num_accepted + 1, 0)
-    leading = is_finite.view(batch, query_len).to(torch.int64).cumprod(dim=1).sum(dim=1)
-    num_finite = torch.minimum(leading, num_new)
+    by_row = outcome.view(batch, query_len)
+    leading = (by_row == DRAWN).to(torch.int64).cumprod(dim=1).sum(dim=1)
+    after = by_row.gather(1, leading.clamp(max=mtp_step)[:, None]).squeeze(1)
+    is_masked = (leading < num_new) & (after == ALL_MASKED)
+    num_finite = torch.where(is_masked, -1 - leading, torch.minimum(leading, num_new))
     bonus = torch.where(is_live, drawn.gather(1, num_accepted[:, None])[:, 0], 0)
     cursors.base[index] = start
     cursors.pos[index] = start + num_new
     cursors.last_token[index] = bonus
+    is_kept = (history.features[index] & (PENALTIES | BAD_WORDS)) != 0
+    for b in is_kept.nonzero().flatten().tolist():
+        new = drawn[b, : int(num_new[b])]
+        places = (start[b] + 1 + torch.arange(len(new), device=start.device)) % RECENT_IDS
+        history.output_counts[index[b]].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+        history.recent_ids[index[b], places] = new
     positions, kv_slots = place_rows(start + 1, query_len, end, table, block_size)
     chain_positions, chain_slots = place_chain(start + num_new, mtp_step, end, table, block_size)
     return Accepted(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
+from compiled_mtp.ops.features import BAD_WORDS, BIAS, PENALTIES, RECENT_IDS, STOP_IDS
 from compiled_mtp.ops.sample import SamplingTables
+from tests.sampling import numpy_sampling
 
 Case = dict[str, Any]
 _DTYPES = {
@@ -22,38 +25,67 @@ _DTYPES = {
     "min_position": torch.int64,
 }
 _NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0, "seed": 7}
+_TABLES_OF = {BIAS: "bias", STOP_IDS: "stop_ids", BAD_WORDS: "bad_words"}
 
 
 def make_case(logits: torch.Tensor, requests: int = 1, **over: Any) -> Case:
     """Arguments that do nothing but what `over` asks; request i has slot i + 1, slot 0 repeats the first.
 
-    A table in `over` has one entry a request, or one for all.
+    A parameter in `over` has one entry a request, or one for all; a table has a row a slot and is then used.
+    `tokens` are those of a window, instead of its drafts. bad_words: a list of words a slot.
     """
     rows, vocab = logits.shape
+    num_ids = over.pop("num_ids", vocab)
+    tokens = over.pop("tokens", torch.zeros(rows, dtype=torch.int64))
+    slots = requests + 1
     case: Case = {
         "logits": logits,
-        "tokens": torch.zeros(rows, dtype=torch.int64),
+        "drafts": tokens.view(requests, -1)[:, 1:],
         "positions": torch.arange(rows) + 10,
-        "state_index": torch.arange(1, requests + 1, dtype=torch.int32),
-        "output_counts": torch.zeros(0, vocab, dtype=torch.int32),
-        "prompt_seen": torch.zeros(0, vocab, dtype=torch.bool),
-        "bias": torch.zeros(0, vocab),
-        "stop_ids": torch.zeros(0, 1, dtype=torch.int64),
-        "num_valid_ids": vocab,
+        "state_index": torch.arange(1, slots, dtype=torch.int32),
+        "output_counts": torch.zeros(slots, num_ids, dtype=torch.int32),
+        "prompt_seen": torch.zeros(slots, num_ids, dtype=torch.bool),
+        "bias": torch.full((slots, num_ids), float("nan")),
+        "stop_ids": torch.full((slots, 1), -1),
+        "recent_ids": torch.full((slots, RECENT_IDS), -1),
+        "num_valid_ids": num_ids,
+        "column_ids": None,
+        "masks": None,
     }
+    used = sum(bit for bit, name in _TABLES_OF.items() if name in over)
+    words = over.pop("bad_words", [[]] * slots)
+    width = max(1, *map(len, words))
+    case["bad_words"] = torch.full((slots, width, RECENT_IDS), -1)
+    case["bad_word_lengths"] = torch.zeros(slots, width, dtype=torch.int32)
+    for slot, own in enumerate(words):
+        for i, word in enumerate(own):
+            case["bad_words"][slot, i, : len(word)] = torch.tensor(word)
+            case["bad_word_lengths"][slot, i] = len(word)
     for name, dtype in _DTYPES.items():
         value = torch.as_tensor(over.pop(name, _NEUTRAL.get(name, 0)), dtype=dtype).expand(requests)
         case[name] = torch.cat([value[:1], value])
+    has_penalty = (case["presence_penalty"] != 0) | (case["frequency_penalty"] != 0)
+    has_penalty |= case["repetition_penalty"] != 1
+    case["features"] = (has_penalty * PENALTIES + used).to(torch.int32)
     case |= over
-    names = ("logits", "tokens", "positions", "state_index", *SamplingTables._fields, "num_valid_ids")
-    return {name: case[name] for name in names}
+    names = ("logits", "drafts", "positions", "state_index", *SamplingTables._fields)
+    return {name: case[name] for name in (*names, "num_valid_ids", "column_ids", "masks")}
 
 
 def arguments(case: Case) -> tuple[Any, ...]:
     """What `sample` takes."""
     tables = SamplingTables(*(case[name] for name in SamplingTables._fields))
-    window = (case["logits"], case["tokens"], case["positions"], case["state_index"])
-    return *window, tables, case["num_valid_ids"]
+    window = (case["logits"], case["drafts"], case["positions"], case["state_index"])
+    return *window, tables, case["num_valid_ids"], case["column_ids"], case["masks"]
+
+
+def pack_masks(is_allowed: torch.Tensor) -> torch.Tensor:
+    """Bools [M, n] as `sample` takes them: 32 a word, the lowest bit first."""
+    words = -(-is_allowed.shape[1] // 32)
+    padded = torch.zeros(is_allowed.shape[0], words * 32, dtype=torch.int64)
+    padded[:, : is_allowed.shape[1]] = is_allowed
+    bits = (padded.view(-1, words, 32) << torch.arange(32)).sum(-1)
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
 
 
 def full_case(vocab: int, query_len: int = 3) -> Case:
@@ -86,6 +118,9 @@ def full_case(vocab: int, query_len: int = 3) -> Case:
         prompt_seen=torch.rand(slots, vocab, generator=generator) < 0.1,
         bias=torch.randn(slots, vocab, generator=generator),
         stop_ids=torch.randint(-1, vocab, (slots, 3), generator=generator),
+        bad_words=[[], *[[[5], [3, 4], [*range(16)]][: i % 4] for i in range(requests)]],
+        recent_ids=torch.randint(0, 6, (slots, RECENT_IDS), generator=generator),
+        masks=pack_masks(torch.rand(rows, vocab, generator=generator) < 0.9),
         num_valid_ids=vocab - 3,
     )
 
@@ -96,8 +131,9 @@ def part_of(case: Case, first: int, requests: int) -> Case:
     rows = slice(first * query_len, (first + requests) * query_len)
     return case | {
         "logits": case["logits"][rows],
-        "tokens": case["tokens"][rows],
+        "drafts": case["drafts"][first : first + requests],
         "positions": case["positions"][rows],
+        "masks": None if case["masks"] is None else case["masks"][rows],
         "state_index": case["state_index"][first : first + requests],
     }
 
@@ -128,47 +164,47 @@ def numpy_noise(seed: int, position: int, vocab: int) -> np.ndarray[Any, Any]:
     return -np.log(-np.log1p(-np.minimum(uniform, np.float32(1 - 2.0**-24)).astype(np.float64)))
 
 
+def numpy_rules(case: Case, slot: int) -> numpy_sampling.Rules:
+    """A slot's parameters and tables as the independent specification takes them; its prompt is 0 long."""
+    features = int(case["features"][slot])
+    bias = case["bias"][slot].tolist() if features & BIAS else []
+    lengths = case["bad_word_lengths"][slot].tolist() if features & BAD_WORDS else []
+    words = zip(case["bad_words"][slot].tolist(), lengths, strict=False)
+    is_penalized = bool(features & PENALTIES)
+    return numpy_sampling.Rules(
+        **{name: case[name][slot].item() for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        repetition_penalty=float(case["repetition_penalty"][slot]) if is_penalized else 1.0,
+        presence_penalty=float(case["presence_penalty"][slot]) if is_penalized else 0.0,
+        frequency_penalty=float(case["frequency_penalty"][slot]) if is_penalized else 0.0,
+        logit_bias=dict(enumerate(bias)),
+        bad_words=tuple(tuple(word[:length]) for word, length in words if length),
+    )
+
+
 def numpy_scores(case: Case, row: int) -> tuple[np.ndarray[Any, Any], bool]:
     """A row's processed, tempered and filtered logits in float64, and whether noise is added to them."""
     query_len = case["logits"].shape[0] // case["state_index"].shape[0]
-    slot = int(case["state_index"][row // query_len])
-    x = case["logits"][row].double().numpy().copy()
-    vocab = len(x)
-    x[~np.isfinite(x)] = -np.inf
-    count, seen = np.zeros(vocab), np.zeros(vocab, dtype=bool)
-    if len(case["output_counts"]):
-        count = case["output_counts"][slot].double().numpy().copy()
-        for draft in range(row - row % query_len + 1, row + 1):
-            count[int(case["tokens"][draft])] += 1
-    if len(case["prompt_seen"]):
-        seen = case["prompt_seen"][slot].numpy()
-    penalty = float(case["repetition_penalty"][slot])
-    for v in np.nonzero(seen | (count > 0))[0]:
-        x[v] = x[v] / penalty if x[v] > 0 else x[v] * penalty
-    x -= float(case["presence_penalty"][slot]) * (count > 0)
-    x -= float(case["frequency_penalty"][slot]) * count
-    if len(case["bias"]):
-        x += case["bias"][slot].double().numpy()
-    if len(case["stop_ids"]) and int(case["positions"][row]) < int(case["min_position"][slot]):
-        for stop in case["stop_ids"][slot].tolist():
-            if 0 <= stop < vocab:
-                x[stop] = -np.inf
-    x[case["num_valid_ids"] :] = -np.inf
-    temperature = float(case["temperature"][slot])
-    if temperature < 1e-5 or not np.isfinite(x).any():
-        return x, False
-    x /= temperature
-    top_k = int(case["top_k"][slot])
-    if 0 < top_k < vocab:
-        x[x < np.sort(x)[-top_k]] = -np.inf
-    weight = np.exp(x - x.max())
-    order = np.argsort(-weight, kind="stable")
-    is_kept = weight >= float(case["min_p"][slot])
-    if float(case["top_p"][slot]) < 1:
-        reached = np.cumsum(weight[order]) / weight.sum()
-        last = min(int((reached < float(case["top_p"][slot])).sum()), vocab - 1)
-        is_kept &= weight >= weight[order[last]]
-    return np.where(is_kept, x, -np.inf), True
+    slot, position = int(case["state_index"][row // query_len]), int(case["positions"][row])
+    rules = numpy_rules(case, slot)
+    drafts = case["drafts"][row // query_len]
+    before = drafts[: len(drafts) - (query_len - 1) + row % query_len].tolist()
+    counts = case["output_counts"][slot].tolist()
+    counted = [token for token, count in enumerate(counts) for _ in range(count)]
+    prompt = case["prompt_seen"][slot].nonzero().flatten().tolist()
+    free = dataclasses.replace(rules, bad_words=())
+    logits, num_valid_ids = case["logits"][row].numpy(), case["num_valid_ids"]
+    x = numpy_sampling.processed(logits, prompt, counted + before, free, num_valid_ids)
+    recent = case["recent_ids"][slot].tolist()
+    first = position - len(before) - 15
+    history = [recent[p % RECENT_IDS] for p in range(first, position - len(before))] + before
+    x[list(numpy_sampling.banned_ids(history, rules))] = -np.inf
+    if int(case["features"][slot]) & STOP_IDS and position < int(case["min_position"][slot]):
+        x[[stop for stop in case["stop_ids"][slot].tolist() if 0 <= stop < len(x)]] = -np.inf
+    if case["masks"] is not None:
+        words = case["masks"][row].numpy().astype(np.int64)
+        x[[(words[v // 32] >> (v % 32)) & 1 == 0 for v in range(len(x))]] = -np.inf
+    is_random = rules.temperature >= numpy_sampling.GREEDY and bool(np.isfinite(x).any())
+    return (numpy_sampling.filtered(x, rules) if is_random else x), is_random
 
 
 def numpy_token(case: Case, row: int) -> int:

@@ -24,7 +24,7 @@ MUTATED = {
     "conv_prefill": {"conv_ring"},
     "gdn_verify": {"state", "ring_k", "ring_u", "ring_g"},
     "gdn_prefill": {"state"},
-    "accept_window": {"base", "pos", "last_token"},
+    "accept_window": {"base", "pos", "last_token", "output_counts", "recent_ids"},
 }
 
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_mtp.ops.sample import Sampled, sample
+from compiled_mtp.ops.features import (
+    ALL_MASKED,
+    BAD_WORDS,
+    BIAS,
+    DRAWN,
+    NOT_FINITE,
+    PENALTIES,
+    RECENT_IDS,
+    STOP_IDS,
+)
+from compiled_mtp.ops.sample import Sampled, filter_logits, sample
 from compiled_mtp.ops.sample.reference import gumbel, philox
 from tests.ops.harness import assert_same_bits, check_compiles, check_registration, poisoned_allocations
 from tests.ops.sample_cases import (
@@ -20,6 +30,7 @@ from tests.ops.sample_cases import (
     numpy_philox,
     numpy_scores,
     numpy_token,
+    pack_masks,
     part_of,
 )
 
@@ -79,21 +90,19 @@ def test_noise_has_the_gumbel_distribution_in_both_tails() -> None:
 def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
     logits = torch.randn(6, 1000)
     logits[2, 100] = logits[2, 900] = 50.0
-    token, logprob, _ = draw(make_case(logits, 2))
+    token = draw(make_case(logits, 2)).token
     assert torch.equal(token, logits.argmax(-1))
     assert token[2] == 100
-    exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("vocab, query_len", [(37, 1), (37, 4), (300, 3)])
 def test_every_processor_equals_numpy(vocab: int, query_len: int) -> None:
     case = full_case(vocab, query_len)
-    for name, off in (("", {}), ("output_counts", {}), ("prompt_seen", {}), ("bias", {}), ("stop_ids", {})):
-        some = case | off
-        if name:
-            some[name] = case[name][:0]
-        token, *_ = draw(some)
+    for kept in (*range(16), 31):
+        some = case | {"features": case["features"] & kept}
+        if kept < 16:
+            some["masks"] = None
+        token, _ = draw(some)
         assert token.tolist() == [numpy_token(some, row) for row in range(len(token))]
 
 
@@ -109,10 +118,7 @@ def test_full_vocabulary_equals_numpy() -> None:
         min_p=[0.0, 0.0, 0.0, 0.0, 0.01],
         num_valid_ids=248077,
     )
-    token, logprob, _ = draw(case)
-    assert token.tolist() == [numpy_token(case, row) for row in range(5)]
-    exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=3e-6)
+    assert draw(case).token.tolist() == [numpy_token(case, row) for row in range(5)]
 
 
 def chi_square_score(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -148,7 +154,7 @@ def test_tokens_have_the_specified_distribution() -> None:
         seed=torch.arange(kinds * repeats) // (kinds * 100),
         **tables,
     )
-    token, *_ = draw(case)
+    token, _ = draw(case)
     by_row = token.view(repeats, kinds * query_len)
     for row in range(kinds * query_len):
         counts = torch.bincount(by_row[:, row], minlength=vocab).double()
@@ -177,8 +183,8 @@ def test_processors_apply_in_order() -> None:
     logits = torch.tensor([[4.0, 3.0, 0.5, -1.0]])
     base = {"output_counts": torch.tensor([[1, 0, 0, 0]] * 2, dtype=torch.int32)}
     # 4 / 2 - 0.9 = 1.1; taken the other way round, (4 - 0.9) / 2 = 1.55 would win over 1.3.
+    base |= {"bias": torch.tensor([[0.0, -1.7, 0.0, 0.0]] * 2), "stop_ids": torch.tensor([[-1, -1]] * 2)}
     case = make_case(logits, repetition_penalty=2.0, presence_penalty=0.9, **base)
-    case["bias"] = torch.tensor([[0.0, -1.7, 0.0, 0.0]] * 2)
     assert int(draw(case)[0]) == 1
     # The mask comes after the bias, and ends at min_position.
     case["bias"][:, 2] = 100.0
@@ -209,20 +215,29 @@ def test_rows_without_a_finite_logit_give_token_zero() -> None:
     logits[3, 4:] = 1.0
     logits[4] = 1.0
     case = make_case(logits, 6, temperature=[1.0, 0.0, 1.0, 0.0, 0.0, 1.0], top_k=[0, 0, 3, 0, 0, 0])
-    token, logprob, _ = draw(case | {"num_valid_ids": 4})
+    token, outcome = draw(case | {"num_valid_ids": 4})
     assert token.tolist() == [0] * 6
-    # The log-probability is that of the raw logits: token 0 of row 3 has none, row 4 is uniform.
-    assert logprob.tolist() == [float("-inf")] * 4 + [pytest.approx(-np.log(9))] + [float("-inf")]
+    assert outcome.tolist() == [NOT_FINITE] * 4 + [DRAWN, NOT_FINITE]
+
+
+def test_a_row_whose_every_id_is_masked_says_so() -> None:
+    case = make_case(torch.zeros(4, 40), 4, temperature=[0.0, 1.0, 1.0, 1.0], top_k=[0, 0, 3, 0])
+    allowed = torch.zeros(4, 40, dtype=torch.bool)
+    allowed[3, 33] = True
+    token, outcome = draw(case | {"masks": pack_masks(allowed)})
+    assert token.tolist() == [0, 0, 0, 33]
+    assert outcome.tolist() == [ALL_MASKED] * 3 + [DRAWN]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_is_finite_if_its_raw_logits_at_valid_ids_are(value: float) -> None:
     logits = torch.randn(4, 9)
     logits[1, 5], logits[2, 6], logits[3, 0] = value, value, value
-    case = make_case(logits, 4, num_valid_ids=6, temperature=[0.0, 1.0, 1.0, 0.0])
+    case = make_case(
+        logits, 4, num_valid_ids=6, temperature=[0.0, 1.0, 1.0, 0.0], bias=torch.full((5, 9), float("-inf"))
+    )
     # Beyond the valid ids anything may stand; what the processors add is not asked for.
-    case["bias"] = torch.full((5, 9), float("-inf"))
-    assert draw(case).is_finite.tolist() == [True, False, True, False]
+    assert draw(case).outcome.tolist() == [ALL_MASKED, NOT_FINITE, ALL_MASKED, NOT_FINITE]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -240,37 +255,104 @@ def test_rows_do_not_depend_on_their_company(threads: int, vocab: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-@pytest.mark.parametrize("vocab", [5, 248320])
-def test_logprob_of_a_lone_row(threads: int, vocab: int) -> None:
-    # ATen splits the sum of more than 32,768 values over threads when nothing else is summed beside it.
-    logits = torch.randn(3, vocab)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = draw(make_case(logits, 3))
-        for row in range(3):
-            assert_same_bits(draw(make_case(logits[row : row + 1])), [t[row : row + 1] for t in together])
-    finally:
-        torch.set_num_threads(before)
+def in_columns(case: Case, columns: torch.Tensor) -> Case:
+    """The same call for a head of some columns in another order."""
+    return case | {"logits": case["logits"][:, columns], "column_ids": columns}
 
 
-def without_tables(case: Case) -> Case:
-    names = ("output_counts", "prompt_seen", "bias", "stop_ids")
-    return case | {name: case[name][:0] for name in names}
+def test_a_permuted_head_draws_the_same_ids() -> None:
+    case = full_case(300, 3)
+    # Values that are drawn from are then summed in another order: nothing is near a threshold.
+    columns = torch.randperm(300)
+    assert_same_bits(draw(in_columns(case, columns)), draw(case))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_chain_samples_as_a_window_does(is_cut: bool) -> None:
+    """A window; rows alone whose drafts stand before them; rows alone with tables that hold the drafts."""
+    case = full_case(300, 4)
+    if is_cut:
+        case = in_columns(case, torch.randperm(300)[:120])
+    together = draw(case)
+    for k in range(4):
+        chained = case | {
+            "logits": case["logits"][k::4],
+            "drafts": case["drafts"][:, :k],
+            "positions": case["positions"][k::4].contiguous(),
+            "masks": case["masks"][k::4],
+        }
+        assert_same_bits(draw(chained), [t[k::4] for t in together])
+        committed = chained | {name: case[name].clone() for name in ("output_counts", "recent_ids")}
+        committed["drafts"] = case["drafts"][:, :0]
+        for b in range(12):
+            for i in range(k):
+                committed["output_counts"][b + 1, case["drafts"][b, i]] += 1
+                place = int(case["positions"][4 * b]) + i
+                committed["recent_ids"][b + 1, place % RECENT_IDS] = case["drafts"][b, i]
+        assert_same_bits(draw(committed), [t[k::4] for t in together])
+
+
+def test_a_low_temperature_draws_evenly_and_does_not_overflow() -> None:
+    logits = torch.full((4000, 4), 20.0)
+    logits[:, 3] = 19.0
+    case = make_case(logits, 4000, temperature=1e-5, seed=torch.arange(4000))
+    counts = torch.bincount(draw(case).token, minlength=4).tolist()
+    assert counts[3] == 0
+    assert all(abs(count - 4000 / 3) < 150 for count in counts[:3])
+    logits = torch.tensor([[3e38, -3e38, 3.1e38, 3.1e38]]).expand(200, 4).contiguous()
+    case = make_case(logits, 200, temperature=1e-5, seed=torch.arange(200))
+    assert set(draw(case).token.tolist()) == {2, 3}
+
+
+def assert_kernel_equals_reference(case: Case) -> None:
+    with poisoned_allocations():
+        got = sample.launch(*arguments(case))
+    assert_same_bits(got, sample.reference(*arguments(case)))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("with_tables", [True, False])
-def test_kernel_in_interpreter(interpreter: None, with_tables: bool) -> None:
-    case = part_of(full_case(2100, 1), 0, 12) if with_tables else without_tables(full_case(150, 1))
+@pytest.mark.parametrize("kept", [31, 15, 0])
+def test_kernel_in_interpreter(interpreter: None, kept: int) -> None:
+    case = full_case(2100, 1) if kept else full_case(150, 1)
+    case["features"] &= kept
+    if kept < 16:
+        case["masks"] = None
+    assert_kernel_equals_reference(case)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("feature", [PENALTIES, BIAS, STOP_IDS, BAD_WORDS])
+def test_kernel_processors_in_interpreter(interpreter: None, feature: int) -> None:
+    case = part_of(full_case(80, 3), 4, 5)
+    case["features"] &= feature
+    case["masks"] = None
+    assert_kernel_equals_reference(case)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernel_by_column_ids_in_interpreter(interpreter: None) -> None:
+    case = in_columns(full_case(300, 2), torch.randperm(300)[:130])
+    assert_kernel_equals_reference(case)
+    assert_kernel_equals_reference(case | {"drafts": torch.randint(0, 300, (12, 4))})
+
+
+def test_kernel_at_a_low_temperature_in_interpreter(interpreter: None) -> None:
+    logits = torch.full((8, 4200), 20.0)
+    logits[4:, 2100] = 3e38
+    case = make_case(logits, 8, temperature=1e-5, seed=torch.arange(8), top_p=[1.0, 0.5] * 4)
+    assert_kernel_equals_reference(case)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_filtered_logits_equal_numpy_and_the_kernel_gives_them(interpreter: None) -> None:
+    case = full_case(150, 2)
+    got = filter_logits(*arguments(case))
+    for row in range(24):
+        scores, is_random = numpy_scores(case, row)
+        scores = scores - scores.max() if is_random else scores
+        np.testing.assert_allclose(got[row].double().numpy(), scores, rtol=2e-6, atol=2e-6)
     with poisoned_allocations():
-        token, logprob, is_finite = sample.launch(*arguments(case))
-    wanted, wanted_logprob, wanted_is_finite = sample.reference(*arguments(case))
-    assert torch.equal(token, wanted)
-    assert torch.equal(is_finite, wanted_is_finite)
-    assert not is_finite.all()
-    torch.testing.assert_close(logprob, wanted_logprob, rtol=0, atol=2e-6)
+        assert_same_bits([filter_logits.launch(*arguments(case))], [got])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -280,7 +362,7 @@ def test_kernel_searches_flat_rows_in_interpreter(interpreter: None) -> None:
     logits[1] = logits[1].round()
     case = make_case(logits, 3, temperature=1.0, top_p=[0.95, 0.9, 0.6], top_k=[0, 0, 4000], seed=[1, 2, 3])
     with poisoned_allocations():
-        token, *_ = sample.launch(*arguments(case))
+        token, _ = sample.launch(*arguments(case))
     assert torch.equal(token, sample.reference(*arguments(case))[0])
 
 
@@ -308,7 +390,7 @@ def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
         return whole[:size].view(interval)
 
     monkeypatch.setattr(torch, "empty", guarded_empty)
-    token, *_ = sample.launch(*arguments(case))
+    token, _ = sample.launch(*arguments(case))
     assert guards
     assert guards[0].isnan().all()
     assert torch.equal(token, sample.reference(*arguments(case))[0])
@@ -316,7 +398,8 @@ def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
 
 def test_registration_and_compile() -> None:
     cases = [part_of(full_case(37, 2), 0, requests) for requests in (3, 12)]
-    check_registration(torch.ops.compiled_mtp.sample.default, tuple(cases[0].values()))
+    for overload in (torch.ops.compiled_mtp.sample.default, torch.ops.compiled_mtp.filter_logits.default):
+        check_registration(overload, tuple(cases[0].values()))
     check_compiles(
         lambda *flat: draw(dict(zip(cases[0], flat, strict=True))),
         [tuple(case.values()) for case in cases],
@@ -329,9 +412,15 @@ def test_registration_and_compile() -> None:
         ("logits", torch.zeros(6, 8, dtype=torch.bfloat16), "logits must have dtype"),
         ("logits", torch.zeros(8), "logits must have shape"),
         ("logits", torch.zeros(8, 6).t(), "logits must have a last dimension of stride 1"),
-        ("state_index", torch.zeros(4, dtype=torch.int32), "logits must have a multiple of 4 rows, got 6"),
+        ("state_index", torch.zeros(4, dtype=torch.int32), "state_index must have shape"),
         ("state_index", torch.zeros(2, dtype=torch.int64), "state_index must have dtype"),
-        ("tokens", torch.zeros(5, dtype=torch.int64), "tokens must have shape"),
+        ("drafts", torch.zeros(2, dtype=torch.int64), "drafts must have shape"),
+        ("drafts", torch.zeros(2, 1, dtype=torch.int64), "drafts must have at least 2 columns, got 1"),
+        ("logits", torch.zeros(6, 7), "logits must have 8 columns, got 7; name the columns' ids"),
+        ("column_ids", torch.zeros(7, dtype=torch.int64), "column_ids must have shape"),
+        ("masks", torch.zeros(5, 1, dtype=torch.int32), "masks must have shape"),
+        ("masks", torch.zeros(6, 0, dtype=torch.int32), "masks must have 1 words a row, got 0"),
+        ("bad_words", torch.zeros(3, 1, 8, dtype=torch.int64), "bad_words must have shape"),
         ("positions", torch.zeros(6, dtype=torch.int32), "positions must have dtype"),
         ("top_p", torch.ones(5), "top_p must have shape"),
         ("top_p", torch.ones(6)[::2], "top_p must have a last dimension of stride 1"),
@@ -346,3 +435,9 @@ def test_bad_arguments_raise(name: str, value: Any, message: str) -> None:
     case = make_case(torch.zeros(6, 8), 2)
     with pytest.raises(ValueError, match=message):
         draw(case | {name: value})
+
+
+def test_rows_are_those_of_whole_requests() -> None:
+    case = make_case(torch.zeros(6, 8), 2)
+    with pytest.raises(ValueError, match="logits must have a multiple of 2 rows, got 5"):
+        draw(case | {"logits": torch.zeros(5, 8), "positions": torch.zeros(5, dtype=torch.int64)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.window import Cursors, accept_window, read_window
 from compiled_mtp.ops.window.reference import HASH_FACTOR
 from tests.ops.harness import check_compiles, check_launch, check_registration
@@ -53,7 +54,7 @@ def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int],
     arguments = accept_arguments(slots, window, order, mtp_step, hash_limit)
     result, row, bonus, positions, kv_slots, chain, chain_slots = accept_window(*arguments)
     tokens, drawn = arguments[0].view(len(order), -1), arguments[1].view(len(order), -1)
-    is_finite = arguments[2].view(len(order), -1).tolist()
+    outcomes = arguments[2].view(len(order), -1).tolist()
     assert torch.equal(result[:, 2:], drawn)
     assert chain.shape == chain_slots.shape == (mtp_step, len(order) + len(order) % 2)
     for request, slot in enumerate(order):
@@ -67,8 +68,16 @@ def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int],
             kept += 1
         num_new = kept + 1 if slot else 0
         assert int(result[request, 0]) == num_new
-        leading = (is_finite[request] + [False]).index(False)
-        assert int(result[request, 1]) == min(leading, num_new)
+        leading = next((k for k, outcome in enumerate(outcomes[request]) if outcome != DRAWN), num_new)
+        is_masked = leading < num_new and outcomes[request][leading] == ALL_MASKED
+        assert int(result[request, 1]) == (-1 - leading if is_masked else min(leading, num_new))
+        counts, recent = before["output_counts"][slot].tolist(), before["recent_ids"][slot].tolist()
+        if int(before["features"][slot]) & (PENALTIES | BAD_WORDS):
+            for k in range(num_new):
+                counts[drawn[request, k]] += 1
+                recent[(pos + 1 + k) % RECENT_IDS] = int(drawn[request, k])
+        assert slots["output_counts"][slot].tolist() == counts
+        assert slots["recent_ids"][slot].tolist() == recent
         assert int(row[request]) == request * (mtp_step + 1) + kept
         last = int(drawn[request, kept]) if slot else 0
         assert int(bonus[request]) == int(slots["last_token"][slot]) == last
@@ -116,7 +125,7 @@ def test_bad_arguments_raise() -> None:
         (read, 4, 8, "mtp_step must be 0 to 7, got 8"),
         (read, 6, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
         (accept, 0, accept[0][:-1], "tokens must have shape"),
-        (accept, 2, accept[2].int(), "is_finite must have dtype"),
+        (accept, 2, accept[2].int(), "outcome must have dtype"),
         (accept, 5, accept[5][:1], "table must have shape"),
         (accept, 6, Cursors(wide[:, 0], *accept[6][1:]), "base must have a last dimension of stride 1"),
     ):
@@ -133,4 +142,4 @@ def test_kernels_in_interpreter(interpreter: None, mtp_step: int, order: list[in
     read = read_arguments(slots, order, mtp_step)
     check_launch(read_window, read, rtol=0, atol=0)
     accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit)
-    check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8))
+    check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.window import Cursors, Window
+from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, NOT_FINITE, PENALTIES, RECENT_IDS
+from compiled_mtp.ops.window import Cursors, History, Window
 
 BLOCK_SIZE, BLOCKS, END = 16, 5, 75
 SLOTS = 9
@@ -28,6 +29,10 @@ def make_slots(mtp_step: int, device: str) -> dict[str, torch.Tensor]:
         "last_token": ids[:, 0].clone(),
         "drafts": ids[:, 1:].clone(),
         "block_table": table.to(torch.int32),
+        # Slots without a history, and with one for either reason.
+        "features": torch.tensor([0, 0, PENALTIES, BAD_WORDS, 0, 9, PENALTIES, 6, BAD_WORDS]).to(torch.int32),
+        "output_counts": torch.randint(0, 4, (SLOTS, 80), generator=generator, dtype=torch.int32),
+        "recent_ids": torch.full((SLOTS, RECENT_IDS), -1),
     }
     made["last_token"][0] = made["drafts"][0] = 0
     return {name: tensor.to(device) for name, tensor in made.items()}
@@ -42,6 +47,10 @@ def cursors_of(slots: dict[str, torch.Tensor]) -> Cursors:
     return Cursors(slots["base"], slots["pos"], slots["last_token"])
 
 
+def history_of(slots: dict[str, torch.Tensor]) -> History:
+    return History(*(slots[name] for name in History._fields))
+
+
 def accept_arguments(
     slots: dict[str, torch.Tensor],
     window: Window,
@@ -50,7 +59,7 @@ def accept_arguments(
     hash_limit: int,
 ) -> tuple[Any, ...]:
     """Request b keeps b of its drafts, or all; samples past the first wrong draft may agree again. Row 2 b of
-    it, if there is one, is not finite."""
+    it, if there is one, cannot be drawn from."""
     device = window.pos.device
     batch = len(order)
     drawn = torch.full((batch, mtp_step + 1), 77, device=device)
@@ -60,9 +69,11 @@ def accept_arguments(
             drawn[request, request % (mtp_step + 1)] += 1
     index = torch.tensor(order, dtype=torch.int32, device=device)
     rows = torch.arange(mtp_step + 1, device=device)
-    is_finite = rows != 2 * torch.arange(batch, device=device)[:, None] % (mtp_step + 3)
-    sampled = (window.tokens, drawn.flatten(), is_finite.flatten())
-    place = (index, window.pos, window.block_table, cursors_of(slots))
+    request = torch.arange(batch, device=device)[:, None]
+    broken = torch.where(request % 2 == 0, NOT_FINITE, ALL_MASKED)
+    outcome = torch.where(rows == 2 * request % (mtp_step + 3), broken, DRAWN).to(torch.uint8)
+    sampled = (window.tokens, drawn.flatten(), outcome.flatten())
+    place = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
     return (*sampled, *place, mtp_step, BLOCK_SIZE, END, hash_limit)
 
 

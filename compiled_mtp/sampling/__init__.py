@@ -1,0 +1,1 @@
+"""What decides a request's tokens beside the model: parameters, logprobs, grammars."""

@@ -1,0 +1,310 @@
+"""Grammars in a verify window: each row's mask of allowed ids, given the drafts before it.
+
+`GrammarCompiler` turns a source into a `Matcher`, in the caller's thread. `MaskFiller` fills the masks of all
+requests' rows of a round in one parallel call, and `Matcher.accept` takes the tokens that the round emitted,
+one by one. The extra `guided` (llguidance) is needed from the first `compile` on.
+
+A parser limit may be reached on a path of drafts that is then rejected. So that tokens depend on no draft,
+every error is checked against a new matcher that took the accepted tokens alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_KEPT_GRAMMARS = 64
+# Schemas compiled alone to find where in a request an error stands.
+_PLACE_TRIES = 256
+_ALL_IDS = -1
+# Sets of tokens that enter a mask as a whole where all their text may follow: that of JSON strings, as
+# llguidance has them, and before it that without "<", for text in calls that are not JSON.
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_IN_TEXT = r'[^"\\\x00-\x1F\x7F<]'
+_REPEATS = ("{1,10}", "{1,30}", "+")
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{one}{end}" for one in (_IN_TEXT, _IN_STRINGS) for end in _REPEATS)]
+
+
+class Reasoning(NamedTuple):
+    """A part before the grammar that is free: it ends with the ids `end`; `lead` may follow once."""
+
+    end: tuple[int, ...]
+    lead: str = "\n\n"
+
+
+def is_reasoning(prompt_token_ids: Sequence[int], begin: int, end: int) -> bool:
+    """Whether a prompt leaves off inside a reasoning part: the last of both markers in it is `begin`."""
+    for token_id in reversed(prompt_token_ids):
+        if token_id in (begin, end):
+            return token_id == begin
+    return False
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; any thread may call it.
+
+    tokenizer_json: the text of the checkpoint's tokenizer.json. num_ids: width of the logits. eos_token_ids:
+    all ids that end a request. step_max_items bounds the work of one mask (parser items). The tokenizer's
+    trie is built at the first call (3 s for 248,320 ids). Compiled grammars are kept, the last 64.
+    """
+
+    def __init__(
+        self, tokenizer_json: str, num_ids: int, eos_token_ids: Iterable[int], *, step_max_items: int = 50_000
+    ) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._num_ids = num_ids
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._step_max_items = step_max_items
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, source: GrammarSource, reasoning: Reasoning | None = None) -> Matcher:
+        """Return a new matcher. Raises ValueError, naming the place, for what cannot be compiled."""
+        text = source.lark(reasoning.lead if reasoning else "")
+        with self._lock:
+            start = self._kept.get(text)
+            if start is not None:
+                self._kept.move_to_end(text)
+        if start is None:
+            # Outside the lock: llguidance lets other threads run meanwhile.
+            start = self._compile(source, text)
+            with self._lock:
+                self._kept[text] = start
+                if len(self._kept) > _KEPT_GRAMMARS:
+                    self._kept.popitem(last=False)
+        return Matcher(start, reasoning.end if reasoning else ())
+
+    def _compile(self, source: GrammarSource, text: str) -> LLMatcher:
+        llguidance = _llguidance(source.place)
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = llguidance.LLTokenizer(
+                    self._tokenizer_json,
+                    n_vocab=self._num_ids,
+                    eos_token=self._eos_token_ids,
+                    slices=_SLICES,
+                )
+        limits = self._limits()
+        start = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if not start.is_error():
+            # The first mask shows limits that only matching reaches, and its work serves all later copies.
+            start.compute_bitmask()
+        if start.is_error():
+            place, problem = _find_place(source, start.get_error(), limits)
+            raise ValueError(f"{place} must be a grammar that can be compiled, got: {problem}; simplify it")
+        return start
+
+    def _limits(self) -> LLParserLimits:
+        return _llguidance("grammar").LLParserLimits(
+            max_grammar_size=50_000, step_max_items=self._step_max_items, verbose_errors=False
+        )
+
+
+class Matcher:
+    """Where one request stands in its grammar. Owned by the engine's thread once the request is queued.
+
+    is_ended: an accepted token ended the grammar, and with it the request. error: the grammar cannot go on;
+    the request ends with it.
+    """
+
+    def __init__(self, start: LLMatcher, reasoning_end: tuple[int, ...] = ()) -> None:
+        self.is_ended = False
+        self.error: str | None = None
+        self._start = start  # never advanced
+        self._live = start.deep_copy()
+        self._accepted: list[int] = []
+        self._reasoning_end = reasoning_end
+        # The last ids of the reasoning part, as many as its end has; None once the grammar has begun.
+        self._tail: tuple[int, ...] | None = () if reasoning_end else None
+        # Drafts after which no mask can be made, and why.
+        self._dead_end: tuple[list[int], str] | None = None
+
+    def fork(self) -> Matcher:
+        """Return a matcher that stands where this one does and goes its own way."""
+        other = Matcher(self._start, self._reasoning_end)
+        other.is_ended, other.error, other._tail = self.is_ended, self.error, self._tail
+        other._dead_end = self._dead_end
+        other._live, other._accepted = self._live.deep_copy(), list(self._accepted)
+        return other
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Take the tokens that a round emitted; return how many count.
+
+        Tokens behind the one that ended the grammar, or that it could not take, do not. Mutates is_ended and
+        error.
+        """
+        dead_end, self._dead_end = self._dead_end, None
+        for index, token_id in enumerate(token_ids):
+            if self.is_ended or self.error is not None:
+                return index
+            if dead_end is not None and list(token_ids[:index]) == dead_end[0]:
+                self.error = dead_end[1]
+                return index
+            if self._tail is not None:
+                self._tail = _next_tail(self._tail, token_id, self._reasoning_end)
+            elif self._consume(token_id):
+                self.is_ended = self._live.is_stopped()
+            else:
+                return index
+        return len(token_ids)
+
+    def _consume(self, token_id: int) -> bool:
+        is_taken = self._live.consume_token(token_id)
+        if not is_taken:
+            self._live = self._copy_at([])
+            is_taken = self._live.consume_token(token_id)
+        if is_taken:
+            self._accepted.append(token_id)
+        else:
+            self.error = self._describe(self._live)
+        return is_taken
+
+    def _describe(self, matcher: LLMatcher) -> str:
+        return (
+            f"the grammar cannot go on after {len(self._accepted)} tokens: {_one_line(matcher.get_error())}"
+        )
+
+    def _copy_at(self, drafts: Sequence[int]) -> LLMatcher:
+        """A new matcher that has taken the accepted tokens and `drafts`, and no others."""
+        copy = self._start.deep_copy()
+        copy.consume_tokens([*self._accepted, *drafts])
+        return copy
+
+    def _first_row(self, drafts: Sequence[int]) -> int | None:
+        """The first row of a window that the grammar masks, None if all of it is reasoning."""
+        tail = self._tail
+        for row, draft in enumerate([*drafts, None]):
+            if tail is None:
+                return row
+            if draft is not None:
+                tail = _next_tail(tail, draft, self._reasoning_end)
+        return None
+
+    def _fill_alone(self, masks: torch.Tensor, drafts: Sequence[int]) -> None:
+        """Fill the rows of this request again, each by a matcher that saw nothing but its own prefix."""
+        self._live = self._copy_at([])
+        first = self._first_row(drafts)
+        assert first is not None
+        masks.fill_(_ALL_IDS)
+        for row in range(first, len(drafts) + 1):
+            matcher = self._copy_at(drafts[first:row])
+            if matcher.is_error() and row > first:
+                return  # An illegal draft, or one that `accept` will find the grammar cannot take.
+            mask = masks[row]
+            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
+            if matcher.is_error():
+                mask.fill_(_ALL_IDS)
+                if row == 0:
+                    self.error = self._describe(matcher)
+                else:
+                    self._dead_end = (list(drafts[:row]), self._describe(matcher))
+                return
+
+
+class Window(NamedTuple):
+    """The rows of one request in a round's masks: `row`, and one more for each draft."""
+
+    matcher: Matcher
+    row: int
+    drafts: Sequence[int]
+
+
+class MaskFiller:
+    """Fills masks on a pool of `num_threads` threads (llguidance would take most of the machine)."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = _llguidance("grammar").LLExecutor(num_threads)
+
+    def fill(self, windows: Sequence[Window], masks: torch.Tensor) -> None:
+        """Write the mask of every row of `windows`; other rows of `masks` are left alone.
+
+        masks [rows, ceil(num_ids / 32)] i32 on the CPU, contiguous, mutated: bit v % 32 of word v // 32 says
+        that id v is allowed. All are where nothing binds: in a reasoning part, and behind a draft that the
+        grammar forbids, which is rejected. Ids that no token has are never allowed by a grammar. A window's
+        matcher may have its `error` set: its request ends. Each matcher may stand in one window only.
+        """
+        with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
+        without: list[tuple[LLMatcher, int]] = []
+        masked: list[Window] = []
+        for window in windows:
+            matcher, row, drafts = window
+            masks[row : row + len(drafts) + 1].fill_(_ALL_IDS)
+            matcher._dead_end = None
+            first = matcher._first_row(drafts)
+            if first is None or matcher.error is not None:
+                continue
+            masked.append(window)
+            if first < len(drafts):
+                with_drafts.append((matcher._live, row + first, list(drafts[first:])))
+            else:
+                # llguidance takes no empty list of drafts.
+                without.append((matcher._live, row + first))
+        place = (masks.data_ptr(), masks.shape[1] * masks.element_size(), masks.shape[0])
+        if with_drafts:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *place)
+        if without:
+            self._executor.unsafe_compute_mask_ptr(without, *place)
+        for matcher, row, drafts in masked:
+            if matcher._live.is_error():
+                matcher._fill_alone(masks[row : row + len(drafts) + 1], drafts)
+
+
+def _next_tail(tail: tuple[int, ...], token_id: int, end: tuple[int, ...]) -> tuple[int, ...] | None:
+    tail = (*tail, token_id)[-len(end) :]
+    return None if tail == end else tail
+
+
+def _find_place(source: GrammarSource, problem: str, limits: LLParserLimits) -> tuple[str, str]:
+    """The deepest schema that alone has the problem of the schema around it, and the problem."""
+    for place, root in source.schemas:
+        schema, found = root, _schema_problem(root, root, limits)
+        tries = iter(range(_PLACE_TRIES))
+        while found is not None:
+            problem = found
+            deeper = next(
+                (
+                    (place + below, child)
+                    for (below, child), _ in zip(children(schema), tries, strict=False)
+                    if _schema_problem(child, root, limits) == found
+                ),
+                None,
+            )
+            if deeper is None:
+                return place, _one_line(problem)
+            place, schema = deeper
+    return source.place, _one_line(problem)
+
+
+def _schema_problem(schema: Schema, root: Schema, limits: LLParserLimits) -> str | None:
+    """What llguidance has against a schema inside `root`, without the place it would give."""
+    matcher = _llguidance("grammar").LLMatcher
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    grammar = matcher.grammar_from_json_schema(json.dumps({**definitions, **schema}))
+    is_error, problems = matcher.validate_grammar_with_warnings(grammar, limits=limits)
+    return problems[0] if is_error else None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())[:200]
+
+
+def _llguidance(place: str) -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError(
+            f"{place} must be left out without llguidance, got a grammar; pip install 'compiled-mtp[guided]'"
+        ) from None
+    return llguidance

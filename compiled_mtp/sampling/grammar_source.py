@@ -1,0 +1,184 @@
+"""What a request's output must be, written as one grammar: JSON schemas, regexes, choices, Lark. No torch.
+
+A source is text for llguidance's Lark dialect, and the places of the JSON schemas in it, so that an error can
+name where in the request its cause stands. Tool calls: tool_calls.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Whitespace is at most one space after a comma or a colon: both common ways to write JSON, and a model cannot
+# go on with spaces for ever.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+MAX_DEPTH = 64
+MAX_TEXT_BYTES = 128 * 1024
+MAX_CHOICES = 4096
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """One grammar: Lark `rules` for `body`, or the caller's own from `start`, as `place` of the request asks.
+
+    schemas: every JSON schema in it by its place. can_lead: whether `lark` can put text before it.
+    """
+
+    place: str
+    rules: str
+    schemas: tuple[tuple[str, Schema], ...] = ()
+    can_lead: bool = True
+
+    def lark(self, lead: str = "") -> str:
+        """Return the whole grammar; `lead` is text that may stand before the body, as after reasoning."""
+        if not self.can_lead:
+            return self.rules
+        if not lead:
+            return f"start: body\n{self.rules}"
+        return f"start: LEAD? body\nLEAD: {json.dumps(lead)}\n{self.rules}"
+
+
+def from_response_format(response_format: Any) -> GrammarSource | None:
+    """Return the grammar of OpenAI's response_format, or None for type text. Raises ValueError."""
+    name = "response_format"
+    value = _mapping(name, response_format)
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return from_schema(name, {"type": "object"})
+    if kind == "json_schema":
+        inner = _mapping(f"{name}.json_schema", value.get("json_schema"))
+        return from_schema(f"{name}.json_schema.schema", inner.get("schema"))
+    raise ValueError(
+        f"{name}.type must be text, json_object or json_schema, got {kind!r}; "
+        "use guided_regex, guided_choice or guided_grammar for others"
+    )
+
+
+def from_schema(place: str, schema: Any) -> GrammarSource:
+    """Return the grammar of the JSON texts that a schema allows. Raises ValueError, naming the place."""
+    checked = check_schema(place, schema)
+    return GrammarSource(place, f"body: {json_rule(checked)}\n", ((place, checked),))
+
+
+def from_regex(regex: Any, place: str = "guided_regex") -> GrammarSource:
+    """Return the grammar of the texts that a regex matches whole (Rust's syntax). Raises ValueError."""
+    text = _text(place, regex)
+    return GrammarSource(place, f"body: {regex_terminal(text)}\n")
+
+
+def from_choice(choices: Any, place: str = "guided_choice") -> GrammarSource:
+    """Return the grammar of exactly the given strings. Raises ValueError."""
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not is_list or not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(
+            f"{place} must be a list of 1 to {MAX_CHOICES} strings, got {_short(choices)}; list the texts"
+        )
+    quoted = [
+        json.dumps(_text(f"{place}[{index}]", one), ensure_ascii=False) for index, one in enumerate(choices)
+    ]
+    rules = f"body: {' | '.join(quoted)}\n"
+    check_size(place, rules)
+    return GrammarSource(place, rules)
+
+
+def from_lark(grammar: Any, place: str = "guided_grammar") -> GrammarSource:
+    """Return a caller's own Lark grammar; its first rule is `start`. Raises ValueError."""
+    return GrammarSource(place, _text(place, grammar), can_lead=False)
+
+
+def json_rule(schema: Schema) -> str:
+    """Return the right side of a Lark rule for a schema that `check_schema` has passed."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
+
+
+def regex_terminal(regex: str) -> str:
+    """Return a regex between slashes; `.` stops at line ends as everywhere."""
+    # Lark ends a regex at the first slash that is not escaped, and reads a line at a time.
+    pieces, is_escaped = [], False
+    for character in regex:
+        pieces.append(
+            "\\/" if character == "/" and not is_escaped else "\\n" if character == "\n" else character
+        )
+        is_escaped = character == "\\" and not is_escaped
+    return f"/{''.join(pieces)}/"
+
+
+def check_schema(place: str, schema: Any) -> Schema:
+    """Return a JSON schema that is one in shape: an object of bounded size and depth, all of it JSON.
+
+    True means any value. What its keywords say is checked where it is compiled. Raises ValueError.
+    """
+    if schema is True:
+        schema = {}
+    value = _mapping(place, schema)
+    if "x-guidance" in value:
+        raise ValueError(f"{place} must not hold x-guidance, got {_short(value['x-guidance'])}; leave it out")
+    _check_depth(place, value)
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place} must be JSON, got an error: {error}; use JSON's own types") from None
+    check_size(place, text)
+    return value
+
+
+def check_size(place: str, text: str) -> None:
+    """Raise ValueError for a text of the request that is too large to compile in bounded time."""
+    if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_TEXT_BYTES:
+        raise ValueError(f"{place} must be at most {MAX_TEXT_BYTES} bytes, got {size}; ask for less at once")
+
+
+def children(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The schemas directly inside a schema, each with its place relative to it."""
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(named := schema.get(key), Mapping):
+            yield from ((f".{key}.{name}", one) for name, one in named.items() if isinstance(one, Mapping))
+    for key in ("items", "additionalProperties"):
+        if isinstance(one := schema.get(key), Mapping):
+            yield f".{key}", one
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(several := schema.get(key), list):
+            yield from ((f".{key}[{i}]", one) for i, one in enumerate(several) if isinstance(one, Mapping))
+
+
+def _check_depth(place: str, schema: Schema) -> None:
+    # A loop: what is too deep for the parser is too deep for recursion too.
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, Mapping) else one for one in level)
+        level = [value for values in inner for value in values if isinstance(value, (Mapping, list, tuple))]
+        if not level:
+            return
+    raise ValueError(f"{place} must nest at most {MAX_DEPTH} deep, got more; use $defs and $ref")
+
+
+def _mapping(place: str, value: Any) -> Schema:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(
+            f"{place} must be an object, got {_short(value)}; see OpenAI's reference for its fields"
+        )
+    return value
+
+
+def _text(place: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{place} must be text that is not empty, got {_short(value)}; give a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{place} must be Unicode text, got half a surrogate pair; fix its encoding"
+        ) from None
+    check_size(place, value)
+    return value
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

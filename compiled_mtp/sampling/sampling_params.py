@@ -1,0 +1,220 @@
+"""SamplingParams: what a caller may ask of one request, checked where it is given. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from compiled_mtp.errors import escape, quote
+from compiled_mtp.sampling import params
+
+# Fields that a checkpoint's generation_config.json may set, under the same names.
+_GENERATION_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+_ELSE = "default: the checkpoint's, else"
+_FLAGS = ("ignore_eos", "include_stop")
+
+# Each request with stop strings keeps a tree of their characters.
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 256
+
+
+class SamplingParams(BaseModel):
+    """How the tokens of one request are chosen, what they must be and when they end.
+
+    Names and ranges are OpenAI's where OpenAI has them, else vLLM's. What is not set comes from the
+    checkpoint's generation_config.json, if it says it, else it is the default here. temperature 0 is greedy;
+    top_k 0 or -1 is off; a stop string is cut from the text unless include_stop, and the name of a special
+    token means its id; eos ids end a request unless ignore_eos, `stop_token_ids` always do. At most one field
+    asks for a grammar. docs/sampling.md has the order in which all of it is applied. Raises ValueError, one
+    line, for an unknown name, a name that is refused and a value out of range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: int = Field(default=128, description="most tokens to decode")
+    temperature: float = Field(default=1.0, description=f"0 (greedy) to 2; {_ELSE} 1.0")
+    top_k: int = Field(default=0, description=f"keep the k likeliest tokens, 0 or -1 is off; {_ELSE} 0")
+    top_p: float = Field(
+        default=1.0, description=f"keep the likeliest tokens that hold this probability; {_ELSE} 1.0"
+    )
+    min_p: float = Field(
+        default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
+    )
+    presence_penalty: float = Field(
+        default=0.0, description=f"-2 to 2, taken from the logits of tokens in the output; {_ELSE} 0"
+    )
+    frequency_penalty: float = Field(
+        default=0.0, description=f"-2 to 2, taken for each time that a token is in the output; {_ELSE} 0"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, description=f"above 0 to 2, divides the logits of tokens seen, prompt too; {_ELSE} 1"
+    )
+    logit_bias: dict[int, float] | None = Field(
+        default=None, description='added to the logits of these ids, -100 to 100: {"50": -100}'
+    )
+    min_tokens: int = Field(
+        default=0, description="tokens before which no eos, stop id or stop string ends the request"
+    )
+    allowed_token_ids: tuple[int, ...] | None = Field(
+        default=None, description="the only ids that may be drawn"
+    )
+    bad_words: tuple[str, ...] = Field(
+        default=(), description="strings that the output must not hold; they make at most 64 id sequences"
+    )
+    stop: tuple[str, ...] = Field(
+        default=(), description="strings that end the text, at most 64 of at most 256 characters each"
+    )
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(), description="token ids that end the request, at most 64"
+    )
+    ignore_eos: bool = Field(default=False, description="go on after an eos token")
+    include_stop: bool = Field(default=False, description="leave the stop in the text")
+    seed: int | None = Field(
+        default=None,
+        description="of the noise, taken as it is; none: derived from the engine's seed and the order of "
+        "arrival, else drawn from the operating system",
+    )
+    n: int = Field(default=1, description="choices, 1 to 16; more than one need a temperature above 0")
+    logprobs: int | None = Field(
+        default=None, description="log probabilities of the tokens, and of so many of the likeliest, 0 to 20"
+    )
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        default="raw", description="raw: of the model; processed: after masks, temperature and filters"
+    )
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="OpenAI's: text, json_object or json_schema"
+    )
+    guided_regex: str | None = Field(default=None, description="a regex that the whole output matches")
+    guided_choice: tuple[str, ...] | None = Field(default=None, description="the output is one of these")
+    guided_grammar: str | None = Field(default=None, description="a Lark grammar of the output")
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="OpenAI's: what the chat template shows, and what tool_choice is from"
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="none, auto, required, or a function of tools that is to be called"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description='variables of the chat template: {"enable_thinking": false}'
+    )
+
+    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
+
+        def __init__(self, /, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise ValueError("; ".join(map(_describe, error.errors()))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, fields: Any) -> Any:
+        params.check_names(fields, list(cls.model_fields))
+        # To Python True is the number 1; whoever writes it for one of these has mistaken the field.
+        for name, value in fields.items():
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            if name not in _FLAGS and any(isinstance(one, bool) for one in several):
+                raise ValueError(
+                    f"{name} must not be a boolean, got {quote(value)}; give a value of its own type"
+                )
+        return fields
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _wrap_single_stop(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else () if value is None else value
+
+    @field_validator("bad_words", "stop_token_ids", mode="before")
+    @classmethod
+    def _take_none_for_no_entries(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_bias(cls, value: Any) -> Any:
+        return None if value is None else params.logit_bias(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, is_met, rule, remedy in _rules(self):
+            if not is_met:
+                raise ValueError(f"{name} must {rule}, got {quote(getattr(self, name))}; {remedy}")
+        params.penalty("presence_penalty", self.presence_penalty)
+        params.penalty("frequency_penalty", self.frequency_penalty)
+        params.repetition_penalty(self.repetition_penalty)
+        params.min_tokens(self.min_tokens, self.max_tokens)
+        params.allowed_token_ids(self.allowed_token_ids)
+        params.bad_words(self.bad_words)
+        params.stop_token_ids(self.stop_token_ids)
+        params.num_choices(self.n, self.temperature)
+        params.logprobs("logprobs", self.logprobs)
+        params.only_one_grammar(self.__dict__)
+        return self
+
+    def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return these parameters with the fields the caller did not set taken from a generation_config.
+
+        Other keys than those of sampling are left alone. Raises ValueError for a default out of range.
+        """
+        defaults = {
+            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
+        }
+        fields = {name: value for name, value in defaults.items() if value is not None}
+        try:
+            return SamplingParams(**(fields | {name: getattr(self, name) for name in self.model_fields_set}))
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of the checkpoint: {error}") from None
+
+
+def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
+    """Name, whether its rule is met, the rule, and what to do otherwise."""
+    most = MOST_STOP_CHARACTERS
+    return (
+        ("max_tokens", one.max_tokens >= 1, "be at least 1", "ask for one token or more"),
+        ("temperature", 0 <= one.temperature <= 2, "be from 0 to 2", "0 is greedy"),
+        ("top_k", one.top_k >= -1, "be -1 or more", "0 or -1 turns it off"),
+        ("top_p", 0 < one.top_p <= 1, "be above 0 and at most 1", "use temperature=0 for greedy decoding"),
+        ("min_p", 0 <= one.min_p <= 1, "be from 0 to 1", "0 turns it off"),
+        ("stop", all(one.stop), "hold no empty string", "leave it out"),
+        ("stop", len(one.stop) <= MOST_STOPS, f"hold at most {MOST_STOPS} strings", "leave some out"),
+        (
+            "stop",
+            all(len(stop) <= most for stop in one.stop),
+            f"hold strings of at most {most} characters",
+            "end them earlier",
+        ),
+        ("stop", all(map(_is_unicode, one.stop)), "hold Unicode text", "leave lone surrogates out"),
+        ("bad_words", all(map(_is_unicode, one.bad_words)), "hold Unicode text", "leave lone surrogates out"),
+        (
+            "seed",
+            one.seed is None or -(2**63) <= one.seed < 2**63,
+            "fit into 64 signed bits",
+            "choose a smaller one",
+        ),
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _describe(problem: Any) -> str:
+    name = escape(".".join(str(part) for part in problem["loc"]), 80)
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    rule = problem["msg"].replace("Input should be", "must be", 1)
+    return f"{name} {rule}, got {quote(problem['input'])}; correct the value"

@@ -1,0 +1,34 @@
+"""What the device is told of a request when it gets its slot."""
+
+from __future__ import annotations
+
+from compiled_mtp.plan import SlotSampling
+from compiled_mtp.request import Request
+from compiled_mtp.sampling.params import allowed_token_ids
+
+# What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
+_MOST_TOP_K = 2**31 - 1
+
+
+def slot_sampling(request: Request) -> SlotSampling:
+    """Return how the tokens of a request are drawn, as the device takes it."""
+    params = request.params
+    has_repetition, has_min_tokens = params.repetition_penalty != 1, params.min_tokens > 0
+    return SlotSampling(
+        seed=request.history.seed,
+        temperature=params.temperature,
+        top_k=min(max(params.top_k, 0), _MOST_TOP_K),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias=tuple((params.logit_bias or {}).items()),
+        allowed_ids=allowed_token_ids(params.allowed_token_ids),
+        # The first output token stands right after the prompt.
+        min_position=request.prompt_len + params.min_tokens if has_min_tokens else 0,
+        stop_ids=tuple(sorted(request.stop_ids)) if has_min_tokens else (),
+        bad_words=request.bad_word_ids,
+        prompt_ids=tuple(request.prompt_token_ids) if has_repetition else (),
+        has_processed_logprobs=params.logprobs is not None and params.logprobs_mode == "processed",
+    )

@@ -1,0 +1,83 @@
+"""The log softmax of rows, as far as anybody asks for it.
+
+Sums over the vocabulary run in a fixed order (tiles of 4,096 and then one by one), because ATen splits a
+float sum with one output over its threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.signature import F32, I32, I64, Remedy
+
+NUM_TOP = 20
+"""Likeliest ids that are listed."""
+_TILE = 4096
+
+
+class RowLogprobs(NamedTuple):
+    """Of each row: log probability and rank of the chosen id, and the likeliest ids in order.
+
+    rank counts from 1; of equally likely ids the lowest comes first, in the list too. top_logprobs is -inf,
+    and top_ids 0, where fewer ids have a probability.
+    """
+
+    logprob: Annotated[Tensor, "M", F32]
+    rank: Annotated[Tensor, "M", I32]
+    top_ids: Annotated[Tensor, f"M {NUM_TOP}", I32]
+    top_logprobs: Annotated[Tensor, f"M {NUM_TOP}", F32]
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension of a contiguous [M, N], in an order that depends on N alone."""
+    whole = x.shape[1] // _TILE * _TILE
+    tiles = x[:, :whole].view(x.shape[0], whole // _TILE, _TILE).sum(-1)
+    return torch.cat([tiles, x[:, whole:].sum(-1, keepdim=True)], dim=1).cumsum(-1)[:, -1]
+
+
+def _has_ids(num_valid_ids: int, V: int) -> None:
+    if not 0 < num_valid_ids <= V:
+        raise fail("num_valid_ids", f"be in 1..{V}", num_valid_ids, "pass the tokenizer's number")
+
+
+@operator(check=_has_ids)
+def row_logprobs(
+    logits: Annotated[Tensor, "M V", F32],
+    chosen: Annotated[Tensor, "M", I64, Remedy("pass one id for each row of logits")],
+    num_valid_ids: int,
+) -> RowLogprobs:
+    """The log softmax of every row over its whole width, at `chosen` [M] and at the likeliest ids.
+
+    Ids from num_valid_ids on have a share of the softmax, and neither rank nor place in the list. A logit
+    that is not finite counts as -inf; a row without a finite one has log probabilities of -inf.
+    """
+    x = torch.where(torch.isfinite(logits), logits, -math.inf)
+    peak = x.amax(-1, keepdim=True)
+    has_any = peak > -math.inf
+    peak = torch.where(has_any, peak, 0.0)
+    log_sum = torch.log(_row_sum(torch.exp(x - peak).contiguous()))[:, None]
+
+    def logprob_of(values: Tensor) -> Tensor:
+        return torch.where(has_any, (values - peak) - log_sum, -math.inf)
+
+    own = x.gather(1, chosen[:, None])
+    valid = x[:, :num_valid_ids]
+    ids = torch.arange(num_valid_ids, device=x.device)
+    is_before = (valid > own) | ((valid == own) & (ids < chosen[:, None]))
+    count = min(NUM_TOP, num_valid_ids)
+    values, order = valid.sort(dim=-1, descending=True, stable=True)
+    missing = (0, NUM_TOP - count)
+    top = torch.nn.functional.pad(values[:, :count], missing, value=-math.inf)
+    top_ids = torch.nn.functional.pad(order[:, :count], missing).masked_fill(top == -math.inf, 0)
+    return RowLogprobs(
+        logprob_of(own).squeeze(1),
+        (is_before.sum(-1) + 1).to(torch.int32),
+        top_ids.to(torch.int32),
+        logprob_of(top),
+    )

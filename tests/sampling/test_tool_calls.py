@@ -1,0 +1,226 @@
+"""Forced tool calls: what the grammar lets through parses back, in each family's form, and validates."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, get_args, get_type_hints
+
+import jsonschema
+import pytest
+
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.sampling.grammar import GrammarCompiler, MaskFiller
+from compiled_mtp.sampling.grammar_source import GrammarSource
+from compiled_mtp.sampling.tool_calls import CALL_FORMS, CallForm, from_tools
+from tests.sampling.grammars import NUM_IDS, TOKENIZER, TOKENIZER_JSON, compiler, decode, text_of
+
+Call = tuple[str, dict[str, Any]]
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "where", "maxLength": 12},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "hours": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 23}, "maxItems": 3},
+        "place": {"$ref": "#/$defs/place"},
+        "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+        "code": {"type": ["string", "integer"], "pattern": "^[a-z]{2}$", "minimum": 10, "maximum": 99},
+        "tag": {"type": "string", "pattern": "^[0-9]x{1,3}$"},
+    },
+    "required": ["city", "hours"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "number", "minimum": -90, "maximum": 90}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        }
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "description": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> GrammarCompiler:
+    return compiler()
+
+
+@pytest.fixture(scope="module")
+def filler() -> MaskFiller:
+    return MaskFiller(num_threads=1)
+
+
+def source_of(tool_choice: Any, form: CallForm, tools: Any = TOOLS) -> GrammarSource:
+    source = from_tools(tools, tool_choice, form, added_tokens=())
+    assert source is not None
+    return source
+
+
+def parse_json(text: str) -> list[Call]:
+    bodies = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
+    assert "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies) == text
+    calls = [json.loads(body) for body in bodies]
+    return [(call["name"], call["arguments"]) for call in calls]
+
+
+def parse_xml(text: str) -> list[Call]:
+    """As services read it: a value is JSON where that is valid for its schema, else text."""
+    calls = []
+    for body in re.split(r"(?<=</tool_call>)\n(?=<tool_call>)", text):
+        match = re.fullmatch(
+            r"<tool_call>\n<function=([^>]+)>\n(.*)</function>\n</tool_call>", body, re.DOTALL
+        )
+        assert match is not None, body
+        values = re.findall(r"<parameter=([^>]+)>\n(.*?)\n</parameter>\n", match[2], re.DOTALL)
+        arguments = {name: _value(name, value) for name, value in values}
+        assert len(arguments) == len(values)
+        calls.append((match[1], arguments))
+    return calls
+
+
+def _value(name: str, text: str) -> Any:
+    schema = {**WEATHER["properties"][name], "$defs": WEATHER["$defs"]}
+    try:
+        value = json.loads(text)
+        jsonschema.validate(value, schema)
+    except ValueError:
+        return text
+    except jsonschema.ValidationError:
+        return text
+    return value
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_forced_calls_parse_back_and_validate(
+    compiled: GrammarCompiler, filler: MaskFiller, form: CallForm, tool_choice: Any
+) -> None:
+    source, ended = source_of(tool_choice, form), 0
+    for seed in range(15):
+        matcher = compiled.compile(source)
+        tokens = decode(matcher, filler, (form, seed), step=3 * (seed % 2), limit=1500)
+        assert matcher.error is None
+        if not matcher.is_ended:
+            continue
+        ended += 1
+        calls = (parse_json if form == "json" else parse_xml)(text_of(tokens))
+        for name, arguments in calls:
+            assert name in ("get_weather", "get_time")
+            jsonschema.validate(arguments, WEATHER if name == "get_weather" else {"maxProperties": 0})
+        assert calls
+        if tool_choice == NAMED:
+            assert [name for name, _ in calls] == ["get_weather"]
+    assert ended >= 14
+
+
+def takes(compiled: GrammarCompiler, source: GrammarSource, text: str) -> bool:
+    matcher = compiled.compile(source)
+    tokens = TOKENIZER.encode(text) + list(TOKENIZER.eos_token_ids)
+    return matcher.accept(tokens) >= len(tokens) - 1 and matcher.is_ended
+
+
+def test_the_form_is_the_templates_own(compiled: GrammarCompiler) -> None:
+    values = "<parameter=city>\nBonn\n</parameter>\n<parameter=hours>\n[1, 2]\n</parameter>\n"
+    xml = f"<tool_call>\n<function=get_weather>\n{values}</function>\n</tool_call>"
+    body = '{"name": "get_weather", "arguments": {"city": "Bonn", "hours": [1, 2]}}'
+    plain = f"<tool_call>\n{body}\n</tool_call>"
+    forms: list[tuple[CallForm, str, str]] = [("xml", xml, plain), ("json", plain, xml)]
+    for form, text, other in forms:
+        for tool_choice in ("required", NAMED):
+            source = source_of(tool_choice, form)
+            assert takes(compiled, source, text)
+            assert not takes(compiled, source, other)
+            assert takes(compiled, source, f"{text}\n{text}") is (tool_choice == "required")
+    assert not takes(compiled, source_of("required", "xml"), xml.replace("Bonn", "Bonn" * 9))
+    assert not takes(compiled, source_of("required", "xml"), xml.replace("hours", "our"))
+    assert takes(compiled, source_of("required", "xml"), xml.replace("Bonn", ""))
+
+
+def test_text_as_it_is_holds_anything_but_its_end(compiled: GrammarCompiler) -> None:
+    tools = [{"type": "function", "function": {"name": "say", "parameters": {"properties": {"x": {}}}}}]
+    source = source_of("required", "xml", tools)
+    for value in ("", "two\nlines\n\n", '"<b>" < </parameter\n</param', "if a<b:\n\treturn", "{not json"):
+        text = f"<tool_call>\n<function=say>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert takes(compiled, source, text)
+    for value in ("a</parameter>b", "a\n</parameter>\nb"):
+        assert not takes(compiled, source, text.replace("{not json", value))
+
+
+def test_markers_that_are_tokens_are_written_as_those() -> None:
+    """<tool_call> is one added token in the released tokenizers, which no text of a grammar matches."""
+    tokenizer = json.loads(TOKENIZER_JSON)
+    for number, text in enumerate(("<tool_call>", "</tool_call>")):
+        added = {**tokenizer["added_tokens"][0], "id": 4099 + number, "content": text, "special": False}
+        tokenizer["added_tokens"].append(added)
+    source = from_tools(TOOLS, "required", "json", {"<tool_call>", "</tool_call>"})
+    assert source is not None
+    matcher = GrammarCompiler(json.dumps(tokenizer), NUM_IDS, (4096, 4098)).compile(source)
+    body = TOKENIZER.encode('\n{"name": "get_time", "arguments": {}}\n')
+    assert matcher.accept([4099, *body, 4100, 4098]) == len(body) + 3
+    assert matcher.is_ended
+
+
+@pytest.mark.parametrize("tool_choice", [None, "none", "auto"])
+def test_nothing_is_forced_unless_asked(tool_choice: Any) -> None:
+    assert from_tools(TOOLS, tool_choice, "json", ()) is None
+
+
+def tool(**function: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "tool_choice", "message"),
+    [
+        ([], "required", "tools must be a list of 1 to 128 tools"),
+        ([3], "required", r"tools\[0\].function.name must be 1 to 64 letters"),
+        (tool(name="a b"), "required", r"tools\[0\].function.name must be 1 to 64 letters"),
+        (tool() + tool(), "required", r"tools\[1\].function.name must be unique"),
+        (TOOLS, "always", "tool_choice must be none, auto, required or name a function"),
+        (TOOLS, {"function": {"name": "nope"}}, "tool_choice must be none, auto, .*known are get_weather"),
+        (tool(parameters=[1]), "required", r"tools\[0\].function.parameters must be an object"),
+        (
+            tool(parameters={"type": "array"}),
+            "required",
+            r"tools\[0\].function.parameters.type must be object",
+        ),
+        (
+            tool(parameters={"properties": {"a>": {}}}),
+            "required",
+            r"tools\[0\].function.parameters.properties must have names without",
+        ),
+        (
+            tool(parameters={"properties": {"a": {"type": "string", "format": "date"}}}),
+            "required",
+            r"tools\[0\].function.parameters.properties.a must not use format",
+        ),
+        (
+            tool(parameters={"properties": {"a": {"type": "string", "pattern": "a", "maxLength": 3}}}),
+            "required",
+            r"tools\[0\].function.parameters.properties.a must not have both",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_their_place(tools: Any, tool_choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        from_tools(tools, tool_choice, "xml", ())
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+def test_a_schema_that_cannot_be_compiled_is_named_in_its_tool(
+    compiled: GrammarCompiler, form: CallForm
+) -> None:
+    bad = tool(parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}})
+    with pytest.raises(ValueError, match=r"^tools\[0\].function.parameters.properties.a must .*uniqueItems"):
+        compiled.compile(source_of("required", form, bad))
+
+
+def test_every_family_has_a_form() -> None:
+    families = get_args(get_type_hints(ModelConfig)["family"])
+    assert set(CALL_FORMS) == set(families)

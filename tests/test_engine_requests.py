@@ -1,0 +1,302 @@
+"""Requests as people send them, through real engines: tokens and log probabilities depend on nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import force_drafts, make_engine
+from tests.sampling.grammars import (
+    END_THINK,
+    EOS,
+    IM_END,
+    MODEL,
+    THINK,
+    TOKENIZER,
+    write_thinking_tokenizer,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"enum": ["small", "large"]},
+        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "size", "parts"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2]}},
+            "required": ["colour"],
+        },
+    },
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    "regex": {"guided_regex": r"[a-f]{3}-[0-9]{2,4}\."},
+    "choice": {"guided_choice": ["north", "northeast", "south"]},
+    "tool": {"tools": [TOOL], "tool_choice": {"function": {"name": "pick"}}},
+    # The prompt opens a reasoning part, and its end is likely anywhere in a window.
+    "reasoning": {"guided_choice": ["north", "south"], "logit_bias": {str(END_THINK): 7.0}},
+    "bound": {"guided_regex": "[a-z ]{5,30}", "presence_penalty": 1.0, "bad_words": ["e"], "min_tokens": 3},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {str(i): 12.0 for i in range(40, 60)}, "presence_penalty": 2.0},
+    "allowed": {"allowed_token_ids": list(range(60, 70)), "min_tokens": 5, "stop_token_ids": [61, 62, 63]},
+    "bad": {"bad_words": ["a", "the"], "logit_bias": {str(i): 6.0 for i in range(66, 90)}},
+    "listed": {"logprobs": 5},
+    "processed": {"logprobs": 20, "logprobs_mode": "processed", "top_k": 7, "presence_penalty": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("requests"))
+
+
+def write_small_checkpoint(directory: Path) -> Path:
+    """Random weights, and the default checkpoint's tokenizer with tokens for reasoning."""
+    write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64, vocab_size=4160)
+    write_thinking_tokenizer(directory)
+    shutil.copy(MODEL / "chat_template.jinja", directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(EOS)}))
+    return directory
+
+
+@cache
+def engine_of(directory: Path, mtp_step: int, max_in_flight: int = 0) -> Engine:
+    return make_engine(directory, mtp_step=mtp_step, max_in_flight=max_in_flight)
+
+
+def params_of(name: str, temperature: float, **fields: Any) -> SamplingParams:
+    own = (GRAMMARS | OTHERS)[name]
+    limit = 120 if name in GRAMMARS else 14
+    made: dict[str, Any] = {"max_tokens": limit, "temperature": temperature, "seed": 5, "logprobs": 3}
+    return SamplingParams(**(made | own | fields))
+
+
+def prompt_of(name: str) -> list[int]:
+    prompt = TOKENIZER.encode(f"def {name}(self):\n    ")
+    return [*prompt, THINK] if name == "reasoning" else prompt
+
+
+@cache
+def alone(directory: Path, name: str, temperature: float) -> RequestOutput:
+    """What a request gives without company and without drafts."""
+    return engine_of(directory, 0).generate([prompt_of(name)], params_of(name, temperature))[0]
+
+
+def same(one: RequestOutput, other: RequestOutput) -> bool:
+    """Tokens, text, end and log probabilities, to the bit."""
+    fields = ("new_token_ids", "new_text", "finish_reason", "error", "logprobs", "index")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 1), (1, 0), (3, 0), (3, 1), (7, 1)])
+def test_tokens_and_log_probabilities_are_those_of_a_request_alone_without_drafts(
+    checkpoint: Path, temperature: float, mtp_step: int, max_in_flight: int
+) -> None:
+    names = [*GRAMMARS, *OTHERS]
+    expected = [alone(checkpoint, name, temperature) for name in names]
+    together = engine_of(checkpoint, mtp_step, max_in_flight)
+    got = together.generate(
+        [prompt_of(name) for name in names], [params_of(name, temperature) for name in names]
+    )
+    for name, one, other in zip(names, expected, got, strict=True):
+        assert same(one, other), name
+        assert one.logprobs is not None
+        assert [entry.token_id for entry in one.logprobs] == one.new_token_ids
+    for name, output in zip(names, got, strict=True):
+        if name in GRAMMARS:
+            assert output.finish_reason == "stop", name
+            check_output(name, output.new_text)
+
+
+def check_output(name: str, text: str) -> None:
+    """What a grammar let through is what it asks for."""
+    if name == "schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif name == "reasoning":
+        assert text.rpartition("</think>")[2].removeprefix("\n\n") in ("north", "south")
+    elif name == "bound":
+        assert 5 <= len(text) <= 30
+        assert "e" not in TOKENIZER.encode(text)
+    elif name == "choice":
+        assert text in GRAMMARS["choice"]["guided_choice"]
+    elif name == "tool":
+        assert text.startswith("<tool_call>\n<function=pick>\n<parameter=colour>\n")
+        assert text.endswith("</function>\n</tool_call>")
+    else:
+        assert len(text) in (7, 8, 9)
+        assert text.endswith(".")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_drafts_that_are_taken_or_not_change_no_token(
+    checkpoint: Path, temperature: float, is_right: bool
+) -> None:
+    """Every processor sees the drafts before its row: those that are right, and those that are not."""
+    names = [*GRAMMARS, *OTHERS]
+    expected = {name: alone(checkpoint, name, temperature) for name in names}
+    engine = make_engine(checkpoint, mtp_step=3)
+    streams = {name: output.new_token_ids for name, output in expected.items()}
+    force_drafts(engine, streams, lambda name, pos: 3 if is_right else (pos * 7 + len(name)) % 4)
+    for name in names:
+        engine.add_request(
+            prompt_token_ids=prompt_of(name), params=params_of(name, temperature), request_id=name
+        )
+    outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for name, parts in outputs.items():
+        assert [token for one in parts for token in one.new_token_ids] == streams[name], name
+        assert [entry for one in parts for entry in one.logprobs or []] == expected[name].logprobs, name
+        assert parts[-1].finish_reason == expected[name].finish_reason, name
+    metrics = outputs["schema"][-1].metrics
+    if is_right:
+        assert metrics.output_tokens > 3.5 * metrics.rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_trained_model_accepts_drafts_under_a_grammar_and_gives_the_same_tokens(
+    temperature: float,
+) -> None:
+    names = [name for name in GRAMMARS if name != "reasoning"]  # which its tokenizer cannot write
+    prompts = [prompt_of(name) for name in names]
+    outputs = {
+        mtp_step: engine_of(MODEL, mtp_step).generate(prompts, [params_of(n, temperature) for n in names])
+        for mtp_step in (0, 3)
+    }
+    for name, one, other in zip(names, outputs[0], outputs[3], strict=True):
+        assert same(one, other), name
+        assert one.finish_reason == "stop"
+        check_output(name, one.new_text)
+    assert sum(sum(output.metrics.accepted_by_index) for output in outputs[3]) > 0
+
+
+MIXES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0]),
+        "max_tokens": st.integers(3, 16),
+        "seed": st.integers(-5, 5),
+        "grammar": st.sampled_from([None, None, "schema", "regex", "choice", "bound"]),
+    },
+    optional={
+        "top_k": st.sampled_from([1, 5, 500]),
+        "top_p": st.sampled_from([0.1, 0.7, 0.99]),
+        "min_p": st.sampled_from([0.01, 0.3]),
+        "presence_penalty": st.sampled_from([-1.0, 0.7, 2.0]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7, 2.0]),
+        "repetition_penalty": st.sampled_from([0.7, 1.05, 1.8]),
+        "logit_bias": st.dictionaries(st.integers(0, 4098).map(str), st.sampled_from([-9.0, 6.0, 12.0])),
+        "min_tokens": st.integers(0, 3),
+        "stop_token_ids": st.lists(st.integers(60, 90), max_size=3),
+        "stop": st.lists(st.sampled_from(["e", "ab", '":', "  "]), max_size=2),
+        "bad_words": st.lists(st.sampled_from(["a", "the", "self", "return x"]), max_size=3),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 20),
+        "logprobs_mode": st.sampled_from(["raw", "processed"]),
+    },
+)
+
+
+def check_mixes(directory: Path, mixes: list[dict[str, Any]], mtp_step: int) -> None:
+    """Tokens, texts, ends and log probabilities of requests together and with drafts are those of each alone
+    without.
+    """
+    prompts, params = [], []
+    for index, mix in enumerate(mixes):
+        name = mix["grammar"]
+        grammar = {} if name is None else GRAMMARS[name]
+        prompts.append(prompt_of(f"f{index}"))
+        params.append(SamplingParams(**({k: v for k, v in mix.items() if k != "grammar"} | grammar)))
+    plain, drafting = engine_of(directory, 0), engine_of(directory, mtp_step)
+    together = drafting.generate(prompts, params)
+    for prompt, one, got in zip(prompts, params, together, strict=True):
+        (expected,) = plain.generate([prompt], one)
+        assert same(expected, got), (one, expected, got)
+
+
+@given(mixes=st.lists(MIXES, min_size=1, max_size=8), mtp_step=st.sampled_from([1, 3, 7]))
+@settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_mixes_do_not_depend_on_company_and_drafts(
+    checkpoint: Path, mixes: list[dict[str, Any]], mtp_step: int
+) -> None:
+    check_mixes(checkpoint, mixes, mtp_step)
+
+
+def test_choice_0_is_what_one_choice_gives_and_the_others_differ(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3)
+    params = SamplingParams(max_tokens=12, seed=9, ignore_eos=True)
+    (single,) = engine.generate(["a b"], params)
+    several = engine.generate(["a b", "c"], [params.model_copy(update={"n": 4}), params])
+    assert [output.index for output in several] == [0, 1, 2, 3, 0]
+    assert several[0].new_token_ids == single.new_token_ids
+    assert len({tuple(output.new_token_ids) for output in several[:4]}) == 4
+    again = engine.generate(["a b"], params.model_copy(update={"n": 2}))
+    assert [one.new_token_ids for one in again] == [one.new_token_ids for one in several[:2]]
+
+
+def test_an_abort_ends_every_choice(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3)
+    name = engine.add_request("x", SamplingParams(max_tokens=50, n=5, ignore_eos=True))
+    assert engine.stats().waiting == 5
+    outputs = [*engine.step(), *engine.step()]
+    engine.abort(name)
+    outputs += engine.step()
+    ends = {output.index: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == dict.fromkeys(range(5), "abort")
+    assert not engine.has_unfinished_requests()
+
+
+def test_generate_takes_chats(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 0)
+    chat = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    (output,) = engine.generate([chat], params)
+    text = TOKENIZER.apply_chat_template(chat)
+    assert output.new_token_ids == engine.generate([text], params)[0].new_token_ids
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: messages\[0\] must be an object with a role"):
+        engine.generate([[{"content": "hello"}]])
+
+
+def test_min_tokens_and_stop_ids(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3)
+    forced = {"logit_bias": {str(IM_END): 100.0}, "seed": 1, "max_tokens": 20}
+    (output,) = engine.generate(["a"], SamplingParams(**forced))
+    assert output.new_token_ids == [IM_END]
+    (output,) = engine.generate(["a"], SamplingParams(**forced, min_tokens=6))
+    assert (len(output.new_token_ids), output.new_token_ids[-1], output.finish_reason) == (7, IM_END, "stop")
+    assert IM_END not in output.new_token_ids[:-1]
+
+
+def test_a_row_without_a_legal_id_is_an_error_that_names_the_parameters(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3)
+    params = SamplingParams(allowed_token_ids=[IM_END], min_tokens=2, seed=1)
+    bad, good = engine.generate(["a", "b"], [params, SamplingParams(max_tokens=4, seed=1, ignore_eos=True)])
+    assert bad.finish_reason == "error"
+    assert bad.error is not None
+    assert bad.error.startswith("allowed_token_ids, min_tokens must leave a token to draw, got none for pos")
+    assert len(good.new_token_ids) == 4
