@@ -172,8 +172,7 @@ class AnthropicHandlers:
     def _params(self, body: MessagesBody) -> SamplingParams:
         stops = body.stop_sequences or []
         check_limits(self._service.config, stops, (), ())
-        choice = body.tool_choice
-        forced = None if choice is None or choice.type in ("auto", "none") else choice.model_dump()
+        forced = _forced_choice(body.tool_choice)
         fields = {
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,
@@ -183,6 +182,8 @@ class AnthropicHandlers:
             # The answer says which one it was: it is looked for at the end, and cut there.
             "include_stop": True if stops else None,
             "tool_choice": forced,
+            # The prompt has shown the tools: the engine needs them for a call that is forced.
+            "tools": [_to_function(tool) for tool in body.tools or ()] if forced is not None else None,
         }
         return make_params(fields)
 
@@ -194,6 +195,13 @@ class AnthropicHandlers:
         if has_tools:
             variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
         return await self._service.prompts.render(to_template(body), variables)
+
+
+def _forced_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    """OpenAI's form of a choice that forces a call, None for one that does not."""
+    if choice is None or choice.type in ("auto", "none"):
+        return None
+    return "required" if choice.type == "any" else {"type": "function", "function": {"name": choice.name}}
 
 
 class _Answer:

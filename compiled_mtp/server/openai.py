@@ -8,13 +8,14 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.async_engine import Stream
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import (
     RoundCounter,
@@ -44,14 +45,6 @@ from compiled_mtp.tokenizer import Tokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-class LogprobEntry(Protocol):
-    """One token's entry in RequestOutput.logprobs; top holds (id, logprob), likeliest first."""
-
-    token_id: int
-    logprob: float
-    top: Sequence[tuple[int, float]]
-
-
 @dataclass
 class _Choice:
     """One choice while it is decoded: what its answer holds so far."""
@@ -63,7 +56,7 @@ class _Choice:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobEntry] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
     def take(self, output: RequestOutput) -> list[Delta]:
@@ -200,20 +193,26 @@ class OpenAIHandlers:
     def _chat_params(self, body: ChatBody) -> SamplingParams:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "logprobs must be true with top_logprobs, got none; set it", param="logprobs")
+        fields: dict[str, Any] = {}
         given = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
         if len(given) > 1 and body.max_tokens != body.max_completion_tokens:
             raise ApiError(400, f"max_tokens must be given once, got {given}; choose one", param="max_tokens")
-        # What the engine does not know comes back with its own words.
+        # What the engine refuses comes back with its own words. The prompt has shown the tools: the engine
+        # needs them for a call that is forced.
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if forced is not None:
+            fields["tools"] = tools
         return self._params(
             body,
-            tools=[tool.model_dump() for tool in body.tools or ()],
+            shown_tools=tools,
             max_tokens=getattr(body, given[0]) if given else None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_choice=forced if isinstance(forced, str | None) else forced.model_dump(),
+            **fields,
         )
 
-    def _params(self, body: SamplingBody, tools: Sequence[Any] = (), **fields: Any) -> SamplingParams:
+    def _params(self, body: SamplingBody, shown_tools: Sequence[Any] = (), **fields: Any) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         bias, stop_ids = body.logit_bias or {}, body.stop_token_ids or []
         check_limits(
@@ -222,7 +221,7 @@ class OpenAIHandlers:
             bias,
             stop_ids,
             response_format=body.response_format,
-            tools=list(tools) or None,
+            tools=list(shown_tools) or None,
         )
         form = body.response_format
         if body.max_tokens is None and isinstance(body, CompletionBody):
@@ -301,7 +300,7 @@ class _Answer:
     def _chunk_choice(
         self, choice: _Choice, output: RequestOutput, deltas: Sequence[Delta]
     ) -> dict[str, Any] | None:
-        entries: list[LogprobEntry] = list(output.logprobs or ())
+        entries: list[TokenLogprob] = list(output.logprobs or ())
         wants_ids = bool(self.body.return_token_ids) and bool(output.new_token_ids)
         is_silent = not deltas and not entries and not wants_ids and output.finish_reason is None
         if is_silent and not self.body.include_round:
@@ -332,7 +331,7 @@ class _Answer:
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(choice.logprobs)}
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
-    def _logprobs(self, entries: Sequence[LogprobEntry], offset: int = 0) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
         if not entries:
             return None
         tokenizer = self._tokenizer
@@ -341,12 +340,14 @@ class _Answer:
             return {
                 "tokens": tokens,
                 "token_logprobs": [e.logprob for e in entries],
-                "top_logprobs": [{_token(tokenizer, i): p for i, p in e.top} for e in entries],
+                "top_logprobs": [
+                    {_token(tokenizer, one.token_id): one.logprob for one in e.top} for e in entries
+                ],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
             }
         content = [
             _logprob(tokenizer, e.token_id, e.logprob)
-            | {"top_logprobs": [_logprob(tokenizer, i, p) for i, p in e.top]}
+            | {"top_logprobs": [_logprob(tokenizer, one.token_id, one.logprob) for one in e.top]}
             for e in entries
         ]
         return {"content": content, "refusal": None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import openai
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
 from compiled_mtp.server.generation import derive_seed
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
@@ -204,7 +204,7 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
     server, engine, _ = scripted
     engine.say("ab cé")
     engine.logprobs = lambda ids: [
-        SimpleNamespace(token_id=i, logprob=-0.5, top=[(i, -0.5), (97, -1.0)]) for i in ids
+        TokenLogprob(i, b"", -0.5, 1, (TopLogprob(i, b"", -0.5), TopLogprob(97, b"", -1.0))) for i in ids
     ]
     try:
         client = client_of(server)
@@ -221,23 +221,38 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
         engine.logprobs = None
 
 
-def test_what_the_engine_lacks_is_its_own_message(real: Running) -> None:
+def test_penalties_bias_and_logprobs_reach_the_engine(real: Running) -> None:
     create: Any = client_of(real).chat.completions.create
-    for fields, param in (
-        ({"presence_penalty": 1.5}, "presence_penalty"),
-        ({"logprobs": True, "top_logprobs": 2}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 2}}, "logit_bias"),
-    ):
-        try:
-            create(model="m", messages=MESSAGES, max_tokens=2, **fields)
-        except openai.BadRequestError as error:
-            assert error.param == param  # noqa: PT017
-            with pytest.raises(ValueError, match=param):
-                SamplingParams(**{param: fields[param]})
-    assert create(
-        model="m", messages=MESSAGES, max_tokens=2, response_format={"type": "text"}, presence_penalty=0
+    fixed = {"model": "m", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    plain = create(**fixed, logprobs=True, top_logprobs=2).choices[0]
+    entries = plain.logprobs.content
+    assert len(entries) == 4
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)  # greedy
+    forced = create(**fixed, logit_bias={"5": 100}, presence_penalty=0.5).choices[0]
+    assert forced.message.content != plain.message.content
+    assert (
+        create(**fixed, response_format={"type": "text"}).choices[0].message.content == plain.message.content
     )
+    answer = create(**fixed | {"max_tokens": 200}, response_format={"type": "json_object"}).choices[0]
+    if answer.finish_reason == "stop":
+        json.loads(answer.message.content)
+
+
+def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
+    create: Any = client_of(real).chat.completions.create
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    for fields, param in (
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            create(model="m", messages=MESSAGES, max_tokens=2, **fields)
+        assert param in str(error.value)
 
 
 @pytest.mark.parametrize(
