@@ -173,6 +173,10 @@ class AnthropicHandlers:
         stops = body.stop_sequences or []
         check_limits(self._service.config, stops, (), ())
         forced = _forced_choice(body.tool_choice)
+        if forced is not None and not body.tools:
+            raise ApiError(
+                400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
+            )
         fields = {
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,

@@ -245,10 +245,7 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
     for fields, param in (
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-            "response_format",
-        ),
+        ({"response_format": wrong}, "response_format"),
     ):
         with pytest.raises(openai.BadRequestError) as error:
             create(model="m", messages=MESSAGES, max_tokens=2, **fields)
