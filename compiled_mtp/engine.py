@@ -146,6 +146,7 @@ class Engine:
         self._check_open()
         self._inbox.hand_over()
         try:
+            self._inbox.pass_aborts()
             plan = self.scheduler.schedule()
             self.scheduler.update(self.runner.run(plan))
         except BaseException as error:

@@ -98,6 +98,8 @@ class Scheduler:
         """
         waiting = self._planner.waiting
         settled = {output.request_id for output in self._outputs if output.finish_reason is not None}
+        for name in settled & waiting.keys():
+            del waiting[name]
         ended = [one for name, one in self._live.items() if name not in waiting and name not in settled]
         self._live = dict(waiting)
         self._planner.reset()
