@@ -120,6 +120,7 @@ class OpenAIHandlers:
             raise ApiError(
                 400, "prompt must be given or messages, got both or none; choose one", param="prompt"
             )
+        check_limits(self._service.config, (), (), (), tools=_dumped(body.tools))
         if body.prompt is not None:
             prompt = await self._service.prompts.encode(body.prompt)
         else:
@@ -207,13 +208,15 @@ class OpenAIHandlers:
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
         return self._params(
             body,
-            tools=[tool.model_dump() for tool in body.tools or ()],
+            tools=_dumped(body.tools),
             max_tokens=getattr(body, given[0]) if given else None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_choice=forced if isinstance(forced, str | None) else forced.model_dump(),
         )
 
-    def _params(self, body: SamplingBody, tools: Sequence[Any] = (), **fields: Any) -> SamplingParams:
+    def _params(
+        self, body: SamplingBody, tools: Sequence[Any] | None = None, **fields: Any
+    ) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         bias, stop_ids = body.logit_bias or {}, body.stop_token_ids or []
         check_limits(
@@ -222,7 +225,7 @@ class OpenAIHandlers:
             bias,
             stop_ids,
             response_format=body.response_format,
-            tools=list(tools) or None,
+            tools=tools,
         )
         form = body.response_format
         if body.max_tokens is None and isinstance(body, CompletionBody):
@@ -374,6 +377,10 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
             ]
         plain.append(fields)
     return plain
+
+
+def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    return [tool.model_dump() for tool in tools] if tools else None
 
 
 def _arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
