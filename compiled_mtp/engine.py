@@ -153,6 +153,7 @@ class Engine:
         self._check_open()
         self._inbox.hand_over()
         try:
+            self._inbox.pass_aborts()
             plan = self.scheduler.schedule()
             if plan is not None and plan.wants_drafts:
                 # The device is busy with the first half of the round meanwhile.

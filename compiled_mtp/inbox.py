@@ -15,7 +15,7 @@ class Inbox:
     """Names requests, numbers them in the order of arrival, and keeps them until `hand_over`.
 
     `seed` is the engine's: the seeds of requests that bring none are derived from it. Any thread may call
-    every method but `hand_over` and `forget`, which belong to the thread that steps.
+    every method but `hand_over`, `pass_aborts` and `forget`, which belong to the thread that steps.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -55,6 +55,8 @@ class Inbox:
             for request in choices:
                 request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
             self._num_arrived += 1
+            # Of one of the same name that ended by itself in the meantime.
+            self._aborts.discard(request_id)
             self._requests[request_id] = choices
         return request_id
 
@@ -75,15 +77,25 @@ class Inbox:
             self._aborts.add(request_id)
 
     def hand_over(self) -> None:
-        """Give the scheduler what has come since. Interrupted anywhere it can be called again."""
-        if self.is_empty:
+        """Give the scheduler the requests that have come since. Interrupted anywhere it can be called
+        again.
+        """
+        if not self._requests:
             return
         with self._lock:
             for request_id, choices in list(self._requests.items()):
                 if not self._scheduler.has_id(request_id):
                     self._scheduler.add(*choices)
                 del self._requests[request_id]
-            for request_id in list(self._aborts):
+
+    def pass_aborts(self) -> None:
+        """End the requests that are to end and have been handed over. After an interrupt the scheduler must
+        recover.
+        """
+        if not self._aborts:
+            return
+        with self._lock:
+            for request_id in self._aborts - self._requests.keys():
                 if self._scheduler.is_live(request_id):
                     self._scheduler.abort(request_id)
                 self._aborts.discard(request_id)

@@ -243,6 +243,30 @@ def test_an_interrupt_inside_generate_takes_nothing_from_others(
     assert run_to_end(engine) == {"a": streams["a"]}
 
 
+@pytest.mark.parametrize("victim", ["a", "c"])
+@pytest.mark.parametrize(
+    ("owner", "where", "is_late"), [("scheduler", "abort", True), ("planner", "leave", False)]
+)
+def test_an_interrupted_abort_ends_its_request_once(
+    engine: Engine, streams: dict[str, list[int]], victim: str, owner: str, where: str, is_late: bool
+) -> None:
+    """Of one that runs and of one that waits."""
+    owners = {"scheduler": engine.scheduler, "planner": engine.scheduler._planner}
+    add_all(engine)
+    outputs = engine.step() + engine.step()
+    engine.abort(victim)
+    interrupt = raising(owners[owner], where, 1, KeyboardInterrupt(), is_late=is_late)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    ended = [output.request_id for output in outputs if output.finish_reason is not None]
+    assert sorted(ended) == ["a", "b", "c"]
+    assert engine.stats().running == engine.stats().waiting == engine.stats().blocks_used == 0
+    again = engine.generate([PROMPTS["b"]], PARAMS)
+    assert again[0].new_token_ids == streams["b"]
+
+
 def test_a_closed_engine_says_so(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1)
     add_all(engine)

@@ -107,6 +107,28 @@ def test_ids_are_unique_whoever_asks(engine: Engine) -> None:
     assert not engine.has_unfinished_requests()
 
 
+def test_an_abort_that_came_too_late_does_not_meet_the_next_of_its_name(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = engine.scheduler.take_outputs
+
+    def take_and_abort(request_ids: object = None) -> list[RequestOutput]:
+        if engine.scheduler._outputs:
+            # Another thread's, while the request ends in this very step.
+            engine._inbox._aborts.add("same")
+        return take()
+
+    engine.add_request("x", PARAMS.model_copy(update={"max_tokens": 1}), request_id="same")
+    monkeypatch.setattr(engine.scheduler, "take_outputs", take_and_abort)
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    assert outputs[-1].finish_reason == "length"
+    monkeypatch.undo()
+    engine.add_request("x", PARAMS, request_id="same")
+    assert len(run_to_end(engine)["same"]) == PARAMS.max_tokens
+
+
 def test_a_second_thread_that_steps_is_told_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     is_inside, may_go_on = threading.Event(), threading.Event()
     run = engine.runner.run

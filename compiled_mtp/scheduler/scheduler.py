@@ -108,6 +108,8 @@ class Scheduler:
         """
         waiting = self._planner.waiting
         settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
+        for key in settled & waiting.keys():
+            del waiting[key]
         known = waiting.keys() | settled
         ended = [one for choices in self._live.values() for one in choices if one.request.key not in known]
         self._live = {}

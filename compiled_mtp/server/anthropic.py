@@ -382,9 +382,11 @@ def _new_block(delta: Delta) -> dict[str, Any]:
 
 
 def _input_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; a call that was cut short keeps its text."""
+    """The arguments of a call; one that was cut short, or that is no JSON, keeps its text."""
     try:
         found = json.loads(text)
+        # Numbers too large for a float and halves of characters have no place in an answer.
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return {"incomplete": text}
     return found if isinstance(found, dict) else {"value": found}

@@ -84,8 +84,15 @@ class ServerConfig(BaseSettings):
         self._check_door()
 
     def read_keys(self) -> tuple[str, ...]:
-        """Return the keys that open the door, none for an open one. Raises ValueError for a bad file."""
-        found = [self.api_key.get_secret_value()] if self.api_key is not None else []
+        """Return the keys that open the door, none for an open one. Raises ValueError for an empty key and
+        a bad file.
+        """
+        found = []
+        if self.api_key is not None:
+            found = [self.api_key.get_secret_value().strip()]
+            if not found[0]:
+                # It would be that of everybody who sends none.
+                raise ValueError("api_key must hold a key, got an empty one; give one, or leave it out")
         if self.api_key_file is not None:
             try:
                 lines = self.api_key_file.read_text(encoding="utf-8").split()

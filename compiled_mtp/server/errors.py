@@ -38,7 +38,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else bounded(param)
         self.code = code
         self.retry_after_s = retry_after_s
 

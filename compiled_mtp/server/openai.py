@@ -113,6 +113,7 @@ class OpenAIHandlers:
             raise ApiError(
                 400, "prompt must be given or messages, got both or none; choose one", param="prompt"
             )
+        check_limits(self._service.config, (), (), (), tools=_dumped(body.tools))
         if body.prompt is not None:
             prompt = await self._service.prompts.encode(body.prompt)
         else:
@@ -200,7 +201,7 @@ class OpenAIHandlers:
         # What the engine refuses comes back with its own words. The prompt has shown the tools: the engine
         # needs them for a call that is forced.
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        tools = _dumped(body.tools)
         if forced is not None:
             fields["tools"] = tools
         return self._params(
@@ -212,7 +213,9 @@ class OpenAIHandlers:
             **fields,
         )
 
-    def _params(self, body: SamplingBody, shown_tools: Sequence[Any] = (), **fields: Any) -> SamplingParams:
+    def _params(
+        self, body: SamplingBody, shown_tools: Sequence[Any] | None = None, **fields: Any
+    ) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         bias, stop_ids = body.logit_bias or {}, body.stop_token_ids or []
         check_limits(
@@ -221,7 +224,7 @@ class OpenAIHandlers:
             bias,
             stop_ids,
             response_format=body.response_format,
-            tools=list(shown_tools) or None,
+            tools=shown_tools or None,
         )
         form = body.response_format
         if body.max_tokens is None and isinstance(body, CompletionBody):
@@ -375,6 +378,10 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
             ]
         plain.append(fields)
     return plain
+
+
+def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    return [tool.model_dump() for tool in tools] if tools else None
 
 
 def _arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:

@@ -48,16 +48,19 @@ class PromptPool:
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process] = asyncio.LifoQueue()
         self._workers: set[asyncio.subprocess.Process] = set()
         self._num_jobs = 0
+        self._is_closed = False
 
     async def start(self) -> None:
         """Start the processes; wait until they have read the tokenizer. Raises ValueError if one cannot."""
         await asyncio.gather(*(self._add_worker() for _ in range(self._num_workers)))
 
     async def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
+        """End the processes; what they worked on ends with an ApiError."""
+        self._is_closed = True
+        workers = tuple(self._workers)
+        for worker in workers:
             _kill(worker)
-        for worker in self._workers:
+        for worker in workers:
             await worker.wait()
         self._workers.clear()
 
@@ -106,6 +109,8 @@ class PromptPool:
             ) from None
         except (OSError, EOFError):
             await self._replace(worker)
+            if self._is_closed:
+                raise ApiError(503, "the server is shutting down; try another or later") from None
             raise ApiError(
                 400, "a prompt must be tokenised in bounded memory, got a larger one; shorten it"
             ) from None
@@ -119,7 +124,8 @@ class PromptPool:
     async def _replace(self, worker: asyncio.subprocess.Process) -> None:
         _kill(worker)
         self._workers.discard(worker)
-        await asyncio.shield(self._add_worker())
+        if not self._is_closed:
+            await asyncio.shield(self._add_worker())
 
     async def _add_worker(self) -> None:
         worker = await asyncio.create_subprocess_exec(

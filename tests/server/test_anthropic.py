@@ -111,6 +111,20 @@ def test_stops_and_lengths(scripted: Any) -> None:
     assert count.input_tokens == len(engine.seen[-1][0])
 
 
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
+def test_arguments_that_no_answer_can_hold_stay_text(scripted: Any, value: str) -> None:
+    server, engine, form = scripted
+    engine.say(
+        {
+            "xml": "<tool_call>\n<function=get_weather>\n<parameter=days>\n"
+            f"{value}\n</parameter>\n</function>\n</tool_call>",
+            "json": f'<tool_call>\n{{"name": "get_weather", "arguments": {{"days": {value}}}}}\n</tool_call>',
+        }[form]
+    )
+    answer = client_of(server).messages.create(model="m", max_tokens=99, messages=MESSAGES, tools=[WEATHER])
+    assert answer.content[0].input == {"incomplete": f'{{"days": {value}}}'}  # type: ignore[union-attr]
+
+
 def test_a_quiet_stream_pings(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine, _ = scripted
     monkeypatch.setattr(module, "_PING_S", 0.02)

@@ -242,6 +242,7 @@ def test_a_client_that_leaves_aborts(door: Running, engine: ScriptedEngine, stre
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": "x" * 11}, "stop"),
         ({"logit_bias": {str(i): 1 for i in range(3)}}, "logit_bias"),
+        ({"logit_bias": {"y" * 5000: "x"}}, bounded("logit_bias." + "y" * 5000)),
         ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"),
         ({"response_format": {"type": "x" * 100}}, "response_format"),
         ({"n": 4}, "n"),
@@ -269,10 +270,9 @@ def test_template_kwargs_are_listed(door: Running, kwargs: Any) -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == f"chat_template_kwargs.{next(iter(kwargs))}"
     large = {"type": "function", "function": {"name": "f", "description": "x" * 200}}
-    answer = post(
-        door, path="/v1/chat/completions", json=chat | {"chat_template_kwargs": None, "tools": [large]}
-    )
-    assert answer.json()["error"]["param"] == "tools"
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = post(door, path=path, json=chat | {"chat_template_kwargs": None, "tools": [large]})
+        assert answer.json()["error"]["param"] == "tools"
 
 
 def test_a_template_that_never_ends(tmp_path: Path) -> None:
@@ -297,6 +297,23 @@ def test_a_template_that_never_ends(tmp_path: Path) -> None:
             assert (await pool.encode("class")).token_ids == expected
         finally:
             await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_closed_pool_starts_no_process_for_the_job_it_cut_off(tmp_path: Path) -> None:
+    model = make_family(tmp_path / "m", "xml")
+
+    async def run() -> None:
+        pool = PromptPool(model, num_workers=1, timeout_s=60, max_chars=10**9)
+        await pool.start()
+        cut = asyncio.create_task(pool.encode("def " * 10**6))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(ApiError) as error:
+            await cut
+        assert error.value.status == 503
+        assert not pool._workers
 
     asyncio.run(run())
 
@@ -365,6 +382,11 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
         ServerConfig(host="0.0.0.0")
     with pytest.raises(ValueError, match="allowed_hosts must name"):
         ServerConfig(host="0.0.0.0", allow_anyone=True)
+    # A client that sends no key sends the empty one.
+    for key in ("", " "):
+        with pytest.raises(ValueError, match="api_key must hold a key, got an empty one"):
+            ServerConfig(api_key=key).read_keys()
+    assert ServerConfig(api_key="a\n").read_keys() == ("a",)
     monkeypatch.setenv("COMPILED_MTP_SERVER_API_KEY", "from-environment")
     config = ServerConfig(host="0.0.0.0", allowed_hosts="a.example")
     assert config.read_keys() == ("from-environment",)
