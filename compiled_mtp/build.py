@@ -53,7 +53,7 @@ _CACHE_SHARE = 0.85
 # a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
 _LEAST_TREE_BYTES = 1 << 30
 # What the saved programs of a graph_cache were traced from, beside this file.
-_TRACED = ("cache", "graphs", "models", "ops", "programs.py", "step.py", "step_output.py")
+_TRACED = ("cache", "graphs", "model_config.py", "models", "ops", "programs.py", "step.py", "step_output.py")
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
 # dtype, max_model_len, batch_sizes, num_blocks, graph_mode and num_threads.
 _CONFIG_APART = frozenset(
@@ -344,6 +344,10 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
     other_bytes += half_rows * model.vocab_size * torch.float32.itemsize
+    if settings.device.type == "cpu":
+        # The host tier lies in the same memory.
+        other_bytes += settings.features.host_records * shape.state_row_bytes()
+        other_bytes += settings.features.host_blocks * shape.block_bytes(config.block_size)
     return plan_memory(
         int(_free_bytes(settings.device) * _CACHE_SHARE) - other_bytes,
         shape,

@@ -107,6 +107,9 @@ class Step(nn.Module):
         # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
         masks = like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
         self.register_buffer("masks", masks)
+        for name in Window._fields:
+            row = self.slots.block_table if name == "block_table" else self.slots.pos
+            self.register_buffer(f"verified_{name}", row.new_zeros((rows, *row.shape[1:])))
 
     def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
         """One round: verify the S1 first drafts of each request and leave S2 new ones.
@@ -120,8 +123,13 @@ class Step(nn.Module):
         return self._conclude(state_index, window, hidden, logits, draft_step)
 
     def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
-        """The first half of `decode`: leaves hidden states and logits in buffers that other launches keep."""
+        """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches
+        keep."""
         window = self.read_window(state_index, verify_step)
+        # Before the forward, whose products are fences: sampling and accepting read a window early, so that
+        # the second half, which has no product before them, cannot read it anew.
+        for kept, part in zip(self._verified_window(len(state_index), verify_step), window, strict=True):
+            kept.copy_(part)
         hidden, logits = self.verify(state_index, window)
         self.verified_hidden[: hidden.shape[0]] = hidden
         self.verified_logits[: logits.shape[0]] = logits
@@ -129,19 +137,26 @@ class Step(nn.Module):
     def accept_half(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
         """The second half of `decode`, of the round that `verify_half` has left; returns what `decode` does.
 
-        The requests of state_index must be as they were then: the window is read once more.
+        The requests of state_index must be those of that round, and as they were then.
         """
-        window = self.read_window(state_index, verify_step)
+        window = self._verified_window(len(state_index), verify_step)
         rows = window.tokens.shape[0]
         hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
         return self._conclude(state_index, window, hidden, logits, draft_step, self.masks[:rows])
 
     def filter_half(self, state_index: torch.Tensor, verify_step: int) -> torch.Tensor:
         """Between the halves: what `accept_half` will add its noise to, [B * W, V]; mutates nothing."""
-        window = self.read_window(state_index, verify_step)
+        window = self._verified_window(len(state_index), verify_step)
         rows = window.tokens.shape[0]
         logits, masks = self.verified_logits[:rows], self.masks[:rows]
         return filter_logits(logits, *self._sampling(window, state_index), None, masks)
+
+    def _verified_window(self, batch: int, verify_step: int) -> Window:
+        """What the buffers between the halves hold of the window of a round of `batch` requests."""
+        rows = batch * (verify_step + 1)
+        lengths = {"base": batch, "pos": batch, "block_table": batch}
+        kept = {name: getattr(self, f"verified_{name}") for name in Window._fields}
+        return Window(**{name: buffer[: lengths.get(name, rows)] for name, buffer in kept.items()})
 
     def _conclude(
         self,

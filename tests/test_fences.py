@@ -226,6 +226,21 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
     assert recorder.checked > 100
 
 
+def test_what_is_read_early_is_older_also_in_halves_and_between_depths() -> None:
+    step = tiny.build_step(tiny.tiny_config(), 3, half_rows=12)
+    recorder = Recorder()
+    state_index = torch.tensor([1, 2, 0], dtype=torch.int32)
+    for slot in (1, 2):
+        tiny.admit(step, slot, seed=slot, temperature=0.0)
+    with recorder:
+        for slot in (1, 2):
+            tiny.prefill(step, slot, list(range(70)))
+        for depths in ((3, 1), (1, 3), (3, 3)):
+            step.verify_half(state_index, depths[0])
+            step.accept_half(state_index, *depths)
+    assert recorder.wrong == []
+
+
 def test_the_check_can_fail() -> None:
     x, weight, matrix = torch.randn(3, 8), torch.randn(8), torch.randn(8, 8)
     with Recorder() as recorder:

@@ -135,6 +135,16 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -
     assert "target must lie in a tier that was allocated, got 'host'; give the runner room" in result.error
 
 
+def test_memory_for_the_host_tier_of_a_cpu_is_planned(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_mtp.build.available_bytes", lambda: 1 << 29)
+    assert make_runner(checkpoint, HOST).num_blocks == 4 * BLOCKS_EACH + 1
+    for features in (Features(host_records=10**5), Features(host_records=1, host_blocks=10**6)):
+        with pytest.raises(ValueError, match=r"^free memory must hold .* of caches"):
+            make_runner(checkpoint, features)
+
+
 def test_registration_is_checked() -> None:
     tensors = SlotTensors([SlotTensor("a", torch.zeros(3, 2))])
     with pytest.raises(ValueError, match=r"^name must be unused, got 'a'; choose another"):

@@ -38,12 +38,10 @@ def moe_experts(
     x: Annotated[Tensor, "M H", ACTIVATION],
     weights: Annotated[Tensor, "M slots", F32, CONTIGUOUS, Remedy("pass the weights of moe_router")],
     ids: Annotated[Tensor, "M slots", I32, CONTIGUOUS, Remedy("pass the ids of moe_router")],
-    gate_up: Annotated[Tensor, "E two_I H", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
-    down: Annotated[Tensor, "E H two_I//2", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
-    gate_up_scale: Annotated[Tensor, "E (two_I+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE]
-    | None = None,
-    down_scale: Annotated[Tensor, "E (H+127)//128 (two_I//2+127)//128", F32, CONTIGUOUS, _SCALE]
-    | None = None,
+    gate_up: Annotated[Tensor, "E 2*I H", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
+    down: Annotated[Tensor, "E H I", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
+    gate_up_scale: Annotated[Tensor, "E (2*I+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
+    down_scale: Annotated[Tensor, "E (H+127)//128 (I+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
 ) -> Annotated[Tensor, "M H", Like("x")]:
     """Sum over a row's slots, in slot order, of weight * down_e(silu(gate_e x) * up_e x).
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp import build
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs import artifacts
@@ -191,6 +193,16 @@ def test_the_digest_follows_code_and_tables(tmp_path: Path) -> None:
     (package / "notes.txt").write_text("not read")
     assert source_digest([package]) in digests
     assert len(digests) == 3
+
+
+def test_the_digest_covers_what_traced_code_imports() -> None:
+    """All but the interface of plans and the errors' words, of which nothing is traced."""
+    package = Path(build.__file__).parent
+    paths = [package / name for name in build._TRACED]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else (path,))]
+    pattern = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)
+    imported = {name for file in files for name in pattern.findall(file.read_text())}
+    assert imported - {path.stem for path in paths} == {"errors", "plan"}
 
 
 def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path, tmp_path: Path) -> None:

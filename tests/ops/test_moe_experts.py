@@ -82,13 +82,15 @@ def test_the_cpu_computes_the_specification(dtype: torch.dtype, tolerance: float
 def test_errors() -> None:
     x, weights, ids, gate_up, down = experts_case(3, 4, 2, 32, 16)
     scale = torch.ones(5, 1, 1)
+    odd = torch.zeros(gate_up.shape[0], gate_up.shape[1] + 1, gate_up.shape[2])
     cases = [
         ((x[0], weights, ids, gate_up, down), "x must have shape"),
         ((x.double(), weights, ids, gate_up, down), "x must have dtype"),
         ((x, weights, ids.long(), gate_up, down), "ids must have dtype"),
         ((x, weights, ids[:2], gate_up, down), "ids must have shape"),
         ((x, weights[:2], ids, gate_up, down), "weights must have shape"),
-        ((x, weights, ids, gate_up[:4], down), r"down must have shape \[4, 32, 16\], got \[5, 32, 16\]"),
+        ((x, weights, ids, gate_up[:4], down), r"gate_up must have shape \[5, 32, 32\], got \[4, 32, 32\]"),
+        ((x, weights, ids, odd, down), r"gate_up must have shape \[5, 32, 32\], got \[5, 33, 32\]"),
         (
             (x, weights, ids, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down),
             "gate_up must be contiguous",
