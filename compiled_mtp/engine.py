@@ -271,9 +271,15 @@ class Engine:
     def _take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """The outputs of these requests, or of all, that nobody has taken yet; those of others stay."""
         outputs = self.scheduler.take_outputs(request_ids)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._totals = self._totals.plus(output)
+        totals = self._totals
+        try:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    totals = totals.plus(output)
+        except BaseException:  # Ctrl-C.
+            self.scheduler.put_back(outputs)
+            raise
+        self._totals = totals
         return outputs
 
 

@@ -267,6 +267,22 @@ def test_an_interrupted_abort_ends_its_request_once(
     assert again[0].new_token_ids == streams["b"]
 
 
+def test_an_interrupt_while_outputs_are_counted_loses_none(
+    engine: Engine, streams: dict[str, list[int]]
+) -> None:
+    finished = engine.stats().finished
+    outputs: list[RequestOutput] = []
+    add_all(engine)
+    with raising(type(engine._totals), "plus", 1, KeyboardInterrupt()):
+        while engine.has_unfinished_requests():
+            try:
+                outputs += engine.step()
+            except KeyboardInterrupt:
+                assert len(outputs) > 0
+    assert engine.stats().finished == finished + 3
+    assert set(check_end(engine, streams, outputs).values()) == {"length"}
+
+
 def test_a_closed_engine_says_so(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1)
     add_all(engine)

@@ -187,6 +187,10 @@ class Scheduler:
         self._outputs = [output for output in outputs if output.request_id not in request_ids]
         return taken
 
+    def put_back(self, outputs: list[RequestOutput]) -> None:
+        """Keep outputs that were taken, and reached nobody, for the next `take_outputs`."""
+        self._outputs = outputs + self._outputs
+
     def has_unfinished(self) -> bool:
         """Return whether a request, or an output that nobody has taken, is still to come."""
         return bool(self._live or self._outputs)

@@ -267,12 +267,11 @@ class Usage:
     def add(self, output: RequestOutput) -> None:
         """Count a choice's last output."""
         metrics = output.metrics
-        accepted = metrics.accepted_by_index
         self.output_tokens += metrics.output_tokens
         self.cached_tokens = max(self.cached_tokens, cached_tokens(output))
         self.rounds += metrics.rounds
-        self.drafted += metrics.rounds * len(accepted)
-        self.accepted += sum(accepted)
+        self.drafted += sum(metrics.drafted_by_index)
+        self.accepted += sum(metrics.accepted_by_index)
 
     def to_openai(self) -> dict[str, Any]:
         """Return OpenAI's object, and `speculation` beside it."""
@@ -298,8 +297,8 @@ class RoundCounter:
 
     def take(self, output: RequestOutput) -> dict[str, int]:
         """Return the counts since the last call."""
-        accepted_by_index = output.metrics.accepted_by_index
-        drafted, accepted = output.metrics.rounds * len(accepted_by_index), sum(accepted_by_index)
+        metrics = output.metrics
+        drafted, accepted = sum(metrics.drafted_by_index), sum(metrics.accepted_by_index)
         new = {"drafted": drafted - self._drafted, "accepted": accepted - self._accepted}
         self._drafted, self._accepted = drafted, accepted
         return new

@@ -135,7 +135,7 @@ class Metrics(Collector):
         self._prompt_tokens += metrics.prompt_tokens
         self._cached_tokens += cached_tokens(output)
         accepted = metrics.accepted_by_index
-        self._drafted += metrics.rounds * len(accepted)
+        self._drafted += sum(metrics.drafted_by_index)
         self._accepted += [0] * (len(accepted) - len(self._accepted))
         for index, count in enumerate(accepted):
             self._accepted[index] += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.server.errors import ApiError
+
+logger = logging.getLogger("compiled_mtp.server")
 
 _START_TIMEOUT_S = 120.0
 # A worker's file, not `-m`: the package is found wherever this one came from, uninstalled too.
@@ -45,7 +48,8 @@ class PromptPool:
         self._max_chars = max_chars
         self._max_waiting = max_waiting
         self._num_workers = num_workers
-        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process] = asyncio.LifoQueue()
+        # None is in the place of a process that could not be started again.
+        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         self._workers: set[asyncio.subprocess.Process] = set()
         self._num_jobs = 0
         self._is_closed = False
@@ -82,7 +86,11 @@ class PromptPool:
             )
         self._num_jobs += 1
         try:
-            worker = await self._idle.get()
+            while (worker := await self._idle.get()) is None:
+                if not await asyncio.shield(self._refill()):
+                    raise ApiError(
+                        503, "the server cannot start a process for prompts; try again later", retry_after_s=5
+                    )
             answer = await self._ask(worker, job)
         finally:
             self._num_jobs -= 1
@@ -125,7 +133,17 @@ class PromptPool:
         _kill(worker)
         self._workers.discard(worker)
         if not self._is_closed:
-            await asyncio.shield(self._add_worker())
+            await asyncio.shield(self._refill())
+
+    async def _refill(self) -> bool:
+        """Start a process in the place of one that ended; where that fails the next job tries again."""
+        try:
+            await self._add_worker()
+        except (ValueError, OSError) as error:
+            logger.error("a process for prompts could not be started: %s", error)
+            self._idle.put_nowait(None)
+            return False
+        return True
 
     async def _add_worker(self) -> None:
         worker = await asyncio.create_subprocess_exec(
@@ -145,6 +163,7 @@ class PromptPool:
                 await _read(worker)
         except (TimeoutError, EOFError, OSError):
             _kill(worker)
+            self._workers.discard(worker)
             raise ValueError(
                 f"model must have a tokenizer that can be read, got {self._path}; see what its process wrote"
             ) from None

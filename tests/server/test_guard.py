@@ -318,6 +318,34 @@ def test_a_closed_pool_starts_no_process_for_the_job_it_cut_off(tmp_path: Path) 
     asyncio.run(run())
 
 
+def test_a_process_that_cannot_be_replaced_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(tmp_path / "m", "xml")
+
+    async def run() -> None:
+        pool = PromptPool(model, num_workers=1, timeout_s=10, max_chars=10**9)
+        await pool.start()
+        create = asyncio.create_subprocess_exec
+        try:
+            for worker in pool._workers:
+                worker.kill()
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", no_memory)
+            for status in (400, 503):
+                with pytest.raises(ApiError) as error:
+                    await asyncio.wait_for(pool.encode("def"), 10)
+                assert error.value.status == status
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+            assert (await asyncio.wait_for(pool.encode("def"), 10)).token_ids
+        finally:
+            await pool.close()
+
+    async def no_memory(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    asyncio.run(run())
+
+
 def test_a_full_queue_says_when_to_come_back(engine: Any) -> None:
     engine.step_s, script = 0.02, engine.script
     engine.script = script * 10

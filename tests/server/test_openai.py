@@ -12,10 +12,12 @@ import openai
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
-from compiled_mtp.server.generation import derive_seed
+from compiled_mtp.server.generation import RoundCounter, Usage, derive_seed
+from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.tokenizer import Tokenizer
-from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
+from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, Stats, make_family, running
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add("}]
 WEATHER: Any = {
@@ -311,6 +313,18 @@ def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
         client.responses.create(model="m", input="x")
     assert httpx.get(f"{real.url}/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{real.url}/v1/completions").status_code == 405
+
+
+def test_drafts_are_those_that_were_verified() -> None:
+    """Of two rounds of an engine that drafts 3 one had 2 and kept 1, the other had 3 and kept none."""
+    history = RequestHistory(1, 0, mtp_step=3, rounds=[2 * 16 + 1, 3 * 16])
+    output = RequestOutput("a", [], "", RequestMetrics(history, 2, 3, 0.0), "stop")
+    usage, metrics = Usage(1), Metrics()
+    usage.add(output)
+    assert usage.to_openai()["speculation"] == {"rounds": 2, "drafted_tokens": 5, "accepted_tokens": 1}
+    assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
+    metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
+    assert metrics._drafted == 5
 
 
 def test_metrics_count(scripted: Any) -> None:
