@@ -168,6 +168,11 @@ def test_death_is_told_to_all_and_logged_once(
                 await read(stream)
         with pytest.raises(EngineStoppedError, match="out of luck"):
             await async_engine.add(prompt_token_ids=[1])
+        # The thread that died tells its streams before it is done with them.
+        for _ in range(1000):
+            if not async_engine.is_alive and async_engine.num_open == 0 and engine.is_closed:
+                break
+            await asyncio.sleep(0.01)
         assert not async_engine.is_alive
         assert async_engine.num_open == 0
 
