@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_mtp.ops.sample import Sampled, sample
+from compiled_mtp.ops.row_logprobs import row_logprobs
+from compiled_mtp.ops.sample import Sampled, filter_logits, sample
 from tests.ops.harness import assert_same_bits, poisoned_allocations
 from tests.ops.sample_cases import Case, arguments, full_case, make_case, numpy_scores, part_of
 
@@ -59,15 +60,13 @@ def mixed_case(requests: int, query_len: int, scale: float = 3.0) -> Case:
 
 def assert_reference_tokens(case: Case) -> None:
     with poisoned_allocations():
-        token, logprob, is_finite = draw(on_device(case))
-    wanted, wanted_logprob, wanted_is_finite = draw(case)
-    assert torch.equal(is_finite.cpu(), wanted_is_finite)
+        token, outcome = draw(on_device(case))
+    wanted, wanted_outcome = draw(case)
+    assert torch.equal(outcome.cpu(), wanted_outcome)
     # Equal noise bits and equal processed logits; the logarithms may differ in the last bit, which decides
     # only between two ids whose scores are as good as equal.
     different = (token.cpu() != wanted).nonzero().flatten().tolist()
     assert len(different) * 500 <= len(wanted), f"rows {different} differ"
-    same = token.cpu() == wanted
-    torch.testing.assert_close(logprob.cpu()[same], wanted_logprob[same], rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
@@ -146,3 +145,28 @@ def test_graph_replays_with_new_logits_and_parameters() -> None:
             static[name].copy_(static[name].roll(1))
         graph.replay()
         assert_same_bits([t.clone() for t in out], draw(static))
+
+
+@pytest.mark.parametrize("columns", [300, 5000])
+def test_a_cut_head_and_its_chain_give_the_reference_tokens(columns: int) -> None:
+    case = full_case(5000, 1)
+    ids = torch.randperm(5000)[:columns]
+    drafts = torch.randint(0, 5000, (12, 3))
+    assert_reference_tokens(case | {"logits": case["logits"][:, ids], "column_ids": ids, "drafts": drafts})
+
+
+def test_filtered_logits_are_those_of_the_reference() -> None:
+    case = full_case(5000, 3)
+    got, wanted = filter_logits(*arguments(on_device(case))).cpu(), filter_logits(*arguments(case))
+    torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab", [150, VOCAB])
+def test_log_probabilities_are_those_of_the_reference(vocab: int) -> None:
+    logits, chosen = torch.randn(8, vocab) * 3, torch.randint(0, vocab - 3, (8,))
+    logits[0] = logits[0].round()
+    with poisoned_allocations():
+        got = row_logprobs(logits.cuda(), chosen.cuda(), vocab - 3)
+    wanted = row_logprobs(logits, chosen, vocab - 3)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=4e-6)

@@ -441,3 +441,49 @@ def test_rows_are_those_of_whole_requests() -> None:
     case = make_case(torch.zeros(6, 8), 2)
     with pytest.raises(ValueError, match="logits must have a multiple of 2 rows, got 5"):
         draw(case | {"logits": torch.zeros(5, 8), "positions": torch.zeros(5, dtype=torch.int64)})
+
+
+def test_eight_tokens_have_their_probabilities_with_every_processor() -> None:
+    """20,000 draws a setting, neighbours in one call, each on two rows of a window: chi-square p > 0.001."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.0, "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 1.3, "repetition_penalty": 0.8, "top_p": 0.8},
+    ]
+    repeats, vocab = 20000, 8
+    requests = len(settings) * repeats
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(len(settings) * 2, vocab, generator=generator)
+    slots = requests + 1
+    counts = torch.randint(0, 2, (1, vocab), generator=generator, dtype=torch.int32)
+    case = make_case(
+        logits.repeat(repeats, 1),
+        requests,
+        tokens=torch.tensor([0, 3]).repeat(requests),
+        positions=torch.tensor([20, 21]).repeat(requests),
+        seed=torch.arange(requests),
+        bias=torch.randn(1, vocab, generator=generator).expand(slots, vocab).contiguous(),
+        stop_ids=torch.full((slots, 1), 6),
+        min_position=21,
+        bad_words=[[[3, 1]]] * slots,
+        output_counts=counts.expand(slots, vocab).contiguous(),
+        **{
+            name: [
+                wish.get(name, {"top_p": 1.0, "repetition_penalty": 1.0}.get(name, 0)) for wish in settings
+            ]
+            * repeats
+            for name in sorted({name for wish in settings for name in wish})
+        },
+    )
+    by_row = draw(case).token.view(repeats, len(settings) * 2)
+    for row in range(len(settings) * 2):
+        scores, _ = numpy_scores(case, row)
+        weight = torch.from_numpy(np.exp(scores - scores.max()))
+        expected = weight / weight.sum() * repeats
+        found = torch.bincount(by_row[:, row], minlength=vocab).double()
+        kept = expected > 0
+        assert int(found[~kept].sum()) == 0
+        statistic = ((found[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+        freedom = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
+        assert float(torch.special.gammaincc(freedom, statistic / 2)) > 0.001

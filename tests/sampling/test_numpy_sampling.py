@@ -21,9 +21,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from compiled_mtp.ops.features import RECENT_IDS
+from compiled_mtp.ops.row_logprobs import row_logprobs
 from compiled_mtp.ops.sample import sample
 from compiled_mtp.ops.sample.reference import gumbel, philox
-from tests.ops.sample_cases import make_case
+from tests.ops.sample_cases import arguments, make_case
 from tests.sampling.numpy_sampling import (
     Rules,
     filtered,
@@ -49,6 +51,9 @@ SINGLE: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": -0.8},
     "bias": {"logit_bias": {3: 9.0, 50: -100.0}},
     "min_tokens": {"min_tokens": 12, "stop_ids": STOPS},
+    "allowed": {"allowed_token_ids": tuple(range(0, VOCAB, 3))},
+    # Words of one id, and one of two for each id that may stand before.
+    "bad_words": {"bad_words": ((4,), *((v, w) for v in range(24) for w in (2, 3)))},
 }
 MIXES: dict[str, dict[str, Any]] = {
     "filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
@@ -60,6 +65,8 @@ MIXES["all"] = {
     **MIXES["penalties"],
     **SINGLE["bias"],
     **SINGLE["min_tokens"],
+    **SINGLE["allowed"],
+    **SINGLE["bad_words"],
 }
 
 
@@ -83,7 +90,14 @@ def engine_tokens(
     bias = torch.zeros(2, VOCAB)
     for token_id, value in rules.logit_bias.items():
         bias[1, token_id] = value
+    if rules.allowed_token_ids is not None:
+        is_left_out = torch.ones(VOCAB, dtype=torch.bool)
+        is_left_out[list(rules.allowed_token_ids)] = False
+        bias[1, is_left_out] = float("-inf")
     stops = torch.tensor([[-1, -1], [*rules.stop_ids, -1, -1][:2]])
+    recent = torch.full((2, RECENT_IDS), -1)
+    for position, token_id in enumerate(emitted, len(prompt)):
+        recent[1, position % RECENT_IDS] = token_id
     case = make_case(
         torch.from_numpy(logits),
         tokens=torch.tensor([emitted[-1], *drafts]),
@@ -102,8 +116,10 @@ def engine_tokens(
         stop_ids=stops,
         min_position=len(prompt) + rules.min_tokens,
         num_valid_ids=num_valid_ids,
+        bad_words=[[], [list(word) for word in rules.bad_words]],
+        recent_ids=recent,
     )
-    result: list[int] = sample(*case.values())[0].tolist()
+    result: list[int] = sample(*arguments(case)).token.tolist()
     return result
 
 
@@ -257,6 +273,7 @@ def test_logprobs_rank_and_list_ties_by_the_lowest_id() -> None:
 
 def test_raw_logprobs_equal_the_operators() -> None:
     logits, _, _ = random_request(3)
-    tokens, theirs = sample(*make_case(torch.from_numpy(logits), temperature=1.0, seed=5).values())
-    for row, (token_id, value) in enumerate(zip(tokens.tolist(), theirs.tolist(), strict=True)):
-        assert logprobs(logits[row], token_id, 0).logprob == pytest.approx(value, abs=2e-6)
+    chosen = torch.arange(len(logits))
+    theirs = row_logprobs(torch.from_numpy(logits), chosen, VOCAB)
+    for row, value in enumerate(theirs.logprob.tolist()):
+        assert logprobs(logits[row], row, 0).logprob == pytest.approx(value, abs=2e-6)
