@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.plan import RowLogprobs
-
-PROMPT_ROWS = 64
-"""Rows of a prompt whose logits exist at one time."""
 
 
 class TopLogprob(NamedTuple):
@@ -84,12 +81,3 @@ class LogprobQueue:
         ready = [entry for _, entry in self._held]
         self._held.clear()
         return ready
-
-
-def prompt_slices(prompt_len: int) -> Iterator[range]:
-    """The rows whose logits give a prompt's logprobs, in slices from row 0: row i is that of token i + 1.
-
-    The first token has no row, and the last row belongs to the first output token.
-    """
-    for start in range(0, prompt_len - 1, PROMPT_ROWS):
-        yield range(start, min(start + PROMPT_ROWS, prompt_len - 1))

@@ -14,7 +14,6 @@ from compiled_mtp.sampling.logprobs import (
     TokenLogprob,
     TopLogprob,
     make_entries,
-    prompt_slices,
 )
 from tests.sampling.grammars import IM_END, TOKENIZER
 
@@ -80,10 +79,3 @@ def test_entries_follow_the_text_however_windows_cut_it(seed: int) -> None:
     given += [e.token_id for e in queue.flush()]
     assert given == tokens[:kept]
     assert is_stopped == bool(seed % 2)
-
-
-@pytest.mark.parametrize("prompt_len", [1, 2, 64, 65, 66, 129, 130, 200])
-def test_prompt_slices_cover_each_row_once(prompt_len: int) -> None:
-    slices = list(prompt_slices(prompt_len))
-    assert [row for one in slices for row in one] == list(range(prompt_len - 1))
-    assert all(one.start % 64 == 0 and 0 < len(one) <= 64 for one in slices)
