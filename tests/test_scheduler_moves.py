@@ -183,6 +183,25 @@ def test_a_lost_plan_ends_the_requests_whose_copies_it_carried(delay: int, is_la
     assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
 
 
+def test_after_a_lost_plan_a_slot_is_released_before_a_request_is_copied_to_it() -> None:
+    scheduler = make_scheduler(max_in_flight=0, max_batch=1, num_blocks=12, **HOST)
+    runner = FakeRunner(scheduler, 0)
+    requests, outputs = start(scheduler, runner, "a")
+    scheduler.offload("a")
+    while scheduler.phase("a") is not RequestPhase.OFFLOADED:
+        outputs += step(scheduler, runner)
+    # The plan that releases the slot never happens, and the next one to come into it is a copy.
+    scheduler.add(make_request("b", 5, 4))
+    runner.lose_next = True
+    outputs += step(scheduler, runner)
+    assert not scheduler.is_live("b")
+    scheduler.resume("a")
+    outputs += stream(scheduler, runner)
+    check_tokens(requests, outputs)
+    plan, copy = copies(runner.plans)[-1]
+    assert plan.moves.index(Release(copy.target.number)) < plan.moves.index(copy)
+
+
 def test_what_the_host_has_no_room_for_is_refused() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner(scheduler, 1)

@@ -230,10 +230,12 @@ class Holdings:
         slots, self._untold_releases = self._untold_releases, []
         return [Release(slot) for slot in slots]
 
-    def forget_what_was_told(self) -> None:
-        """A plan was lost: slots that are free, or of which the device knows no owner, are released again."""
+    def forget_what_was_told(self, next_copy_ids: Collection[int]) -> None:
+        """A plan was lost: slots that are free, or of which the device knows no owner, are released again,
+        the targets of the copies that the next plan brings among them.
+        """
         told = {holding.slot for holding in (*self.owners.values(), *self._kept) if holding.is_told}
-        told |= {transfer.target.number for _, transfer in self._copied_to_slots()}
+        told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
 
     def all_block_updates(self) -> list[BlockUpdate]:

@@ -361,7 +361,7 @@ class Planner:
     def _restore_install(self) -> None:
         """After a lost plan: say again who owns nothing and who owns which blocks."""
         if self._is_install_lost:
-            self.holdings.forget_what_was_told()
+            self.holdings.forget_what_was_told({copy.copy_id for copy in self._copies})
             self._block_updates = self.holdings.all_block_updates()
             self._is_install_lost = False
 
