@@ -32,7 +32,7 @@ kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm
 	$(BIN)/python -m pytest -q -m kernels
 
 soak: $(VENV)/.installed-test  ## long random traffic
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default
 
 gpu:  ## needs a CUDA device and the packages already installed
 	$(PYTHON) -m pytest -q -m gpu tests

@@ -128,7 +128,6 @@ EngineMachine.TestCase.settings = settings(
     max_examples=15,
     stateful_step_count=15,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestEngineMachine = EngineMachine.TestCase

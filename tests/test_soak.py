@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.test_engine_machine import EngineMachine
 from tests.test_engine_requests import MIXES, check_mixes, write_small_checkpoint
+from tests.test_scheduler import SchedulerMachine
 
 
 @pytest.mark.soak
@@ -22,6 +23,12 @@ class TestSoak(EngineMachine.TestCase):
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestSchedulerSoak(SchedulerMachine.TestCase):
+    settings = settings(max_examples=10_000, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.soak
