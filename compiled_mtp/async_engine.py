@@ -75,18 +75,24 @@ class SlowReaderError(RuntimeError):
 
 
 class Stream:
-    """The outputs of one request, for one reader on the event loop that added it.
+    """The outputs of one request, all choices of it, for one reader on the event loop that added it.
 
-    Ends after the output that has a finish_reason. Raises SlowReaderError or EngineStoppedError in the place
-    of outputs that were lost; those before it are delivered first.
+    Ends when every choice has had its output with a finish_reason. Raises SlowReaderError or
+    EngineStoppedError in the place of outputs that were lost; those before it are delivered first.
     """
 
-    def __init__(self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+    def __init__(
+        self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop, limit: int, num_choices: int
+    ) -> None:
         self.request_id = ""
         self.is_aborted = False
         self.loop = loop
+        self.num_choices = num_choices
+        # Choices whose last outputs the stepping thread, and this stream, are still to see.
+        self.num_running = num_choices
+        self._num_due = num_choices
         self._owner = owner
-        self._limit = limit
+        self._limit = limit * num_choices
         self._outputs: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
@@ -121,7 +127,8 @@ class Stream:
             )
             return
         self._outputs.append(output)
-        self._is_complete = output.finish_reason is not None
+        self._num_due -= output.finish_reason is not None
+        self._is_complete = not self._num_due
         self._wake()
 
     def _fail(self, error: Exception) -> None:
@@ -138,8 +145,8 @@ class Stream:
 class AsyncEngine:
     """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
 
-    max_open bounds the requests that run or wait, stream_buffer the outputs of one request that nobody has
-    read. Owns the engine: nothing else may call it, and it is closed with this.
+    max_open bounds the choices that run or wait, stream_buffer the outputs of one choice
+    that nobody has read. Owns the engine: nothing else may call it, and it is closed with this.
     """
 
     def __init__(
@@ -221,11 +228,12 @@ class AsyncEngine:
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
         """Add several requests or, where one of them is refused, none. Raises as `add`."""
         loop = asyncio.get_running_loop()
-        streams = [Stream(self, loop, self._stream_buffer) for _ in requests]
+        streams = [Stream(self, loop, self._stream_buffer, _count_choices(one)) for one in requests]
         added = [loop.create_future() for _ in requests]
+        num_choices = sum(stream.num_choices for stream in streams)
         with self._lock:
-            self._check_open(len(requests))
-            self._num_open += len(requests)
+            self._check_open(num_choices)
+            self._num_open += num_choices
             for stream, request, future in zip(streams, requests, added, strict=True):
                 self._inbox.put(_Add(self, stream, request, future))
         try:
@@ -312,7 +320,9 @@ class AsyncEngine:
                 continue
             batches.setdefault(stream.loop, []).append((stream, output))
             if output.finish_reason is not None:
-                del self._streams[output.request_id]
+                stream.num_running -= 1
+                if not stream.num_running:
+                    del self._streams[output.request_id]
                 num_ended += 1
                 self._mean_total_s += (output.metrics.total_s - self._mean_total_s) / 16
         if num_ended:
@@ -379,9 +389,14 @@ class _Add:
     def refuse(self, error: Exception) -> None:
         """Answer that the request was not added."""
         with self._owner._lock:
-            self._owner._num_open -= 1
+            self._owner._num_open -= self._stream.num_choices
         _call(self._stream.loop, self._stream._fail, error)
         _call(self._stream.loop, _answer, self._future, error)
+
+
+def _count_choices(request: Mapping[str, Any]) -> int:
+    params = request.get("params")
+    return 1 if params is None else int(params.n)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -73,11 +72,9 @@ class Service:
                 param="tools",
             )
 
-    async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, num_choices: int = 1
-    ) -> list[Stream]:
-        """Add num_choices requests for each prompt, all or none. Raises ApiError for what is refused."""
-        count = len(prompts) * num_choices
+    async def start(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Stream]:
+        """Add a request for each prompt, all or none. Raises ApiError for what is refused."""
+        count = len(prompts) * params.n
         if count > self.config.max_choices:
             raise ApiError(
                 400,
@@ -94,24 +91,12 @@ class Service:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        variants = [
-            params.model_copy(update={"seed": derive_seed(params.seed, index)}) if index else params
-            for index in range(num_choices)
-        ]
         try:
             return await self.engine.add_all(
-                [{"prompt_token_ids": p.token_ids, "params": one} for p in prompts for one in variants]
+                [{"prompt_token_ids": prompt.token_ids, "params": params} for prompt in prompts]
             )
         except (RuntimeError, ValueError) as error:
             raise _as_sent(refusal(error)) from None
-
-
-def derive_seed(seed: int | None, index: int) -> int | None:
-    """Return the seed of choice `index`: `seed` for 0, else the first 63 bits of sha256("seed:index")."""
-    if seed is None or index == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def parse(model: type[B], body: bytes) -> B:
@@ -201,14 +186,15 @@ def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None)
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield (choice, output) of all streams as they come; leaving early aborts them.
+    """Yield (choice, output) of all streams as they come, the choices of a stream one after the other's;
+    leaving early aborts them.
 
     Raises ApiError when one of them ends in another way than `stop` or `length`.
     """
     try:
         if len(streams) == 1:
             async for output in streams[0]:
-                yield 0, _checked(output)
+                yield output.index, _checked(output)
             return
         found: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(_read(index, s, found)) for index, s in enumerate(streams)]
@@ -239,7 +225,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
 async def _read(index: int, stream: Stream, found: asyncio.Queue[Any]) -> None:
     try:
         async for output in stream:
-            await found.put((index, output))
+            await found.put((index * stream.num_choices + output.index, output))
         await found.put(None)
     except Exception as error:
         await found.put(error)

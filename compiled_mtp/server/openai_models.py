@@ -23,6 +23,7 @@ SAME_NAMES = (
     "ignore_eos",
     "include_stop",
     "seed",
+    "n",
 )
 
 

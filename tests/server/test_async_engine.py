@@ -39,6 +39,25 @@ def test_tokens_of_the_engine_itself() -> None:
     params = [SamplingParams(max_tokens=16, seed=index) for index in range(4)]
     engine = Engine(EngineConfig(device="cpu"))
     expected = [one.new_token_ids for one in engine.generate(prompts, params)]
+    three = SamplingParams(max_tokens=16, seed=0, n=3)
+    choices = [one.new_token_ids for one in engine.generate(prompts[:1], three)]
+
+    async def check_choices(async_engine: AsyncEngine) -> None:
+        found: list[list[int]] = [[], [], []]
+        async for output in async_engine.generate(prompts[0], three):
+            found[output.index] += output.new_token_ids
+        assert found == choices
+        # Whoever leaves ends every choice, and each of them counts as long as it is open.
+        stream = async_engine.generate(prompts[0], three.model_copy(update={"max_tokens": 900}))
+        await anext(stream)
+        assert async_engine.num_open == 3
+        await stream.aclose()  # type: ignore[attr-defined]
+        while async_engine.num_open:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueFullError, match="must have room for 144 more, got 0 of 128"):
+            await async_engine.add_all(
+                [{"prompt": "x", "params": SamplingParams(n=16)} for _ in range(9)],
+            )
 
     async def run() -> list[list[int]]:
         async_engine = AsyncEngine(engine)
@@ -50,6 +69,7 @@ def test_tokens_of_the_engine_itself() -> None:
             await async_engine.add_all(
                 [{"prompt": "x"}, {"prompt": "x", "params": SamplingParams(stop_token_ids=(10**6,))}]
             )
+        await check_choices(async_engine)
         assert await async_engine.drain(10.0)
         assert engine.stats().running == engine.stats().waiting == 0
         return found

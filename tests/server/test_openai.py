@@ -14,7 +14,7 @@ import pytest
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
-from compiled_mtp.server.generation import RoundCounter, Usage, derive_seed
+from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, Stats, make_family, running
@@ -107,8 +107,7 @@ def test_completions_are_the_engines_own(real: Running, alone: Engine) -> None:
 def test_choices_and_prompts_have_seeds_of_their_own(real: Running, alone: Engine) -> None:
     prompts = ["import os", "class Stack"]
     got = client_of(real).completions.create(model="m", prompt=prompts, n=3, seed=5, max_tokens=12)
-    params = [SamplingParams(max_tokens=12, seed=derive_seed(5, index)) for index in range(3)]
-    expected = alone.generate([p for p in prompts for _ in range(3)], params * 2)
+    expected = alone.generate(prompts, SamplingParams(max_tokens=12, seed=5, n=3))
     assert [c.text for c in got.choices] == [one.new_text for one in expected]
     assert [c.index for c in got.choices] == list(range(6))
     assert len({c.text for c in got.choices}) > 2
