@@ -1,7 +1,8 @@
 """AsyncEngine: an Engine for asyncio programs. One thread steps, each request is an async iterator.
 
-Everything that touches the engine is a command in one inbox, taken between two steps by the thread that
-steps; what a step gives goes to the event loops in one call each.
+Requests are tokenised, their grammars compiled and queued by threads of their own, since that may take
+longer than a step. Aborts are commands in an inbox, taken between two steps by the thread that steps; what a
+step gives goes to the event loops in one call each.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import math
 import queue
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from compiled_mtp.errors import quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # What it comes from waits for torch.
@@ -26,10 +30,12 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_OPEN = 128
 DEFAULT_STREAM_BUFFER = 1024
+# They hold the interpreter's lock but for the time in which they compile grammars and tokenise.
+_ADDING_THREADS = 2
 
 
 class SteppedEngine(Protocol):
-    """What AsyncEngine needs of an Engine; all of it is called by one thread."""
+    """What AsyncEngine needs of an Engine. `add_request` is called by any thread, the others by one."""
 
     def add_request(
         self,
@@ -174,6 +180,7 @@ class AsyncEngine:
         self._closing: EngineStoppedError | None = None
         self._is_stopping = False
         self._stopped: EngineStoppedError | None = None
+        self._adders = ThreadPoolExecutor(_ADDING_THREADS, thread_name_prefix="compiled-mtp-add")
         self._thread = threading.Thread(target=self._run, name="compiled-mtp-step", daemon=True)
         self._thread.start()
 
@@ -229,21 +236,24 @@ class AsyncEngine:
         """Add several requests or, where one of them is refused, none. Raises as `add`."""
         loop = asyncio.get_running_loop()
         streams = [Stream(self, loop, self._stream_buffer, _count_choices(one)) for one in requests]
-        added = [loop.create_future() for _ in requests]
         num_choices = sum(stream.num_choices for stream in streams)
         with self._lock:
             self._check_open(num_choices)
             self._num_open += num_choices
-            for stream, request, future in zip(streams, requests, added, strict=True):
-                self._inbox.put(_Add(self, stream, request, future))
+            adding = [
+                self._adders.submit(self._add_now, stream, request)
+                for stream, request in zip(streams, requests, strict=True)
+            ]
         try:
-            results = await asyncio.gather(*added, return_exceptions=True)
+            results = await asyncio.gather(*map(asyncio.wrap_future, adding), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
             if errors:
                 raise errors[0]
         except BaseException:
-            for stream in streams:
+            for stream, future in zip(streams, adding, strict=True):
                 stream.abort()
+                if future.cancelled():  # Nobody will begin with it.
+                    self._forget(stream)
             raise
         return streams
 
@@ -282,6 +292,44 @@ class AsyncEngine:
         with self._lock:
             if self._stopped is None:
                 self._inbox.put(lambda: self._abort_now(stream))
+
+    def _add_now(self, stream: Stream, request: Mapping[str, Any]) -> None:
+        """Queue a request, in one of the threads for it."""
+        name = request.get("request_id")
+        if name is None:
+            name = f"request-{uuid.uuid4().hex[:16]}"
+        try:
+            self._register(name, stream)
+            try:
+                self._engine.add_request(**{**request, "request_id": name})
+            except BaseException:
+                self._streams.pop(name, None)
+                raise
+        except Exception as error:
+            self._forget(stream)
+            if self._stopped is not None:
+                raise EngineStoppedError(*self._stopped.args) from error
+            raise
+        if stream.is_aborted:
+            # The engine did not know it when that was asked.
+            self._abort(stream)
+        self._inbox.put(_wake)
+
+    def _register(self, name: str, stream: Stream) -> None:
+        """Before the request is queued: its outputs may come at once."""
+        with self._lock:
+            if self._stopped is not None or stream.is_aborted:
+                raise EngineStoppedError("the request was aborted before it was added")
+            if name in self._streams:
+                raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
+            stream.request_id = name
+            self._streams[name] = stream
+
+    def _forget(self, stream: Stream) -> None:
+        """A request that was not added is not open."""
+        with self._lock:
+            if self._stopped is None:
+                self._num_open -= stream.num_choices
 
     # What follows runs in the stepping thread.
 
@@ -343,55 +391,18 @@ class AsyncEngine:
         self._is_stopping = True
 
     def _end(self, error: EngineStoppedError) -> None:
-        """Tell every stream, and whoever still waits in the inbox."""
+        """Tell every stream; whoever is about to add one hears it too."""
         with self._lock:
             self._stopped = error
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if isinstance(command, _Add):
-                command.refuse(EngineStoppedError(*error.args))
-        streams, self._streams = list(self._streams.values()), {}
+            streams, self._streams = list(self._streams.values()), {}
+            self._num_open = 0
+        self._adders.shutdown(wait=False)
         for stream in streams:
             _call(stream.loop, stream._fail, EngineStoppedError(*error.args))
-        self._num_open = 0
         try:
             self._engine.close()
         except Exception as failure:  # It died, so this may fail too; everybody has been told.
             logger.debug("the engine could not be closed", exc_info=failure)
-
-
-class _Add:
-    """The command that adds one request; answers its future on the loop of its stream."""
-
-    def __init__(
-        self,
-        owner: AsyncEngine,
-        stream: Stream,
-        request: Mapping[str, Any],
-        future: asyncio.Future[None],
-    ) -> None:
-        self._owner, self._stream, self._request, self._future = owner, stream, request, future
-
-    def __call__(self) -> None:
-        owner, stream = self._owner, self._stream
-        if stream.is_aborted:
-            # Whoever asked has gone before it was added.
-            self.refuse(EngineStoppedError("the request was aborted before it was added"))
-            return
-        try:
-            stream.request_id = owner._engine.add_request(**self._request)
-        except Exception as error:
-            self.refuse(error)
-            return
-        owner._streams[stream.request_id] = stream
-        _call(stream.loop, _answer, self._future, None)
-
-    def refuse(self, error: Exception) -> None:
-        """Answer that the request was not added."""
-        with self._owner._lock:
-            self._owner._num_open -= self._stream.num_choices
-        _call(self._stream.loop, self._stream._fail, error)
-        _call(self._stream.loop, _answer, self._future, error)
 
 
 def _count_choices(request: Mapping[str, Any]) -> int:
@@ -413,10 +424,5 @@ def _deliver(batch: Sequence[tuple[Stream, RequestOutput]]) -> None:
         stream._put(output)
 
 
-def _answer(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+def _wake() -> None:
+    """The command that does nothing: there is something to step."""

@@ -104,6 +104,45 @@ def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
     asyncio.run(run())
 
 
+def test_a_request_that_takes_long_to_prepare_delays_nobody(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a grammar does that takes seconds to compile; whoever gives it up, or stops, waits for no one."""
+    plain, may_go = engine.add_request, threading.Event()
+
+    def slow(*args: Any, prompt_token_ids: Any = None, **fields: Any) -> str:
+        if prompt_token_ids == [7]:
+            assert may_go.wait(30)
+        return plain(*args, prompt_token_ids=prompt_token_ids, **fields)
+
+    monkeypatch.setattr(engine, "add_request", slow)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        adding = asyncio.create_task(async_engine.add(prompt_token_ids=[7], request_id="slow"))
+        assert await read(async_engine.generate(prompt_token_ids=[1])) == engine.script
+        assert not adding.done()
+        with pytest.raises(ValueError, match="request_id must be unused, got 'slow'"):
+            await async_engine.add(prompt_token_ids=[1], request_id="slow")
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        may_go.set()
+        while async_engine.num_open:
+            await asyncio.sleep(0.001)
+        assert engine.aborted == ["slow"]
+        may_go.clear()
+        adding = asyncio.create_task(async_engine.add(prompt_token_ids=[7]))
+        await asyncio.sleep(0.01)
+        async_engine.close()
+        may_go.set()
+        with pytest.raises(EngineStoppedError):
+            await read(await adding)
+        assert async_engine.num_open == 0
+
+    asyncio.run(run())
+
+
 def test_a_full_queue_pushes_back(engine: ScriptedEngine) -> None:
     async def run() -> None:
         async_engine = AsyncEngine(engine, max_open=2)
