@@ -59,6 +59,7 @@ _TRACED = ("cache", "graphs", "model_config.py", "models", "ops", "programs.py",
 _CONFIG_APART = frozenset(
     {
         "model",
+        "offline",
         "compile",
         "graph_cache",
         "seed",
