@@ -143,7 +143,8 @@ class EngineConfig(BaseSettings):
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of torch, at most the machine's cores; default: torch's own",
+        description="CPU threads of torch, at most the machine's cores; default: 1 for less than 64 MiB of "
+        "weights, else torch's own",
     )
     mask_threads: int | None = Field(
         default=None,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from compiled_mtp.build import Progress
 from compiled_mtp.checkpoint import open_front
@@ -194,7 +196,7 @@ class Engine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Chat | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Queue a request as `add_request` does and step until it has ended; yields its outputs, of all
         choices, as they come.
 
@@ -270,6 +272,11 @@ class Engine:
                 self.add_request(params=prompt_params, request_id=request_id, **given)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
+
+    @property
+    def num_threads(self) -> int | None:
+        """CPU threads that a step is computed with, of the whole process; None on a GPU."""
+        return torch.get_num_threads() if self.runner.device.type == "cpu" else None
 
     @property
     def is_compiled(self) -> bool:

@@ -21,7 +21,7 @@ _SCALES = ("BF16", "F32")
 # How many names a message lists of each kind.
 _FEW = 5
 # In the names of what PEFT saves.
-_ADAPTER_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", "base_model.model.")
+_ADAPTER_MARKS = (".lora_", ".base_layer.", ".modules_to_save.")
 
 
 def checked_layout(
@@ -128,7 +128,8 @@ def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) ->
         for cut in range(1, len(parts)):
             if ".".join(parts[cut:]) in wanted:
                 prefix = ".".join(parts[:cut])
-                return f"the names begin with {shown(prefix)}., a wrapper's: save the model without it"
+                owner = "PEFT's" if prefix.startswith("base_model.model") else "a wrapper's"
+                return f"the names begin with {shown(prefix)}., {owner}: save the model without it"
     return ""
 
 

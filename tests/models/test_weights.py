@@ -327,7 +327,7 @@ def load_error(directory: Path) -> str:
     """The message of the one error, which must come before anything is copied."""
     config = read_model_config(directory)
     parameters = allocate(config)
-    with pytest.raises(ValueError, match=r"must (hold exactly|store each)") as error:
+    with pytest.raises(ValueError, match=r"must hold exactly") as error:
         load_weights(config, directory, parameters, with_mtp=True)
     assert all(p.isnan().all() for p in parameters.values())
     return str(error.value)
@@ -400,7 +400,8 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 def test_a_tensor_stored_twice(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     save_file({"model.norm.weight": torch.zeros(128)}, directory / "more.safetensors")
-    assert "must store each tensor once, got model.norm.weight in" in load_error(directory)
+    with pytest.raises(ValueError, match=r"must store each tensor once, got model.norm.weight in"):
+        read_model_config(directory)
 
 
 def test_no_weights(tmp_path: Path) -> None:
@@ -657,8 +658,7 @@ def test_a_prefix_is_named_and_the_first_few_tensors(tmp_path: Path) -> None:
     assert message.count("base_model.model.") == 6
     assert len(stored) > 10
     assert message.endswith(
-        "; the names begin with base_model.model.model.language_model., a wrapper's: save the model "
-        "without it"
+        "; the names begin with base_model.model.model.language_model., PEFT's: save the model without it"
     )
 
 
