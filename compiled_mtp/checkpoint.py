@@ -18,8 +18,8 @@ from compiled_mtp.tokenizer import Tokenizer
 def open_front(config: EngineConfig) -> Front:
     """Find the checkpoint of `config`, download it if it must be, and return the front of its engine.
 
-    It refuses what the engine would, but for requests that need more blocks than memory holds: an Engine that
-    is given the front sets the limits that follow from its memory. Raises ValueError for a checkpoint, or a
+    It refuses the requests that the engine would; how many blocks there are is not known yet, and an Engine
+    that is given the front sets its limits. Raises ValueError for a checkpoint, or a
     field of `config`, that does not fit.
     """
     path = find_checkpoint(Path(config.model), is_offline=config.offline)
@@ -33,7 +33,7 @@ def open_front(config: EngineConfig) -> Front:
     SamplingParams().with_defaults(model_config.generation_defaults)
     limits = Limits(
         max_batch=config.max_batch,
-        num_blocks=config.num_blocks or sys.maxsize,
+        num_blocks=sys.maxsize,
         block_size=config.block_size,
         max_model_len=config.resolve_max_model_len(model_config),
         prefill_chunk=config.prefill_chunk,

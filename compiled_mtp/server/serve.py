@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
 from compiled_mtp.cli.flags import EXIT_USAGE, Parser, add_fields, given
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.hub import find_checkpoint, is_repository
+from compiled_mtp.hub import is_repository
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import Service
@@ -178,21 +178,22 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     that cannot be used.
     """
     config.read_keys()
-    name = engine_config.model
-    model = find_checkpoint(name, is_offline=engine_config.offline)
-    if is_repository(name) and not config.served_model_name:
-        # Its directory is named after a commit.
-        config = config.model_copy(update={"served_model_name": (name.as_posix(),)})
-    engine_config = engine_config.model_copy(update={"model": model})
-    tokenizer = Tokenizer(model)
     listener = _listen(config)
     try:
+        from compiled_mtp.checkpoint import open_front
         from compiled_mtp.engine import Engine
 
-        engine = Engine(engine_config)
+        front = open_front(engine_config)
+        if front.tokenizer is None:
+            raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
+        if is_repository(engine_config.model) and not config.served_model_name:
+            # Its directory is named after a commit.
+            name = engine_config.model.as_posix()
+            config = config.model_copy(update={"served_model_name": (name,)})
+        engine = Engine(engine_config, front=front)
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
-        service = make_service(engine, tokenizer, model, engine.runner.max_model_len, config)
+        service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
