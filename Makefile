@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak clean
+.PHONY: run test check lint gpu kernels soak wheel clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ check: lint test  ## before every commit
 
 kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm_90, sm_100 (no GPU needed)
 	$(BIN)/python -m pytest -q -m kernels
+
+wheel: $(VENV)/.installed-test  ## the wheel in an environment of its own, tried as a new user would
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_wheel.py
 
 soak: $(VENV)/.installed-test  ## long random traffic
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default

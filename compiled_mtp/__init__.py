@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
     from compiled_mtp.request import RequestOutput, SamplingParams
 
-__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+    __version__: str
+
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 # torch misses a NumPy that nothing here uses.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -26,8 +28,19 @@ _HOME = {
 }
 
 
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("compiled-mtp")
+    except PackageNotFoundError:  # A tree that is run from where it lies.
+        return "0+uninstalled"
+
+
 def __getattr__(name: str) -> Any:
     # Lazily, so that the scheduler and the command line's errors never wait for torch.
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name == "__version__":
+        return _installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

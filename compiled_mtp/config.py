@@ -56,7 +56,12 @@ class EngineConfig(BaseSettings):
 
     model: Path = Field(
         default=Path(__file__).parent / "default_model",
-        description="a Hugging Face checkpoint directory; default: the checkpoint that ships",
+        description="a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B; "
+        "default: the checkpoint that ships",
+    )
+    offline: bool = Field(
+        default=False,
+        description="True never to download: a repository must be in the local Hugging Face cache",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto for the GPU if there is one, else the CPU"
@@ -106,7 +111,7 @@ class EngineConfig(BaseSettings):
         description="how a compiled step is replayed on a GPU, by torch or a graph captured by hand; auto: "
         "as its graph_cache was made, else reduce-overhead for models of 1 GiB and more",
     )
-    graph_cache: Path | None = Field(default=None, description="a file that tools/export_graphs.py wrote")
+    graph_cache: Path | None = Field(default=None, description="a file that `compiled-mtp export` wrote")
     draft_vocab: int | None = Field(
         default=None,
         ge=1,
@@ -136,7 +141,10 @@ class EngineConfig(BaseSettings):
         default=(), description="operators put back on their reference, separated by commas"
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of torch; default: torch's own"
+        default=None,
+        ge=1,
+        description="CPU threads of torch, at most the machine's cores; default: 1 for less than 64 MiB of "
+        "weights, else torch's own",
     )
     mask_threads: int | None = Field(
         default=None,
@@ -163,7 +171,7 @@ class EngineConfig(BaseSettings):
     def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
         # To pydantic, as to Python, True is the number 1.
         entries = value if isinstance(value, list | tuple) else (value,)
-        if info.field_name not in ("prefix_cache", "check_weights") and any(
+        if info.field_name not in ("prefix_cache", "check_weights", "offline") and any(
             isinstance(entry, bool) for entry in entries
         ):
             name = str(info.field_name)
@@ -174,6 +182,22 @@ class EngineConfig(BaseSettings):
     @classmethod
     def _no_prefix_cache(cls, value: bool) -> bool:
         check(not value, "prefix_cache", "be False", value, "the prefix cache is not in this version")
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _expand_home(cls, value: Path) -> Path:
+        try:
+            return value.expanduser()
+        except RuntimeError as error:
+            raise fail("model", "be a path", value, f"{error}; write it out") from None
+
+    @field_validator("num_threads")
+    @classmethod
+    def _threads_fit(cls, value: int | None) -> int | None:
+        cores = os.cpu_count() or 1
+        rule = f"be at most {cores}, the cores of this machine"
+        check(value is None or value <= cores, "num_threads", rule, value, "lower it")
         return value
 
     @model_validator(mode="after")

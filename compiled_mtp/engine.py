@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+import torch
 
 from compiled_mtp.build import Progress
+from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import quote
 from compiled_mtp.front import Front, check_type
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
-from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.weights import has_mtp
+from compiled_mtp.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.runner import Runner
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.stats import SpeculationStats
-from compiled_mtp.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,22 +67,25 @@ class Engine:
 
     One thread at a time steps, generates or closes; `add_request`, `abort`, `has_unfinished_requests` and
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
-    are read, shapes compiled, long prompts prefilled. Raises ValueError for a config or checkpoint that does
-    not fit, before any request exists.
+    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
+    model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
+    the same config; it is the engine's from then on. `with` closes the engine at its end. Raises ValueError
+    for a config or checkpoint that does not fit, before any request exists.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, progress: Progress | None = None) -> None:
-        self.config = config if config is not None else EngineConfig()
-        path = Path(self.config.model)
-        self.model_config = read_model_config(path)
-        if self.config.mtp_step and not has_mtp(path):
-            raise ValueError(
-                f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "
-                f"{path} has none, pass mtp_step=0 for plain decoding"
-            )
-        # A default out of range is found before the weights are loaded.
-        SamplingParams().with_defaults(self.model_config.generation_defaults)
-        self.tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+    def __init__(
+        self,
+        config: EngineConfig | str | Path | None = None,
+        *,
+        progress: Progress | None = None,
+        front: Front | None = None,
+    ) -> None:
+        if not isinstance(config, EngineConfig):
+            config = EngineConfig() if config is None else EngineConfig(model=config)
+        self.front = front if front is not None else open_front(config)
+        self.config = config.model_copy(update={"model": self.front.path})
+        self.model_config = self.front.model_config
+        self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         self.runner = Runner(self.config, self.model_config, num_valid_ids, progress)
@@ -96,7 +98,7 @@ class Engine:
             mtp_step=self.config.mtp_step,
             max_in_flight=self.runner.max_in_flight,
         )
-        self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
+        self.front.limits = self.scheduler.limits
         self._masks = Masks(
             vocab_size,
             self.config.max_batch * (self.config.mtp_step + 1),
@@ -108,6 +110,10 @@ class Engine:
         self._progress = progress
         self._is_closed = False
         self._stepping = threading.Lock()
+        # Outputs that a step has taken for the stream of a request, by its id.
+        self._streams: dict[str, deque[RequestOutput]] = {}
+        # Requests whose stream was left before its end.
+        self._left: deque[str] = deque()
         self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.config.mtp_step))
 
     def add_request(
@@ -154,6 +160,7 @@ class Engine:
         self._inbox.hand_over()
         try:
             self._inbox.pass_aborts()
+            self._forget_left()
             plan = self.scheduler.schedule()
             if plan is not None and plan.wants_drafts:
                 # The device is busy with the first half of the round meanwhile.
@@ -182,29 +189,73 @@ class Engine:
         """
         self._inbox.abort(request_id)
 
-    def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
+    def stream(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Chat | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Queue a request as `add_request` does and step until it has ended; yields its outputs, of all
+        choices, as they come.
+
+        Begins when it is first asked for an output, which is when it raises ValueError. Between two outputs
+        other streams and `step` may be used; `step` returns none of its outputs. A stream that is left
+        before its end ends its request with the next step.
+        """
+        request_id, unfinished = self._inbox.new_id(), 1 if params is None else params.n
+        self._streams[request_id] = waiting = deque[RequestOutput]()
+        try:
+            self.add_request(
+                prompt, params, prompt_token_ids=prompt_token_ids, messages=messages, request_id=request_id
+            )
+            while unfinished:
+                if not waiting:
+                    with self._as_only_stepper():
+                        outputs = self._take_outputs((request_id,))
+                        if not outputs:
+                            self._advance()
+                            outputs = self._take_outputs((request_id,))
+                    waiting += outputs
+                while waiting:
+                    output = waiting.popleft()
+                    unfinished -= output.finish_reason is not None
+                    yield output
+        finally:
+            # Nothing that takes a lock: a generator may be ended wherever memory is collected.
+            self._left.append(request_id)
+
+    def generate(
+        self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None
+    ) -> list[RequestOutput]:
         """Decode all prompts (texts, token ids or chats) to their end; one output for each choice, in order,
         with all its tokens.
 
-        Outputs of other requests come from the next `step`. Raises ValueError before anything is decoded if
-        one of the prompts is not valid; whatever is raised, none of them stays behind.
+        `messages`, given in the place of prompts, is one chat or a list of chats. Outputs of other requests
+        come from the next `step`. Raises ValueError before anything is decoded if one of the prompts is not
+        valid; whatever is raised, none of them stays behind.
         """
+        prompts = as_prompts(prompts, messages)
         # By request, the outputs of each choice.
         outputs: dict[str, list[list[RequestOutput]]] = {}
         with self._as_only_stepper():
             try:
-                self._queue_all(prompts, _match_params(prompts, params), outputs)
-                unfinished = sum(map(len, outputs.values()))
+                self._queue_all(prompts, match_params(prompts, params), outputs)
+                total = unfinished = sum(map(len, outputs.values()))
                 while unfinished:
                     self._advance()
+                    before = unfinished
                     for output in self._take_outputs(outputs):
                         outputs[output.request_id][output.index].append(output)
                         unfinished -= output.finish_reason is not None
+                    if self._progress is not None and unfinished < before:
+                        self._progress("requests", total - unfinished, total)
             except BaseException:
                 self._inbox.forget(outputs)
                 self.scheduler.forget(outputs)
                 raise
-        return [_join(parts) for choices in outputs.values() for parts in choices]
+        return [join(parts) for choices in outputs.values() for parts in choices]
 
     def _queue_all(
         self,
@@ -216,11 +267,16 @@ class Engine:
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             request_id = self._inbox.new_id()
             outputs[request_id] = [[] for _ in range(1 if prompt_params is None else prompt_params.n)]
-            given: dict[str, Any] = {_kind_of(prompt): prompt}
             try:
+                given: dict[str, Any] = {kind_of(prompt): prompt}
                 self.add_request(params=prompt_params, request_id=request_id, **given)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
+
+    @property
+    def num_threads(self) -> int | None:
+        """CPU threads that a step is computed with, of the whole process; None on a GPU."""
+        return torch.get_num_threads() if self.runner.device.type == "cpu" else None
 
     @property
     def is_compiled(self) -> bool:
@@ -268,47 +324,41 @@ class Engine:
         if self._is_closed:
             raise ValueError("engine must be open, got one that was closed; make another")
 
+    def _forget_left(self) -> None:
+        """End the requests whose streams were left, without an output."""
+        while self._left:
+            request_id = self._left[0]
+            self._inbox.forget((request_id,))
+            self.scheduler.forget((request_id,))
+            self._streams.pop(request_id, None)
+            self._left.popleft()
+
     def _take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """The outputs of these requests, or of all, that nobody has taken yet; those of others stay."""
+        """The outputs of these requests, or of all without a stream, that nobody has taken yet; those of
+        others stay, or wait for their streams.
+        """
         outputs = self.scheduler.take_outputs(request_ids)
         totals = self._totals
         try:
             for output in outputs:
                 if output.finish_reason is not None:
                     totals = totals.plus(output)
+            streamed = request_ids is None and any(one.request_id in self._streams for one in outputs)
+            others = [one for one in outputs if one.request_id not in self._streams] if streamed else outputs
         except BaseException:  # Ctrl-C.
             self.scheduler.put_back(outputs)
             raise
         self._totals = totals
-        return outputs
+        if streamed:
+            for output in outputs:
+                if output.request_id in self._streams:
+                    self._streams[output.request_id].append(output)
+        return others
 
+    def __enter__(self) -> Self:
+        return self
 
-def _kind_of(prompt: Prompt) -> str:
-    """What add_request takes it as."""
-    if isinstance(prompt, str):
-        return "prompt"
-    is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-    return "messages" if is_chat else "prompt_token_ids"
-
-
-def _match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:
-    """Parameters for each prompt."""
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts must be a list, got the text {quote(prompts)}; put it into a list")
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"params must be one or as many as prompts, got {len(params)} for {len(prompts)}; match them"
-        )
-    return params
-
-
-def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The last output of a choice, with the tokens, texts and log probabilities of all."""
-    tokens = [token_id for output in outputs for token_id in output.new_token_ids]
-    text = "".join(output.new_text for output in outputs)
-    entries = [entry for output in outputs for entry in output.logprobs or ()]
-    has_entries = any(output.logprobs is not None for output in outputs)
-    last = outputs[-1]
-    return last._replace(new_token_ids=tokens, new_text=text, logprobs=entries if has_entries else None)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

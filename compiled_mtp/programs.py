@@ -284,7 +284,7 @@ class Programs:
             if stored.get(name) != wanted.get(name):
                 raise ValueError(
                     f"graph_cache must be made for {name}={wanted.get(name)}, got {stored.get(name)}; export "
-                    "it again with tools/export_graphs.py"
+                    "it again with `compiled-mtp export`"
                 )
 
     def _check_draft_step(self, draft_step: int) -> None:

@@ -113,7 +113,7 @@ def read_key(file: Path) -> dict[str, Any]:
             raise ValueError(f"its {KEY_NAME} is no JSON object")
     except (*DAMAGE, KeyError, ValueError) as error:
         raise ValueError(
-            f"graph_cache must be a file that tools/export_graphs.py wrote, got {file}: {error}; "
+            f"graph_cache must be a file that `compiled-mtp export` wrote, got {file}: {error}; "
             "export it again"
         ) from None
     return key
@@ -127,7 +127,7 @@ def check_key(file: Path, key: Mapping[str, Any]) -> None:
         if stored.get(name) != wanted.get(name):
             raise ValueError(
                 f"graph_cache must be made for {name}={wanted.get(name)!r}, got {stored.get(name)!r} in "
-                f"{file}; export it again with tools/export_graphs.py or change {name}"
+                f"{file}; export it again with `compiled-mtp export` or change {name}"
             )
 
 

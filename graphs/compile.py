@@ -155,7 +155,7 @@ def load_program(file: Path, owner: Any) -> Program:
     except Exception as error:  # whatever torch and pickle make of a broken file
         raise ValueError(
             f"graph_cache must hold programs that torch {torch.__version__} can load, got "
-            f"{type(error).__name__}: {error} from {file.name}; export it again with tools/export_graphs.py"
+            f"{type(error).__name__}: {error} from {file.name}; export it again with `compiled-mtp export`"
         ) from error
     compiled.disable_guard_check()
     return partial(compiled, owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def test_output_gate(directory: Path, name: str, meant: str) -> None:
     assert read_model_config(directory).gate_activation == meant
 
 
-def test_no_mtp_layer(directory: Path) -> None:
+def test_no_mtp_layer(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, mtp=False)
     edit(directory, {"mtp_num_hidden_layers": 0})
     assert read_model_config(directory).mtp_num_layers == 0
 
@@ -382,7 +384,9 @@ def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
     assert EngineConfig(batch_sizes=(2, "4")).batch_sizes == (2, 4)
 
 
-@pytest.mark.parametrize("name", sorted(EngineConfig.model_fields.keys() - {"prefix_cache", "check_weights"}))
+@pytest.mark.parametrize(
+    "name", sorted(EngineConfig.model_fields.keys() - {"prefix_cache", "check_weights", "offline"})
+)
 def test_a_bool_is_no_number(name: str) -> None:
     for value in (True, [True]) if name == "batch_sizes" else (True,):
         with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; give "):
@@ -434,6 +438,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"max_in_flight": 2},
         "max_in_flight must be less than or equal to 1, got 2; give steps launched before",
+    ),
+    (
+        {"num_threads": 10**6},
+        f"num_threads must be at most {os.cpu_count()}, the cores of this machine, got 1000000; lower it",
     ),
     ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; give CPU threads of torch"),
     ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['batch_sizes',"),

@@ -315,4 +315,5 @@ def test_progress_tells_of_weights_and_of_prompts_longer_than_a_chunk(checkpoint
     assert seen[-1][1] == seen[-1][2]
     seen.clear()
     engine.generate([prompt_of(150, 1, VOCAB), prompt_of(20, 1, VOCAB)], GREEDY)
-    assert seen == [("prefill", 64, 150), ("prefill", 128, 150), ("prefill", 150, 150)]
+    prefill = [("prefill", 64, 150), ("prefill", 128, 150), ("prefill", 150, 150)]
+    assert seen == [*prefill, ("requests", 1, 2), ("requests", 2, 2)]

@@ -54,12 +54,18 @@ FLOORS = {
     "compiled_mtp.guidance": 7,
     "compiled_mtp.masks": 8,
     "compiled_mtp.front": 8,
+    "compiled_mtp.checkpoint": 9,
+    "compiled_mtp.prompts": 1,
+    "compiled_mtp.hub": 0,
     "compiled_mtp.inbox": 8,
     "compiled_mtp.engine": 10,
     "compiled_mtp.async_engine": 11,
-    "compiled_mtp.run": 12,
+    "compiled_mtp.cli": 13,
+    "compiled_mtp.cli.flags": 1,
+    "compiled_mtp.run": 14,
+    "compiled_mtp.__main__": 14,
     "compiled_mtp.server": 12,
-    "tools": 12,
+    "tools": 14,
 }
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"

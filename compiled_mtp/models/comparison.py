@@ -13,12 +13,15 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Stored, with_scales
+from compiled_mtp.models.stored import HEAD
 from compiled_mtp.models.weight_format import FP8, Formats
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
 # How many names a message lists of each kind.
 _FEW = 5
+# In the names of what PEFT saves.
+_ADAPTER_MARKS = (".lora_", ".base_layer.", ".modules_to_save.")
 
 
 def checked_layout(
@@ -37,7 +40,9 @@ def checked_layout(
     check_counts(config, headers)
     layout = FAMILIES[config.family].layout(config, headers, formats)
     required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
-    unused, misfitting, without_scale = _compare(layout, headers)
+    # A tied model's head has been found to be its embedding once more (`as_stored`).
+    used = {n: h for n, h in headers.items() if not (config.tie_word_embeddings and n == HEAD)}
+    unused, misfitting, without_scale = _compare(layout, used)
     missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
     kinds = (("missing", missing), ("unused", unused), ("misfitting", misfitting))
     problems = [f"{kind} tensors: {_first_few(names)}" for kind, names in kinds if names]
@@ -115,15 +120,16 @@ def check_parameters(
 
 def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) -> str:
     """What is likely to be wrong and what to do about it, or nothing."""
-    if config.tie_word_embeddings and "lm_head.weight" in unused:
-        return "config.json ties the head to the embedding: set tie_word_embeddings to false or drop the head"
+    if any(mark in name for name in unused for mark in _ADAPTER_MARKS):
+        return "these are an adapter's: merge it into its base model (PEFT: merge_and_unload) and save that"
     wanted = set(missing)
     for name in unused:
         parts = name.split(".")
         for cut in range(1, len(parts)):
             if ".".join(parts[cut:]) in wanted:
                 prefix = ".".join(parts[:cut])
-                return f"the names begin with {shown(prefix)}., a wrapper's: save the model without it"
+                owner = "PEFT's" if prefix.startswith("base_model.model") else "a wrapper's"
+                return f"the names begin with {shown(prefix)}., {owner}: save the model without it"
     return ""
 
 

@@ -10,6 +10,7 @@ from compiled_mtp.errors import check, fail
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
+from compiled_mtp.models.stored import as_stored
 
 _SAMPLING_KEYS = (
     "temperature",
@@ -23,7 +24,8 @@ _SAMPLING_KEYS = (
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`.
+    """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`, and
+    what its tensors say better (`as_stored`).
 
     Raises ValueError for a directory that is no such checkpoint and for every feature the engine does not
     compute, each by name.
@@ -31,7 +33,10 @@ def read_model_config(path: str | Path) -> ModelConfig:
     root = Path(path)
     is_gguf = root.suffix == ".gguf"
     check(not is_gguf, "model", "be a Hugging Face directory", root, "GGUF weights are not supported")
-    remedy = "pass a Hugging Face checkpoint directory"
+    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    is_adapter = (root / "adapter_config.json").is_file() and not (root / "config.json").is_file()
+    if is_adapter:
+        remedy = "this is an adapter: merge it into its base model and pass that"
     check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
     other = root / "hf_quant_config.json"
     remedy = "use the bf16 or the FP8 release of the model"
@@ -48,7 +53,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     check(belongs, "text_config.model_type", f"belong to {family.name}", inner, FIX)
     generation = read_json(root / "generation_config.json", optional=True)
     fields = family.read(Keys(text), top) | _sampling_fields(root, top, text, generation)
-    return ModelConfig(family=family.name, **fields)
+    return as_stored(ModelConfig(family=family.name, **fields), root)
 
 
 def _sampling_fields(

@@ -1,29 +1,31 @@
 """From a config to a server that listens, and its end: SIGTERM and Ctrl-C let open requests finish.
 
-`python -m compiled_mtp.server --help` lists the flags. What can be refused before the weights are loaded is:
+`compiled-mtp serve --help` lists the flags. What can be refused before the weights are loaded is:
 flags, keys, a busy port, a checkpoint without a tokenizer.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
+from compiled_mtp.cli.flags import EXIT_USAGE, Parser, add_fields, given
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.hub import is_repository
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import Service
@@ -32,9 +34,11 @@ from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.tokenizer import Tokenizer
 
-EXIT_OK, EXIT_USAGE = 0, 2
+EXIT_OK = 0
 logger = logging.getLogger("compiled_mtp.server")
 
+# Flags are public.
+_SECRET = ("api_key",)
 # What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
 _SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
@@ -173,18 +177,26 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     The port is taken before the weights are loaded. Raises ValueError for a config, a checkpoint or a port
     that cannot be used.
     """
-    model = Path(engine_config.model).expanduser()
     config.read_keys()
-    tokenizer = Tokenizer(model)
     listener = _listen(config)
     try:
+        from compiled_mtp.checkpoint import open_front
         from compiled_mtp.engine import Engine
 
-        engine = Engine(engine_config)
-        service = make_service(engine, tokenizer, model, engine.runner.max_model_len, config)
+        front = open_front(engine_config)
+        if front.tokenizer is None:
+            raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
+        if is_repository(engine_config.model) and not config.served_model_name:
+            # Its directory is named after a commit.
+            name = engine_config.model.as_posix()
+            config = config.model_copy(update={"served_model_name": (name,)})
+        engine = Engine(engine_config, front=front)
+        if engine.num_threads is not None:
+            logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
+        service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        name, port = listener.getsockname()[:2]
-        address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
         try:
             asyncio.run(Server(service).serve([listener]))
@@ -215,39 +227,14 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser: a flag for each field of ServerConfig, but the key, and of EngineConfig."""
-    parser = _Parser(
-        prog="python -m compiled_mtp.server",
-        description="Serve a checkpoint over OpenAI's and Anthropic's APIs.",
-        allow_abbrev=False,
+    parser = Parser(
+        prog="compiled-mtp serve", description="Serve a checkpoint over OpenAI's and Anthropic's APIs."
     )
-    _add_flags(parser.add_argument_group("server"), ServerConfig, skip=("api_key",))
-    _add_flags(parser.add_argument_group("engine"), EngineConfig, skip=())
+    add_fields(parser, "server", ServerConfig, skip=_SECRET)
+    add_fields(parser, "engine", EngineConfig)
     return parser
-
-
-def _add_flags(group: Any, model: Any, skip: Sequence[str]) -> None:
-    for name, info in model.model_fields.items():
-        if name in skip:
-            continue
-        described = (info.description or "").replace("%", "%%")
-        if info.default not in (None, (), "auto") and "default:" not in described:
-            described += f" (default: {info.default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described, "metavar": "X"}
-        kinds = (info.annotation, *get_args(info.annotation))
-        if bool in kinds:
-            options = {
-                "default": argparse.SUPPRESS,
-                "help": described,
-                "action": argparse.BooleanOptionalAction,
-            }
-        group.add_argument("--" + name.replace("_", "-"), **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,9 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = vars(make_parser().parse_args(argv))
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_JsonLog()])
     try:
-        server_flags = {name: flags[name] for name in ServerConfig.model_fields if name in flags}
-        engine_flags = {name: flags[name] for name in EngineConfig.model_fields if name in flags}
-        return serve(ServerConfig(**server_flags), EngineConfig(**engine_flags))
+        server_flags = given(flags, ServerConfig, skip=_SECRET)
+        return serve(ServerConfig(**server_flags), EngineConfig(**given(flags, EngineConfig)))
     except (ValueError, OSError) as error:
         print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr)
         return EXIT_USAGE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import platform
@@ -14,13 +13,13 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from compiled_mtp import build
+from compiled_mtp.cli.export import main
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs import artifacts
@@ -217,7 +216,7 @@ def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
 
 
-NOT_WRITTEN = r"graph_cache must be a file that tools/export_graphs\.py wrote"
+NOT_WRITTEN = r"graph_cache must be a file that `compiled-mtp export` wrote"
 
 
 @pytest.mark.parametrize("content", [None, b"no zip"])
@@ -457,67 +456,37 @@ def test_the_key_of_a_cpu_follows_its_instruction_sets(
     assert machine_key(torch.device("cpu"))["cpu"] == "unknown"
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/export_graphs.py as a module."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location("export_graphs", ROOT / "tools" / "export_graphs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_tool(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path) -> object:
+def run_export(out: Path) -> int:
     """The code that it exits with."""
-    monkeypatch.setattr(sys, "argv", ["export_graphs.py", "--device=cpu", f"--out={out}"])
-    with pytest.raises(SystemExit) as end:
-        tool.main()
-    return end.value.code
+    return main(["--device=cpu", f"--out={out}"])
 
 
 def test_an_interrupted_export_leaves_nothing(
-    tool: ModuleType,
     temporaries: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configs: list[EngineConfig] = []
-    bars: list[Any] = []
 
-    class Bar(tool.tqdm):  # type: ignore[name-defined, misc]
-        def __init__(self, *given: object, **named: object) -> None:
-            super().__init__(*given, **named)
-            bars.append(self)
-
-    def start(config: EngineConfig, progress: Any) -> None:
+    def start(config: EngineConfig, **_: object) -> None:
         configs.append(config)
         assert list(temporaries.iterdir()) != []
-        for done in (1, 2):
-            progress("shapes", done, 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tool, "tqdm", Bar)
-    monkeypatch.setattr(tool, "Engine", start)
+    monkeypatch.setattr("compiled_mtp.engine.Engine", start)
     monkeypatch.setenv("COMPILED_MTP_GRAPH_CACHE", str(tmp_path / "of_the_environment.zip"))
     (tmp_path / "out").mkdir()
-    assert run_tool(tool, monkeypatch, tmp_path / "out" / "graphs.zip") == 130
-    assert capsys.readouterr().err.endswith("\nexport_graphs: interrupted\n")
+    assert run_export(tmp_path / "out" / "graphs.zip") == 130
+    assert capsys.readouterr().err == "interrupted: nothing more was done\n"
     assert [config.graph_cache for config in configs] == [None]
-    assert [(bar.n, bar.disable) for bar in bars] == [(2, True)], "one bar, closed"
     assert list(temporaries.iterdir()) == []
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["directory", "file/below"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(
-    tool: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
@@ -525,8 +494,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("the engine was started")
 
-    monkeypatch.setattr(tool, "Engine", start)
-    assert run_tool(tool, monkeypatch, tmp_path / name) == 2
+    monkeypatch.setattr("compiled_mtp.engine.Engine", start)
+    assert run_export(tmp_path / name) == 2
     error = capsys.readouterr().err
-    assert f"--out must be a file that can be written, got {tmp_path / name}: " in error
+    assert error.startswith(f"error: out must be a file that can be written, got {tmp_path / name}: ")
     assert error.count("\n") == 1

@@ -327,7 +327,7 @@ def load_error(directory: Path) -> str:
     """The message of the one error, which must come before anything is copied."""
     config = read_model_config(directory)
     parameters = allocate(config)
-    with pytest.raises(ValueError, match=r"must (hold exactly|store each)") as error:
+    with pytest.raises(ValueError, match=r"must hold exactly") as error:
         load_weights(config, directory, parameters, with_mtp=True)
     assert all(p.isnan().all() for p in parameters.values())
     return str(error.value)
@@ -353,14 +353,6 @@ def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
     assert p + "input_layernorm.weight of shape [127] for [128]" in message
     assert p + "linear_attn.A_log of dtype I32 for BF16 or F16 or F32" in message
     assert message.endswith("download the checkpoint again or use one of a supported family")
-
-
-def test_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, tied=True)
-    rewrite(directory, {"lm_head.weight": torch.zeros(512, 128)})
-    message = load_error(directory)
-    assert "unused tensors: lm_head.weight in" in message
-    assert message.endswith("set tie_word_embeddings to false or drop the head")
 
 
 def test_fp8_without_its_scale(tmp_path: Path) -> None:
@@ -408,7 +400,8 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 def test_a_tensor_stored_twice(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     save_file({"model.norm.weight": torch.zeros(128)}, directory / "more.safetensors")
-    assert "must store each tensor once, got model.norm.weight in" in load_error(directory)
+    with pytest.raises(ValueError, match=r"must store each tensor once, got model.norm.weight in"):
+        read_model_config(directory)
 
 
 def test_no_weights(tmp_path: Path) -> None:
@@ -665,8 +658,7 @@ def test_a_prefix_is_named_and_the_first_few_tensors(tmp_path: Path) -> None:
     assert message.count("base_model.model.") == 6
     assert len(stored) > 10
     assert message.endswith(
-        "; the names begin with base_model.model.model.language_model., a wrapper's: save the model "
-        "without it"
+        "; the names begin with base_model.model.model.language_model., PEFT's: save the model without it"
     )
 
 

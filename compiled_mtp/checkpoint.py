@@ -1,0 +1,44 @@
+"""A checkpoint's front before its weights: what is wrong with a request is known without loading them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.front import Front
+from compiled_mtp.hub import find_checkpoint
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.weights import has_mtp
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.tokenizer import Tokenizer
+
+
+def open_front(config: EngineConfig) -> Front:
+    """Find the checkpoint of `config`, download it if it must be, and return the front of its engine.
+
+    It refuses the requests that the engine would; how many blocks there are is not known yet, and an Engine
+    that is given the front sets its limits. Raises ValueError for a checkpoint, or a
+    field of `config`, that does not fit.
+    """
+    path = find_checkpoint(Path(config.model), is_offline=config.offline)
+    model_config = read_model_config(path)
+    if config.mtp_step and not has_mtp(path):
+        raise ValueError(
+            f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {config.mtp_step}; "
+            f"{path} has none, pass mtp_step=0 for plain decoding"
+        )
+    # A default out of range is found before the weights are loaded.
+    SamplingParams().with_defaults(model_config.generation_defaults)
+    limits = Limits(
+        max_batch=config.max_batch,
+        num_blocks=sys.maxsize,
+        block_size=config.block_size,
+        max_model_len=config.resolve_max_model_len(model_config),
+        prefill_chunk=config.prefill_chunk,
+        mtp_step=config.mtp_step,
+        max_in_flight=config.max_in_flight or 0,
+    )
+    tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+    return Front(path, model_config, tokenizer, limits)

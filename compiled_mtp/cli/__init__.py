@@ -1,0 +1,1 @@
+"""The command line: `compiled-mtp run`, `chat`, `serve` and `export`, or `python -m compiled_mtp`."""

@@ -1,0 +1,225 @@
+"""`compiled-mtp chat`: a conversation in the terminal, which the model sees whole at every turn.
+
+Answers go to standard output as they are decoded, what the model thinks before one dimmed in a terminal;
+everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TextIO
+
+from compiled_mtp.cli.console import (
+    EXIT_OK,
+    Interrupts,
+    check_stdout,
+    run_command,
+    say,
+    start_engine,
+    write_text,
+)
+from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
+from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
+
+if TYPE_CHECKING:  # What it comes from waits for torch.
+    from compiled_mtp.engine import Engine
+
+_HELP = "/exit ends, /clear begins anew, Ctrl-C ends an answer"
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# Of requests that a conversation has no use for.
+_SKIPPED = ("n", "logprobs", "logprobs_mode", "tools", "tool_choice")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Talk until /exit or the end of standard input; return the exit code.
+
+    0: done. 2: a flag or the checkpoint is wrong, one line on standard error says what to do. 143: SIGTERM.
+    """
+    return run_command(lambda interrupts: _chat(vars(make_parser().parse_args(argv)), interrupts))
+
+
+def make_parser() -> Parser:
+    """Return the parser: a flag for each field of SamplingParams that a chat has a use for, and of
+    EngineConfig.
+    """
+    parser = Parser(
+        prog="compiled-mtp chat",
+        description=f"Talk with a checkpoint that has a chat template: {_HELP}.",
+        epilog="max_tokens is what the context has room for unless it is given.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the message from which the conversation begins")
+    add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED)
+    add_fields(parser, "engine", EngineConfig, skip=SamplingParams.model_fields)
+    return parser
+
+
+def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
+    sampling = given(flags, SamplingParams)
+    config = EngineConfig(**given(flags, EngineConfig, skip=SamplingParams.model_fields))
+    stdout = check_stdout()
+    if sys.stdin is None:
+        raise ValueError("standard input must be open for a chat, got a closed one; use compiled-mtp run")
+    from compiled_mtp.checkpoint import open_front
+
+    front = open_front(config)
+    params = SamplingParams(**({"max_tokens": front.limits.max_model_len} | sampling))
+    system = [] if flags["system"] is None else [{"role": "system", "content": flags["system"]}]
+    probe = [*system, {"role": "user", "content": "x"}]
+    front.make_request("", params, prompt=None, prompt_token_ids=None, messages=probe)
+    with start_engine(config, front) as engine:
+        talk = Conversation(engine, params, system, stdout, interrupts)
+        if sys.stdin.isatty():
+            say(_HELP)
+            with contextlib.suppress(ImportError):
+                import_module("readline")  # So that a line can be edited.
+        while (line := _read_line(interrupts)) is not None:
+            line = line.removesuffix("\n")
+            words = line.split()
+            if words == ["/exit"]:
+                break
+            if words == ["/clear"]:
+                talk.clear()
+            elif words == ["/help"]:
+                say(_HELP)
+            elif words:
+                talk.answer(line)
+            if interrupts.is_terminated:
+                return interrupts.exit_code
+    return EXIT_OK
+
+
+def _read_line(interrupts: Interrupts) -> str | None:
+    """The next line of standard input, None at its end."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            if is_terminal:
+                return input("> ")
+            return sys.stdin.readline() or None
+        except EOFError:
+            say("")
+            return None
+        except KeyboardInterrupt:
+            if interrupts.is_terminated or not is_terminal:
+                raise
+            say("\n/exit or Ctrl-D ends the chat")
+
+
+class Conversation:
+    """The messages so far, and an engine that answers them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: list[dict[str, str]],
+        stdout: TextIO,
+        interrupts: Interrupts,
+    ) -> None:
+        assert engine.tokenizer is not None  # Else there is no chat template.
+        self._engine, self._tokenizer = engine, engine.tokenizer
+        self._params, self._system = params, system
+        self._stdout, self._interrupts = stdout, interrupts
+        self._messages = [*system]
+        self._num_turns = 0
+        # As in the service: both tags are tokens.
+        sizes = [len(self._tokenizer.encode(tag)) for tag in ("<think>", "</think>")]
+        self._has_reasoning = sizes == [1, 1]
+
+    def clear(self) -> None:
+        """Forget all but the system message."""
+        self._messages = [*self._system]
+
+    def answer(self, text: str) -> None:
+        """Write the answer to `text` as it is decoded. What Ctrl-C leaves of it stays in the conversation.
+
+        A message that cannot be answered, as one that the context has no room for, is said and dropped.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        reply = Reply(self._stdout)
+        try:
+            parser = self._make_parser(messages)
+            last = self._decode(messages, parser, reply)
+        except ValueError as error:
+            say(f"error: {error}; /clear makes room")
+            return
+        reply.end()
+        if reply.content:
+            thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+            self._messages = [*messages, {"role": "assistant", "content": reply.content, **thought}]
+        say(_describe(last))
+
+    def _make_parser(self, messages: list[dict[str, str]]) -> OutputParser:
+        variables = self._params.chat_template_kwargs or {}
+        prompt = self._tokenizer.apply_chat_template(messages, **variables)
+        is_thinking = prompt.rstrip().endswith("<think>")
+        return OutputParser(has_reasoning=self._has_reasoning, is_thinking=is_thinking)
+
+    def _decode(
+        self, messages: list[dict[str, str]], parser: OutputParser, reply: Reply
+    ) -> RequestOutput | None:
+        """Decode until the end or an interrupt; return the last output if there was one."""
+        params, last = self._params, None
+        if params.seed is not None:
+            # One seed for all turns would be one noise for all.
+            params = params.model_copy(update={"seed": derive_seed(params.seed, self._num_turns)})
+        self._num_turns += 1
+        stream = self._engine.stream(messages=messages, params=params)
+        # A second Ctrl-C, in a step that takes long, raises.
+        with self._interrupts.held(), contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream):
+            for last in stream:
+                reply.add(parser.add(last.new_text, last.finish_reason is not None))
+                if self._interrupts.is_asked:
+                    break
+        if last is None or last.finish_reason is None:
+            reply.add(parser.add("", True))
+        return last
+
+
+class Reply:
+    """An answer as it is written: what the model thinks, then what it says."""
+
+    def __init__(self, stdout: TextIO) -> None:
+        self.reasoning = self.content = ""
+        self._stdout, self._is_terminal = stdout, stdout.isatty()
+
+    def add(self, deltas: Sequence[object]) -> None:
+        """Write more of it."""
+        for delta in deltas:
+            if isinstance(delta, Reasoning):
+                self._write(delta.text, _DIM if not self.reasoning else "")
+                self.reasoning += delta.text
+            elif isinstance(delta, Content):
+                self._write(delta.text, f"{_PLAIN}\n\n" if self.reasoning and not self.content else "")
+                self.content += delta.text
+
+    def end(self) -> None:
+        """Write the line break behind it."""
+        self._write("\n", _PLAIN if self.reasoning and not self.content else "")
+
+    def _write(self, text: str, before: str) -> None:
+        if self._is_terminal:
+            # A model's escape sequences are text.
+            text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+        else:
+            before = before.replace(_DIM, "").replace(_PLAIN, "")
+        write_text(self._stdout, before + text)
+
+
+def _describe(output: RequestOutput | None) -> str:
+    """What is said below an answer."""
+    if output is None:
+        return "[interrupted]"
+    metrics = output.metrics
+    texts = [f"{metrics.output_tokens} tokens", f"{metrics.output_tokens / metrics.total_s:.1f} tokens/s"]
+    if metrics.rounds:
+        texts.append(f"{(metrics.output_tokens - 1) / metrics.rounds:.2f} new tokens a round")
+    if output.finish_reason != "stop":
+        reasons = {None: "interrupted", "length": "cut at max_tokens or the end of the context"}
+        texts.append(output.error or reasons.get(output.finish_reason) or str(output.finish_reason))
+    return f"[{', '.join(texts)}]"

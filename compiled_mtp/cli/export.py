@@ -1,0 +1,91 @@
+"""`compiled-mtp export`: compile every shape of an engine and write one file, with which `graph_cache=FILE`
+starts without compiling.
+
+    compiled-mtp export --model PATH --out FILE --mtp-step 3 --max-batch 8
+
+Takes the fields of EngineConfig as flags, but for compile and graph_cache; the engine that loads the file
+must be given the same values. --graph-mode is "replay" unless given: of "reduce-overhead" only the generated
+code can be saved, and every start traces the model again. Prints one JSON line: the file, its bytes, the
+number of shapes and the seconds it took. --out is written whole or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_command, start_engine, write_text
+from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.config import EngineConfig
+
+_SKIPPED = ("compile", "graph_cache")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    return run_command(lambda interrupts: _export(vars(make_parser().parse_args(argv)), interrupts))
+
+
+def make_parser() -> Parser:
+    """Return the parser: --out, and a flag for each field of EngineConfig that an export has."""
+    parser = Parser(
+        prog="compiled-mtp export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    add_fields(parser, "engine", EngineConfig, skip=_SKIPPED)
+    return parser
+
+
+def _export(flags: dict[str, Any], interrupts: Interrupts) -> int:
+    begin_s, out = time.perf_counter(), flags["out"]
+    stdout, fields = check_stdout(), given(flags, EngineConfig, skip=_SKIPPED)
+    # Not the cache that the environment may name either: nothing would be compiled.
+    config = EngineConfig(**fields, compile="on", graph_cache=None)
+    if config.graph_mode == "auto":
+        config = config.model_copy(update={"graph_mode": "replay"})
+    check_writable(out)
+    size, shapes = export(config, out)
+    seconds = round(time.perf_counter() - begin_s, 1)
+    result = {"file": str(out), "bytes": size, "shapes": shapes, "seconds": seconds}
+    write_text(stdout, json.dumps(result) + "\n")
+    return EXIT_OK
+
+
+def check_writable(out: Path) -> None:
+    """Raise ValueError unless `out` can be written; its directory is created. Compiling takes minutes."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=out.parent).cleanup()
+        if out.is_dir():
+            raise IsADirectoryError("it is a directory")
+    except OSError as error:
+        raise ValueError(
+            f"out must be a file that can be written, got {out}: {error}; name another"
+        ) from None
+
+
+def export(config: EngineConfig, out: Path) -> tuple[int, int]:
+    """Compile for `config`; return the bytes of `out` and how many shapes."""
+    from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
+
+    # After Ctrl-C a compiler may still write to what is being removed; that must not become the error.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as enclosing:
+        directory, scratch = Path(enclosing) / "made", Path(enclosing) / "scratch"
+        directory.mkdir()
+        scratch.mkdir()
+        use_directory(directory)
+        # A compiler that is killed leaves its own temporary files.
+        os.environ["TMPDIR"] = str(scratch)
+        engine = start_engine(config)
+        engine.runner.programs.save(directory / PROGRAMS_NAME)
+        size = save(out, directory, engine.runner.cache_key)
+        engine.close()
+        return size, engine.runner.programs.count

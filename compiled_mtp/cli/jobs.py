@@ -1,0 +1,165 @@
+"""From flags and files of prompts to jobs: what is asked of the engine, and what came of it. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import escape, quote
+from compiled_mtp.request import (
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    derive_seed,
+)
+from compiled_mtp.sampling.logprobs import TokenLogprob
+
+_PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+
+
+@dataclass(slots=True)
+class Job:
+    """One choice of a request: where it stands, what add_request takes, and what came of it.
+
+    `request` counts the requests, `choice` those of one request, `index` all; `id` is the caller's name.
+    """
+
+    where: str
+    prompt: dict[str, Any]
+    params: SamplingParams
+    request: int = 0
+    choice: int = 0
+    index: int = 0
+    id: str | int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+    logprobs: list[TokenLogprob] | None = None
+    is_written: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to show of it: tokens, or an end of its own."""
+        return bool(self.token_ids) or self.finish_reason not in (None, "abort")
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what one step gave."""
+        self.token_ids += output.new_token_ids
+        self.text += output.new_text
+        self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
+        if output.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + output.logprobs
+
+    def again(self) -> Job:
+        """The same choice to be decoded again, with the seed that was drawn for it."""
+        seed = None if self.metrics is None else self.metrics.seed
+        # The seeds of further choices follow from the first one's.
+        params = SamplingParams(**self.params.model_dump(exclude_unset=True) | {"seed": seed})
+        return Job(self.where, self.prompt, params, self.request, self.choice, self.index, self.id)
+
+
+def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any]) -> list[Job]:
+    """A request for each text; `sampling` is as in `read_jobs`."""
+    jobs = [
+        Job(f"prompt {index}", {"prompt": text}, SamplingParams(**_own_fields(sampling, index)))
+        for index, text in enumerate(texts)
+    ]
+    return _with_choices(jobs)
+
+
+def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
+    """Return the requests of a prompt file; `sampling` holds the fields that every request starts from.
+
+    A seed in it is the first request's; the others' are derived from it and their place in the file.
+    The last line break of a text file is not part of its prompt. Raises ValueError, naming file and line.
+    """
+    SamplingParams(**sampling)  # So that a bad flag is not blamed on the file.
+    text = _read(path)
+    if path.endswith(".jsonl"):
+        lines = enumerate(text.split("\n"), start=1)
+        numbered = [(number, line) for number, line in lines if line.strip()]
+        requests = [
+            _read_line(f"{path} line {number}", line, _own_fields(sampling, index))
+            for index, (number, line) in enumerate(numbered)
+        ]
+    else:
+        text = text.removesuffix("\n").removesuffix("\r")
+        requests = [Job(path, {"prompt": text}, SamplingParams(**sampling))] if text else []
+    if not requests:
+        raise ValueError(f"prompt-file must hold a prompt, got {path}, which is empty; write one into it")
+    return _with_choices(requests)
+
+
+def check_output(path: str, prompt_file: str | None) -> None:
+    """Raise ValueError for a file that is the prompts' or cannot be written, without touching it."""
+    file, does_exist = Path(path), os.path.exists(path)
+    if does_exist and prompt_file not in (None, "-") and os.path.samefile(path, str(prompt_file)):
+        raise ValueError(f"output must not be the prompt file, got {path}; choose another")
+    if file.is_dir() or not os.access(file if does_exist else file.parent, os.W_OK):
+        raise ValueError(f"output must be a file that can be written, got {path}; choose another path")
+
+
+def _read(path: str) -> str:
+    try:
+        if path != "-":
+            content = Path(path).read_bytes()
+        elif sys.stdin is None:
+            raise ValueError("prompt-file must not be - with standard input closed, got -; name a file")
+        else:
+            content = sys.stdin.buffer.read()
+        # Not as a text file: the model is to see the line breaks that are there.
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt-file must be UTF-8 text, got {path}: {error}; convert it") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"prompt-file must be readable, got {path}: {reason}; check the path") from None
+
+
+def _with_choices(requests: Sequence[Job]) -> list[Job]:
+    """A job for each choice of each request, numbered."""
+    jobs: list[Job] = []
+    for index, job in enumerate(requests):
+        for choice in range(job.params.n):
+            where = job.where if job.params.n == 1 else f"{job.where} choice {choice}"
+            jobs.append(Job(where, job.prompt, job.params, index, choice, len(jobs), job.id))
+    return jobs
+
+
+def _own_fields(sampling: dict[str, Any], index: int) -> dict[str, Any]:
+    """The fields of the request after `index` others: one seed for all would be one noise for all."""
+    seed = SamplingParams(**sampling).seed
+    return sampling if seed is None else sampling | {"seed": derive_seed(seed, index)}
+
+
+def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be a JSON object, got an error: {error}; fix the line") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} must be a JSON object, got {escape(line.strip()[:40])}; write {{...}}")
+    prompt = {kind: fields.pop(kind) for kind in _PROMPT_KINDS if kind in fields}
+    if len(prompt) != 1:
+        raise ValueError(f"{where} must have one of {', '.join(_PROMPT_KINDS)}, got {len(prompt)}; give one")
+    ((kind, value),) = prompt.items()
+    wanted = str if kind == "prompt" else list
+    is_ids = kind == "prompt_token_ids"
+    if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
+        rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
+        raise ValueError(f"{where}: {kind} must be {rule}, got {quote(str(value)[:40])}; change it")
+    name = fields.pop("id", None)
+    if name is not None and type(name) not in (str, int):
+        raise ValueError(f"{where}: id must be a string or an integer, got {quote(name)}; change it")
+    try:
+        return Job(where, prompt, SamplingParams(**(sampling | fields)), id=name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

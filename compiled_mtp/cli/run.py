@@ -1,0 +1,182 @@
+"""`compiled-mtp run`: decode prompts, of flags or of a file.
+
+Standard output carries decoded text and nothing else; progress and the summary go to standard error. torch is
+imported after every flag and every line of the prompts has been checked; what needs a tokenizer or the model
+comes later, and the weights last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from compiled_mtp.cli.console import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Interrupts,
+    check_stdout,
+    run_command,
+    say,
+    start_engine,
+)
+from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
+from compiled_mtp.cli.printer import Printer
+from compiled_mtp.cli.summary import Outcome, find_difference, summarize
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.request import SamplingParams
+
+if TYPE_CHECKING:  # What they come from waits for torch.
+    from compiled_mtp.engine import Engine
+    from compiled_mtp.front import Front
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    0: done. 1: a request failed, --compare found other tokens, or nobody read standard output to its end and
+    there is no --output. 2: a flag, file or checkpoint is wrong, one line on standard error says what to do.
+    130 and 143: interrupted, by Ctrl-C and by SIGTERM; what was decoded is printed and written.
+    """
+    return run_command(lambda interrupts: _run(vars(make_parser().parse_args(argv)), interrupts))
+
+
+def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
+    sampling = given(flags, SamplingParams)
+    settings = given(flags, EngineConfig, skip=SamplingParams.model_fields)
+    config = EngineConfig(**settings)
+    if flags["compare"] and not config.mtp_step:
+        raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
+    # A graph cache holds the shapes of one mtp_step.
+    plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
+    stdout, file = check_stdout(), flags["prompt_file"]
+    jobs = read_jobs(file, sampling) if file is not None else jobs_of_texts(flags["prompt"], sampling)
+    if flags["output"] is not None:
+        check_output(flags["output"], file)
+    printer = Printer(stdout, flags["output"], jobs, is_in_order=flags["in_order"])
+    outcomes = [decode(config, jobs, printer, interrupts)]
+    if plain is not None and not outcomes[0].is_interrupted:
+        is_cached = config.graph_cache is not None
+        dropped = f", without graph_cache, which is of mtp_step {config.mtp_step}" if is_cached else ""
+        say(f"the same again with mtp_step 0{dropped}")
+        outcomes.append(decode(plain, [job.again() for job in jobs], None, interrupts))
+    say(summarize(outcomes))
+    if any(one.is_interrupted for one in outcomes):
+        return interrupts.exit_code
+    is_same = len(outcomes) == 1 or find_difference(*outcomes) is None
+    is_well = all(job.finish_reason != "error" for one in outcomes for job in one.jobs)
+    return EXIT_OK if is_same and is_well else EXIT_FAILED
+
+
+def make_parser() -> Parser:
+    """Return the parser: its own flags, and one for each field of SamplingParams and EngineConfig.
+
+    --seed is the requests' field; both models have it and mean the same.
+    """
+    parser = Parser(
+        prog="compiled-mtp run",
+        description="Decode prompts with a checkpoint's own multi-token-prediction head.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; repeat the flag for more"
+    )
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="text (one prompt, - is standard input), or .jsonl: one request a line, an object with prompt, "
+        "messages or prompt_token_ids, any sampling field, and an id, which its result has too",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="write one line a result, when it ends: id, text, tokens, metrics",
+    )
+    parser.add_argument(
+        "--in-order", action="store_true", help="print and write results in the order of the requests"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="repeat with mtp_step 0 and say whether the tokens are identical",
+    )
+    add_fields(parser, "sampling", SamplingParams)
+    add_fields(parser, "engine", EngineConfig, skip=SamplingParams.model_fields)
+    return parser
+
+
+def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, interrupts: Interrupts) -> Outcome:
+    """Decode all jobs together and return what came of them; mutates the jobs, prints as they go.
+
+    An interrupt ends it with what was decoded. Raises ValueError, before the weights are loaded where that
+    can be known, if the config, the checkpoint or a job is wrong.
+    """
+    from compiled_mtp.checkpoint import open_front
+
+    front = open_front(config)
+    requests = [job for job in jobs if job.choice == 0]
+    if printer is not None:
+        for job in requests:
+            _check(job, front)
+    engine = start_engine(config, front)
+    for job in requests:
+        try:
+            engine.add_request(params=job.params, request_id=str(job.request), **job.prompt)
+        except ValueError as error:
+            raise ValueError(f"{job.where}: {error}") from None
+    # Only now is the output of an earlier run emptied: nothing that a caller can get wrong is left.
+    with printer or contextlib.nullcontext():
+        start, is_interrupted = time.perf_counter(), False
+        try:
+            is_interrupted = _step_to_end(engine, jobs, printer, interrupts)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        seconds = time.perf_counter() - start
+        if is_interrupted:
+            for job in jobs:
+                job.finish_reason = job.finish_reason or "abort"
+        if printer is not None:
+            printer.finish_rest(jobs)
+    if not is_interrupted:
+        engine.close()
+    return Outcome(config.mtp_step, jobs, seconds, is_interrupted, engine.is_compiled)
+
+
+def _check(job: Job, front: Front) -> None:
+    """Raise ValueError for a job that the engine will refuse."""
+    prompt = {"prompt": None, "prompt_token_ids": None, "messages": None} | job.prompt
+    try:
+        front.make_request("", job.params, **prompt)
+    except ValueError as error:
+        raise ValueError(f"{job.where}: {error}") from None
+
+
+def _step_to_end(
+    engine: Engine, jobs: Sequence[Job], printer: Printer | None, interrupts: Interrupts
+) -> bool:
+    """Step until no job is left, or a signal asks for an end; return whether one did."""
+    by_choice = {(str(job.request), job.choice): job for job in jobs}
+
+    def take_step() -> None:
+        for output in engine.step():
+            job = by_choice[output.request_id, output.index]
+            before = job.metrics
+            job.take(output)
+            if printer is not None:
+                printer.show(job, output, before)
+
+    with interrupts.held():
+        while engine.has_unfinished_requests() and not interrupts.is_asked:
+            take_step()
+        if not interrupts.is_asked:
+            return False
+        say("interrupted: ending what runs; again to end at once")
+        for request_id in {str(job.request) for job in jobs if job.finish_reason is None}:
+            # It may have ended in a step whose outputs nobody has read yet.
+            with contextlib.suppress(ValueError):
+                engine.abort(request_id)
+        while engine.has_unfinished_requests():
+            take_step()
+        return True

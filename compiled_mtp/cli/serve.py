@@ -1,0 +1,19 @@
+"""`compiled-mtp serve`: the service, where its packages are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compiled_mtp.cli.console import EXIT_USAGE, say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; return the exit code."""
+    try:
+        from compiled_mtp.server.serve import main as serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("compiled_mtp"):
+            raise
+        say(f"error: serve needs the package {error.name}, got none; pip install 'compiled-mtp[server]'")
+        return EXIT_USAGE
+    return serve(argv)

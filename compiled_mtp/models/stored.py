@@ -1,0 +1,68 @@
+"""What a checkpoint's tensors say where its config.json says otherwise, as fine-tunes leave them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from compiled_mtp.errors import check, shown
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.headers import Header, read_headers
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+# Rows that are compared at a time: two tables of a released model take gigabytes.
+_ROWS = 4096
+
+
+def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
+    """Return `config` as the tensors in `root` have it; a folder without *.safetensors changes nothing.
+
+    mtp_num_layers is 1 where an MTP head is stored: a draft changes no token, so a head that config.json
+    denies is used. tie_word_embeddings is False where the head that is stored differs from the embedding,
+    as transformers 5 has it. Raises ValueError for an adapter.
+    """
+    adapter = root / "adapter_config.json"
+    remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"
+    check(not adapter.is_file(), "model", "be merged with its adapter", shown(adapter), remedy)
+    if not any(root.glob("*.safetensors")):
+        return config
+    headers = read_headers(root)
+    if not config.mtp_num_layers and any(name.startswith("mtp.") for name in headers):
+        logger.info("config.json of %s names no MTP head; the one that is stored is used", root)
+        config = replace(config, mtp_num_layers=1)
+    if not config.tie_word_embeddings or not {EMBEDDING, HEAD} <= headers.keys():
+        return config
+    if _are_equal(headers):
+        logger.info("%s is the embedding once more; it is skipped", headers[HEAD].name)
+        return config
+    logger.warning(
+        "config.json of %s ties the head to the embedding, but %s differs from it: it is used as the head",
+        root,
+        headers[HEAD].name,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(headers: Mapping[str, Header]) -> bool:
+    """Whether embedding and head hold the same numbers."""
+    both = [headers[EMBEDDING], headers[HEAD]]
+    if both[0].shape != both[1].shape or len(both[0].shape) != 2:
+        return False
+    with (
+        safe_open(both[0].file, framework="pt", device="cpu") as one,
+        safe_open(both[1].file, framework="pt", device="cpu") as other,
+    ):
+        slices = one.get_slice(both[0].name), other.get_slice(both[1].name)
+        for first in range(0, both[0].shape[0], _ROWS):
+            rows = [part[first : first + _ROWS] for part in slices]
+            # FP8 cannot be compared as it is.
+            if not torch.equal(rows[0].float(), rows[1].float()):
+                return False
+    return True

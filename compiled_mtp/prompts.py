@@ -1,0 +1,63 @@
+"""What `Engine.generate` takes and gives: many prompts of any kind, one output for each choice. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from compiled_mtp.errors import quote
+from compiled_mtp.request import RequestOutput, SamplingParams
+
+Chat = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Chat
+Params = SamplingParams | Iterable[SamplingParams] | None
+
+
+def kind_of(prompt: Prompt) -> str:
+    """What add_request takes it as."""
+    if isinstance(prompt, str):
+        return "prompt"
+    if isinstance(prompt, Mapping):
+        raise ValueError(f"prompt must be text, ids or a chat, got {quote(prompt)}; give a chat as messages")
+    return "messages" if _is_chat(prompt) else "prompt_token_ids"
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
+    """The prompts of a call of `generate`."""
+    if (prompts is None) == (messages is None):
+        given = "neither" if prompts is None else "both"
+        raise ValueError(f"prompts and messages must be given exactly once, got {given}; choose one")
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts must be a list, got the text {quote(prompts)}; put it into a list")
+    if prompts is None:
+        prompts = [messages] if _is_chat(messages) else messages
+    try:
+        return list(prompts)
+    except TypeError:
+        raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one") from None
+
+
+def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:
+    """Parameters for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    params = list(params)
+    if len(params) != len(prompts):
+        raise ValueError(
+            f"params must be one or as many as prompts, got {len(params)} for {len(prompts)}; match them"
+        )
+    return params
+
+
+def join(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The last output of a choice, with the tokens, texts and log probabilities of all."""
+    tokens = [token_id for output in outputs for token_id in output.new_token_ids]
+    text = "".join(output.new_text for output in outputs)
+    entries = [entry for output in outputs for entry in output.logprobs or ()]
+    has_entries = any(output.logprobs is not None for output in outputs)
+    last = outputs[-1]
+    return last._replace(new_token_ids=tokens, new_text=text, logprobs=entries if has_entries else None)

@@ -1,0 +1,151 @@
+"""An engine without a model: each request answers with its prompt in capitals, a window a step."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from compiled_mtp.cli import run
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.plan import RowLogprobs
+from compiled_mtp.request import Request, RequestOutput, SamplingParams
+
+WIDTH = 3
+made: list[FakeEngine] = []
+
+
+class Letters:
+    """Token i is the character chr(i)."""
+
+    def add(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeFront:
+    """Takes prompts of at most 40 characters."""
+
+    limits = SimpleNamespace(max_model_len=40)
+
+    def make_request(self, request_id: str, params: SamplingParams, **prompt: Any) -> None:
+        if len(text_of(prompt)) > self.limits.max_model_len:
+            raise ValueError(
+                "prompt must be shorter than max_model_len=40 tokens, got a long one; shorten it"
+            )
+
+
+def open_front(config: EngineConfig) -> FakeFront:
+    if config.model == Path("/nowhere"):
+        raise ValueError("model must be a directory with a config.json, got /nowhere; pass\na checkpoint")
+    return FakeFront()
+
+
+def text_of(prompt: dict[str, Any]) -> str:
+    ((kind, value),) = ((kind, value) for kind, value in prompt.items() if value is not None)
+    return value if kind == "prompt" else "".join(map(chr, value)) if kind == "prompt_token_ids" else "chat"
+
+
+class FakeEngine:
+    """`wait_for` is called before a step with the number of those before it."""
+
+    is_compiled = False
+    num_threads: int | None = None
+    interrupt_after: int | None = None
+    wrong_with_mtp_step_0 = False
+    fail: str | None = None
+
+    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront) -> None:
+        assert isinstance(front, FakeFront)
+        self.config = config
+        self.steps = 0
+        self.closed = False
+        self.answers: dict[str, str] = {}
+        self.requests: dict[str, Request] = {}
+        self.params: list[SamplingParams] = []
+        self.aborted: set[str] = set()
+        made.append(self)
+        if self.interrupt_after == 0:
+            raise KeyboardInterrupt
+        progress("weights", 1, 2)
+        progress("weights", 2, 2)
+
+    def add_request(self, params: SamplingParams, request_id: str, **prompt: Any) -> str:
+        text = text_of(prompt)
+        request = Request(request_id, [1] * len(text), params, detokenizer=Letters())
+        request.history.mtp_step = self.config.mtp_step
+        self.requests[request_id], self.answers[request_id] = request, text.upper() + "." * 200
+        self.params.append(params)
+        return request_id
+
+    def has_unfinished_requests(self) -> bool:
+        return any(request.finish_reason is None for request in self.requests.values())
+
+    def abort(self, request_id: str) -> None:
+        if self.requests[request_id].finish_reason is not None:
+            raise ValueError("request_id must name a request that has not finished")
+        self.aborted.add(request_id)
+
+    def before_step(self) -> None:
+        """Where a test interferes."""
+
+    def step(self) -> list[RequestOutput]:
+        self.steps += 1
+        self.before_step()
+        if self.steps == self.interrupt_after:
+            raise KeyboardInterrupt
+        outputs = []
+        # Backwards, so that the last request is finished first.
+        for name, request in reversed(self.requests.items()):
+            if request.finish_reason is not None:
+                continue
+            if name in self.aborted:
+                text = request.finish("abort")
+                outputs.append(RequestOutput(name, [], text, request.metrics, "abort"))
+                continue
+            outputs += self.advance(name, request)
+        return outputs
+
+    def advance(self, name: str, request: Request) -> list[RequestOutput]:
+        done = len(request.output_token_ids)
+        window = self.answers[name][done : done + (WIDTH if self.config.mtp_step else 1)]
+        if self.wrong_with_mtp_step_0 and not self.config.mtp_step and done == 2:
+            window = "?"
+        num_drafts = len(window) - 1 if done else None
+        rows = RowLogprobs([-1.0] * 9, [1] * 9, [[]] * 9, [[]] * 9)
+        kept, text = request.append([ord(c) for c in window], num_drafts, time.monotonic(), logprobs=rows)
+        error = None
+        if self.fail == name:
+            request.finish("error")
+            error = "the device is on fire"
+        reason, entries = request.finish_reason, request.take_logprobs()
+        output = RequestOutput(name, kept, text, request.metrics, reason, error, entries)
+        # Further choices say the same, and their numbers at the end.
+        return [
+            *(
+                output._replace(index=index, new_text=text + str(index) * bool(reason))
+                for index in range(request.params.n - 1, 0, -1)
+            ),
+            output,
+        ]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_main(*flags: object) -> int:
+    try:
+        return run.main([str(flag) for flag in flags])
+    except SystemExit as error:
+        return int(error.code or 0)

@@ -1,0 +1,59 @@
+"""From flags to a service: what it is called, and what is refused before the weights are loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.server import serve
+from compiled_mtp.server.config import ServerConfig
+
+SHIPPED = Path(EngineConfig().model)
+
+
+class FakeEngine:
+    num_threads = None
+
+    def __init__(self, config: EngineConfig, *, front: Any) -> None:
+        self.runner = type("FakeRunner", (), {"max_model_len": 99})
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the services that would have been made would have been made of."""
+    calls: list[tuple[Any, ...]] = []
+
+    def make(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise ValueError("stopped here")
+
+    monkeypatch.setattr("compiled_mtp.engine.Engine", FakeEngine)
+    monkeypatch.setattr(serve, "make_service", make)
+    return calls
+
+
+@pytest.mark.parametrize("name", [(), ("own",)])
+def test_a_repository_is_served_under_its_own_name(
+    made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("compiled_mtp.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
+    config = ServerConfig(port=0, served_model_name=name)
+    with pytest.raises(ValueError, match="stopped here"):
+        serve.serve(config, EngineConfig(model="Acme/Tiny"))
+    ((_, _, path, _, used),) = made
+    assert path == SHIPPED
+    assert used.served_model_name == (name or ("Acme/Tiny",))
+
+
+def test_a_checkpoint_without_a_tokenizer(made: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    for file in SHIPPED.iterdir():
+        if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
+            shutil.copy(file, tmp_path)
+    with pytest.raises(ValueError, match=r"model must hold a tokenizer.json, got .*; download it whole"):
+        serve.serve(ServerConfig(port=0), EngineConfig(model=tmp_path))
+    assert made == []
