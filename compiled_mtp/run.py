@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -67,6 +68,7 @@ class Job:
     error: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     def take(self, output: RequestOutput) -> None:
         """Add what one step gave."""
@@ -75,6 +77,8 @@ class Job:
         self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,13 +419,20 @@ def _to_line(index: int, job: Job) -> dict[str, Any]:
         "finish_reason": job.finish_reason,
         "error": job.error,
         "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
-        "logprobs": None if job.logprobs is None else list(map(_entry_fields, job.logprobs)),
+        "logprobs": _entries(job.logprobs),
+        "prompt_logprobs": _entries(job.prompt_logprobs),
     }
+
+
+def _entries(entries: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
+    return None if entries is None else list(map(_entry_fields, entries))
 
 
 def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
     top = [{"id": one.token_id, "bytes": list(one.bytes), "logprob": one.logprob} for one in entry.top]
-    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": entry.logprob}
+    # JSON has no infinity: a prompt's token whose row is not finite has no number.
+    logprob = entry.logprob if math.isfinite(entry.logprob) else None
+    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob}
     return fields | {"rank": entry.rank, "top": top}
 
 
