@@ -44,6 +44,7 @@ from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
+from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)
@@ -336,7 +337,9 @@ def _draft_ids(settings: _Settings) -> torch.Tensor | None:
 
 
 def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> int:
-    """How many blocks fit beside the weights, the states, a draft head of its own and the rows of halves."""
+    """How many blocks fit beside the weights, the states, a draft head of its own, the rows of halves and a
+    slice of a prompt's logits.
+    """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
         num_attention_layers=model.num_attention_layers + (settings.depths[-1] > 0),
@@ -357,7 +360,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
-    other_bytes += half_rows * model.vocab_size * torch.float32.itemsize
+    other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
         other_bytes += settings.features.host_records * shape.state_row_bytes()

@@ -110,7 +110,10 @@ class StepPlan:
     move: nothing is launched; its result comes when every copy given so far is complete.
 
     logprobs: how many of the likeliest ids some request wants listed, at most 20, or -1 for no log
-    probabilities; first and accept alone have them. wants_drafts: the result names the next round's drafts.
+    probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
+    logits after masks, temperature and filters. next_ids: of a chunk of a prompt whose own log probabilities
+    are wanted, the id that follows each of its tokens in the prompt, else empty. wants_drafts: the result
+    names the next round's drafts.
     """
 
     step_id: int
@@ -126,6 +129,8 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
     logprobs: int = -1
+    has_processed_logprobs: bool = False
+    next_ids: tuple[int, ...] = ()
     wants_drafts: bool = False
 
 
@@ -150,8 +155,8 @@ class StepResult:
     not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
     is not finite; token_ids holds what was drawn before that row. all_masked: likewise, since every id of
     that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of
-    the copies that are complete. logprobs: those of token_ids, where they were asked for, else empty. With an
-    error none of the plan's copies is under way any more.
+    the copies that are complete. logprobs: those of token_ids, where they were asked for, else empty;
+    prompt_logprobs: those of plan.next_ids. With an error none of the plan's copies is under way any more.
     """
 
     plan: StepPlan
@@ -162,3 +167,4 @@ class StepResult:
     error: str | None = None
     all_masked: tuple[int, ...] = ()
     logprobs: Sequence[RowLogprobs] = ()
+    prompt_logprobs: RowLogprobs | None = None

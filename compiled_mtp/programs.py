@@ -24,7 +24,9 @@ from compiled_mtp.graphs.compile import (
     save_program,
     without_collector,
 )
+from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.ops.sample import filter_logits
+from compiled_mtp.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.step import Step
 
 # The first call compiles, the second records a CUDA graph, the third replays it.
@@ -120,9 +122,10 @@ class Programs:
         masks: torch.Tensor | None = None,
         *,
         with_logprobs: bool = False,
+        with_processed: bool = False,
     ) -> torch.Tensor:
         """The second half of the round of the last `verify`; returns what `Step.decode` does, with_logprobs
-        with `pack_logprobs`.
+        with `pack_logprobs`; with_processed says that some request wants those of its processed logits.
 
         masks: those of the slots' rows, on the device, as `sample` takes them. Raises ValueError unless the
         verify was of the same slots and depth.
@@ -137,19 +140,27 @@ class Programs:
         state_index = self._upload_slots(bucket, slots)
         if masks is not None:
             step.masks[: masks.shape[0]] = masks
-        filtered = step.filter_half(state_index, verify_step) if with_logprobs else None
+        # What the tokens are drawn from; the slots' own state has moved on once they are.
+        filtered = step.filter_half(state_index, verify_step) if with_logprobs and with_processed else None
         packed = self._call(self._accept[bucket], (state_index, verify_step, draft_step))
         if masks is not None:
             step.masks[: masks.shape[0]] = -1
-        if filtered is None:
+        if not with_logprobs:
             return packed
         return step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
 
     @torch.no_grad()
     def first(
-        self, slot: int, draft_step: int, masks: torch.Tensor | None = None, *, with_logprobs: bool = False
+        self,
+        slot: int,
+        draft_step: int,
+        masks: torch.Tensor | None = None,
+        *,
+        with_logprobs: bool = False,
+        with_processed: bool = False,
     ) -> torch.Tensor:
-        """`first_token` of a slot whose prompt is processed, with masks [1, words] or log probabilities.
+        """`first_token` of a slot whose prompt is processed, with masks [1, words] or log probabilities as
+        `accept` has them.
 
         Runs as it is, uncompiled: a request has one first token.
         """
@@ -157,12 +168,17 @@ class Programs:
         self._check_draft_step(draft_step)
         self._upload(state_index, (slot,))
         logits, sampling = step.first_logits(state_index)
-        filtered = filter_logits(logits, *sampling, None, masks) if with_logprobs else None
+        has_filtered = with_logprobs and with_processed
+        filtered = filter_logits(logits, *sampling, None, masks) if has_filtered else None
         packed = step.conclude_first(state_index, logits, sampling, draft_step, masks)
-        return packed if filtered is None else step.logprobs(packed, state_index, logits, filtered)
+        return step.logprobs(packed, state_index, logits, filtered) if with_logprobs else packed
 
-    def prefill(self, slot: int, token_ids: Sequence[int], start: int) -> None:
-        """One chunk of the prompt in `slot`."""
+    def prefill(
+        self, slot: int, token_ids: Sequence[int], start: int, next_ids: Sequence[int] = ()
+    ) -> RowLogprobs | None:
+        """One chunk of the prompt in `slot`; with next_ids, the ids behind its tokens, their log
+        probabilities, and rows without a meaning behind them up to a multiple of SLICE_ROWS.
+        """
         count = len(token_ids)
         length = pick_prefill_length(self.lengths, count)
         buffer = self._prefill_inputs[length]
@@ -172,7 +188,13 @@ class Programs:
         self._upload(self._prefill_slot, (slot,))
         self._upload(self._start, (start,))
         self._upload(self._length, (count,))
-        self._call(self._prefill[length], (tokens, self._prefill_slot, self._start, self._length))
+        place = (self._prefill_slot, self._start, self._length)
+        hidden = self._call(self._prefill[length], (tokens, *place))
+        if not next_ids:
+            return None
+        chosen = self._zeros(-(-len(next_ids) // SLICE_ROWS) * SLICE_ROWS, torch.int64)
+        self._upload(chosen[: len(next_ids)], next_ids)
+        return score_rows(self.step.target, hidden, chosen, self.step.num_valid_ids)
 
     def first_token(self, draft_step: int) -> torch.Tensor:
         """What follows the last chunk, in the slot of the last `prefill`; returns what Step.first_token does.
@@ -199,7 +221,31 @@ class Programs:
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved)
 
+    @torch.no_grad()
+    def launch_apart(self) -> None:
+        """Launch, on padding rows alone, what masks and log probabilities launch beside the programs.
+
+        So their kernels are compiled when the engine starts, and not in the round of the first request that
+        asks for them. A forward has no kernel of its own there.
+        """
+        step, kept_rows = self.step, self.step.verified_logits.shape[0]
+        step.reserve_halves(max(bucket.rows for bucket in self.buckets))
+        for bucket in self.buckets:
+            state_index = self._state_indices[bucket.groups]
+            filtered = step.filter_half(state_index, bucket.verify_step)
+            packed = step.accept_half(state_index, bucket.verify_step, bucket.draft_step)
+            step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
+        masks = step.masks[:1].clone()
+        step.reserve_halves(kept_rows)
+        for draft_step in self._first_token:
+            for own_masks in (None, masks):
+                self.first(0, draft_step, own_masks, with_logprobs=True, with_processed=True)
+        hidden = step.slots.last_hidden[:1]
+        score_rows(step.target, hidden, self._zeros(SLICE_ROWS, torch.int64), step.num_valid_ids)
+
     def _prepare_all(self, progress: Callable[[int, int], None] | None, saved: Path | None) -> None:
+        if self.device.type == "cuda":
+            self.launch_apart()  # It makes buffers anew, so it comes first.
         self._mark_static()
         if saved is not None:
             self._check_layout(saved)

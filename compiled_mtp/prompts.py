@@ -59,5 +59,10 @@ def join(outputs: Sequence[RequestOutput]) -> RequestOutput:
     text = "".join(output.new_text for output in outputs)
     entries = [entry for output in outputs for entry in output.logprobs or ()]
     has_entries = any(output.logprobs is not None for output in outputs)
-    last = outputs[-1]
-    return last._replace(new_token_ids=tokens, new_text=text, logprobs=entries if has_entries else None)
+    of_prompt = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+    return outputs[-1]._replace(
+        new_token_ids=tokens,
+        new_text=text,
+        logprobs=entries if has_entries else None,
+        prompt_logprobs=of_prompt,
+    )

@@ -142,6 +142,8 @@ class RequestOutput(NamedTuple):
     new_token_ids holds the token that ended the request; new_text holds its stop only with `include_stop`.
     index is that of the choice. logprobs, None if nobody asked for them, hold an entry for each token whose
     text is in new_text: text that is held back holds entries back, and in all there is one for each token.
+    prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for each token of the
+    prompt but the first, None in every other output and where the request ended before its prompt was read.
     """
 
     request_id: str
@@ -152,6 +154,7 @@ class RequestOutput(NamedTuple):
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
     index: int = 0  # type: ignore[assignment]  # OpenAI's name; nobody looks for an item of an output.
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 def _no_bytes(token_id: int) -> bytes:
@@ -188,6 +191,7 @@ class Request:
     _stop_ids: frozenset[int] = field(init=False)
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
+    _prompt_logprobs: list[TokenLogprob] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -200,6 +204,7 @@ class Request:
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
         self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self.max_output = self.params.max_tokens
+        self._prompt_logprobs = [] if self.has_prompt_logprobs else None
         self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
         self._stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
@@ -224,6 +229,18 @@ class Request:
     def is_halved(self) -> bool:
         """Whether its rounds run as two halves: masks are made in between, or logits are looked at."""
         return self.guide is not None or self.params.logprobs is not None
+
+    @property
+    def has_processed_logprobs(self) -> bool:
+        """Whether its log probabilities are those of its processed logits."""
+        return self.params.logprobs is not None and self.params.logprobs_mode == "processed"
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether its prompt has log probabilities: every row of it must then be computed, even of a part
+        that is known already. The choices of a request share a prompt, of which choice 0 tells.
+        """
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     def append(
         self,
@@ -288,6 +305,23 @@ class Request:
             return None
         taken, self._new_logprobs = self._new_logprobs, []
         return taken
+
+    def add_prompt_logprobs(self, start: int, token_ids: Sequence[int], rows: RowLogprobs) -> None:
+        """Take what a chunk that begins at `start` gives to the prompt's token_ids behind each of its rows.
+
+        A chunk may come again: it is the same.
+        """
+        if self._prompt_logprobs is not None and self.params.prompt_logprobs is not None:
+            entries = make_entries(token_ids, rows, self.params.prompt_logprobs, self.token_bytes)
+            self._prompt_logprobs[start : start + len(entries)] = entries
+
+    def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """Return the entries of all the prompt's tokens but the first, once, when they are known."""
+        entries = self._prompt_logprobs
+        if entries is None or len(entries) < self.prompt_len - 1:
+            return None
+        self._prompt_logprobs = None
+        return entries
 
     def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
         """The tokens up to the first stop id behind those that `min_tokens` protects; sets finish_reason."""

@@ -13,7 +13,8 @@ from compiled_mtp.build import Features, Fill, Progress, build
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
-from compiled_mtp.step_output import StepOutput, unpack_logprobs
+from compiled_mtp.prompt_logprobs import SLICE_ROWS
+from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +128,18 @@ class Runner:
         if plan.kind == "decode":
             return programs.decode(plan.slots, *depth)
         if plan.kind == "prefill":
-            programs.prefill(plan.slots[0], plan.token_ids, plan.start)
-            return programs.first_token(plan.draft_step) if plan.is_last else None
-        with_logprobs, masks = plan.logprobs >= 0, self._masks.pop(plan.step_id, None)
+            scored = programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.next_ids)
+            output = programs.first_token(plan.draft_step) if plan.is_last else None
+            if scored is None:
+                return output
+            empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
+            return pack_logprobs(empty if output is None else output, scored)
+        masks = self._masks.pop(plan.step_id, None)
+        wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
         if plan.kind == "first":
-            return programs.first(plan.slots[0], plan.draft_step, masks, with_logprobs=with_logprobs)
+            return programs.first(plan.slots[0], plan.draft_step, masks, **wants)
         if plan.kind == "accept":
-            return programs.accept(plan.slots, *depth, masks, with_logprobs=with_logprobs)
+            return programs.accept(plan.slots, *depth, masks, **wants)
         if plan.kind == "verify":
             programs.verify(plan.slots, *depth)
         return None
@@ -170,8 +176,13 @@ class Runner:
     def _read(self, plan: StepPlan, packed: torch.Tensor | None) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
         copies_done = tuple([move.copy_id for move in plan.moves if isinstance(move, Copy)])
-        if packed is None:
-            return StepResult(plan, [[] for _ in plan.slots], copies_done=copies_done)
+        prompt_logprobs = None
+        if packed is not None and (count := len(plan.next_ids)):
+            packed, scored = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
+            prompt_logprobs = RowLogprobs(*(column[:count].tolist() for column in scored))
+        if packed is None or not packed.shape[1]:
+            nothing: list[list[int]] = [[] for _ in plan.slots]
+            return StepResult(plan, nothing, copies_done=copies_done, prompt_logprobs=prompt_logprobs)
         num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
         output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(plan.slots)
@@ -185,6 +196,7 @@ class Runner:
             copies_done,
             all_masked=tuple([i for i in undrawn if output[i].is_masked]),
             logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -257,8 +257,8 @@ class Step(nn.Module):
         """Process one chunk of one prompt.
 
         token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple of
-        the chunk size; state_index [1] int32. Returns the target's hidden state of the last real row [1, H].
-        Mutates the caches, and the slot's base, pos and last_hidden.
+        the chunk size; state_index [1] int32. Returns the target's hidden states [T, H], of which the first
+        `length` are real. Mutates the caches, and the slot's base, pos and last_hidden.
         """
         slots = self.slots
         index = state_index.to(torch.int64)
@@ -269,11 +269,10 @@ class Step(nn.Module):
             # the chunk before has left.
             carried = torch.where(start[:, None] > 0, slots.last_hidden[index], 0.0)
             self._draft_forward(token_ids, torch.cat((carried, hidden[:-1])), rows)
-        last_hidden = hidden.index_select(0, length - 1)
-        slots.last_hidden[index] = last_hidden
+        slots.last_hidden[index] = hidden.index_select(0, length - 1)
         slots.base[index] = start + length
         slots.pos[index] = start + length
-        return last_hidden
+        return hidden
 
     def first_token(self, state_index: torch.Tensor, draft_step: int) -> torch.Tensor:
         """Sample y_0 after the last chunk of a prompt and draft from it: the first round is a real one.
@@ -323,14 +322,19 @@ class Step(nn.Module):
         return StepOutput(num_new, num_finite, token[:, None], drafts).pack()
 
     def logprobs(
-        self, packed: torch.Tensor, state_index: torch.Tensor, raw: torch.Tensor, filtered: torch.Tensor
+        self,
+        packed: torch.Tensor,
+        state_index: torch.Tensor,
+        raw: torch.Tensor,
+        filtered: torch.Tensor | None,
     ) -> torch.Tensor:
         """`packed` with the log probabilities of its tokens: of rows [B * W, V] the raw logits or, for
-        requests that ask for it, the filtered ones."""
-        index = state_index.to(torch.int64)
-        num_tokens = raw.shape[0] // index.shape[0]
-        is_processed = (self.slots.features[index] & PROCESSED_LOGPROBS) != 0
-        rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
+        requests that ask for it, the filtered ones; None where nobody does."""
+        rows, num_tokens = raw, raw.shape[0] // state_index.shape[0]
+        if filtered is not None:
+            features = self.slots.features[state_index.to(torch.int64)]
+            is_processed = (features & PROCESSED_LOGPROBS) != 0
+            rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
         chosen = packed[:, 2 : 2 + num_tokens].reshape(-1).contiguous()
         num_valid_ids = min(self.num_valid_ids, raw.shape[1])
         return pack_logprobs(packed, row_logprobs(rows, chosen, num_valid_ids))

@@ -103,3 +103,9 @@ def unpack_logprobs(packed: torch.Tensor, num_tokens: int) -> list[RowLogprobs]:
         RowLogprobs(own_values[:, 0], own[:, 1], own[:, 2:split], own_values[:, split:])
         for own, own_values in zip(rows, values, strict=True)
     ]
+
+
+def split_logprobs(packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, RowLogprobs]:
+    """What `pack_logprobs` was given of a single request, and those of its num_tokens tokens."""
+    (logprobs,) = unpack_logprobs(packed, num_tokens)
+    return packed[:, : packed.shape[1] - num_tokens * _LOGPROB_WIDTH], logprobs

@@ -228,10 +228,11 @@ class FakeRunner:
         self._read(row, plan.start)
         self._write(row, plan.start, end - 1 + plan.draft_step)
         row.pos = end
+        scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
         if not plan.is_last:
             self.last_chunk = plan
-            return StepResult(plan, [[]])
-        return self._emit(plan, [0])
+            return StepResult(plan, [[]], prompt_logprobs=scored)
+        return replace(self._emit(plan, [0]), prompt_logprobs=scored)
 
     def _first(self, plan: StepPlan) -> StepResult:
         chunk = self.last_chunk

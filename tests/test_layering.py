@@ -46,6 +46,7 @@ FLOORS = {
     "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
+    "compiled_mtp.prompt_logprobs": 6,
     "compiled_mtp.step": 6,
     "compiled_mtp.programs": 7,
     "compiled_mtp.build": 8,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from compiled_mtp.plan import SlotSampling, StepPlan, StepResult
 from compiled_mtp.runner import Runner
 from tests.checkpoints import write_checkpoint
-from tests.drivers import Driver, make_runner
+from tests.drivers import BLOCKS_EACH, Driver, make_runner
 from tests.engines import prompt_of
 from tests.ops.sample_cases import pack_masks
 
@@ -79,7 +79,8 @@ class Mixed:
         driver, verify_step = self.driver, fields.get("verify_step", 0)
         slots = tuple(driver.slots[name] for name in names)
         self.number += 1
-        plan = StepPlan(self.number, kind, slots, slots, logprobs=20, wants_drafts=True, **fields)
+        listed = {"logprobs": 20, "has_processed_logprobs": True}
+        plan = StepPlan(self.number, kind, slots, slots, wants_drafts=True, **listed, **fields)
         if kind in ("first", "accept"):
             rows = []
             for name in names:
@@ -118,7 +119,7 @@ def alone(runner: Runner, prompt: list[int], sampling: SlotSampling, is_guided: 
     """Token by token, as far as there is one."""
     mixed = Mixed(runner, {"a"} if is_guided else set())
     if mixed.start("a", 2, prompt, sampling, 0):
-        while len(mixed.driver.tokens["a"]) < COUNT + 4 and not mixed.round(["a"], 0, 0):
+        while len(mixed.driver.tokens["a"]) < COUNT and not mixed.round(["a"], 0, 0):
             pass
     return mixed
 
@@ -148,37 +149,48 @@ def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
         assert len(mixed.logprobs[name]) == len(got)
 
 
-def test_what_is_asked_is_done(runners: dict[int, Runner]) -> None:
-    """Each wish on its own against the plain stream: the token that it forbids is not drawn."""
-    plain = alone(runners[0], PROMPTS[0], SlotSampling(1, 0.0, 0, 1.0, 0.0), False).driver.tokens["a"]
+def test_what_is_asked_is_done(tmp_path: Path) -> None:
+    """Each wish against the stream without one: the token that it forbids is not drawn."""
+    write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    room = {"max_batch": 9, "num_blocks": 9 * BLOCKS_EACH + 1}
+    runners = {depth: make_runner(tmp_path, mtp_step=depth, **room) for depth in (0, 3)}
+
+    def streams(depth: int, wishes: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+        mixed = Mixed(runners[depth], set())
+        for slot, (name, wish) in enumerate(wishes.items(), start=1):
+            mixed.start(name, slot, PROMPTS[0], SlotSampling(1, 0.0, 0, 1.0, 0.0, **wish), depth)
+        while min(map(len, mixed.driver.tokens.values())) < COUNT:
+            mixed.round(list(wishes), depth, depth)
+        return {name: tokens[:COUNT] for name, tokens in mixed.driver.tokens.items()}
+
+    plain = streams(0, {"nothing": {}})["nothing"]
     first, second, third = plain[:3]
-
-    def tokens(**wish: Any) -> list[int]:
-        sampling = SlotSampling(1, 0.0, 0, 1.0, 0.0, **wish)
-        mixed = Mixed(runners[3], set())
-        mixed.start("a", 1, PROMPTS[0], sampling, 3)
-        while len(mixed.driver.tokens["a"]) < COUNT:
-            mixed.round(["a"], 3, 3)
-        found = mixed.driver.tokens["a"][:COUNT]
-        assert found == alone(runners[0], PROMPTS[0], sampling, False).driver.tokens["a"][:COUNT]
-        return found
-
-    assert tokens() == plain[:COUNT]
-    assert tokens(bias=((first, -100.0),))[0] != first
-    assert set(tokens(allowed_ids=(5, 6))) <= {5, 6}
     start = len(PROMPTS[0])
-    held = tokens(stop_ids=(first,), min_position=start + 5)
-    assert first not in held[:5]
-    spoken = tokens(bad_words=((first, second),))
-    assert spoken[0] == first
-    assert spoken[1] != second
-    assert (first, second) not in pairwise(spoken)
-    spoken = tokens(bad_words=((first, second, third),))
-    assert spoken[:2] == [first, second]
-    assert spoken[2] != third
-    assert len(set(tokens(frequency_penalty=100.0))) == COUNT
-    assert len(set(tokens(presence_penalty=100.0))) == COUNT
-    assert first not in tokens(repetition_penalty=1e6, prompt_ids=tuple(plain[:1]))[:1]
+    wishes: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "bias": {"bias": ((first, -100.0),)},
+        "allowed": {"allowed_ids": (5, 6)},
+        "held": {"stop_ids": (first,), "min_position": start + 5},
+        "pair": {"bad_words": ((first, second),)},
+        "triple": {"bad_words": ((first, second, third),)},
+        "frequency": {"frequency_penalty": 100.0},
+        "presence": {"presence_penalty": 100.0},
+        "repetition": {"repetition_penalty": 1e6, "prompt_ids": tuple(plain[:1])},
+    }
+    got = streams(3, wishes)
+    assert got == streams(0, wishes)
+    assert got["nothing"] == plain
+    assert got["bias"][0] != first
+    assert set(got["allowed"]) <= {5, 6}
+    assert first not in got["held"][:5]
+    assert got["pair"][0] == first
+    assert got["pair"][1] != second
+    assert (first, second) not in pairwise(got["pair"])
+    assert got["triple"][:2] == [first, second]
+    assert got["triple"][2] != third
+    assert len(set(got["frequency"])) == COUNT
+    assert len(set(got["presence"])) == COUNT
+    assert got["repetition"][0] != first
 
 
 def test_masks_are_checked(runners: dict[int, Runner]) -> None:

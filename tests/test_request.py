@@ -98,7 +98,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"typical_p": 1}, r"^typical_p must be left out, got 1; use top_p or min_p"),
         ({"thinking_budget": 10}, r"^thinking_budget must be left out, got 10; set max_tokens"),
         ({"truncate_prompt_tokens": 5}, r"^truncate_prompt_tokens must be left out, got 5; cut the prompt"),
-        ({"prompt_logprobs": 1}, r"^prompt_logprobs must be left out, got 1; only the output's tokens"),
+        ({"prompt_logprobs": -1}, r"^prompt_logprobs must be an integer from 0 to 20, got -1; "),
         ({"topp": True}, r"^topp must be a sampling parameter, got an unknown name"),
         ({"topp": [True]}, r"^topp must be a sampling parameter, got an unknown name"),
         ({"topp": 0.5}, r"^topp must be a sampling parameter, got an unknown name; known are max_tokens, "),

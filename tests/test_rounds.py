@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from compiled_mtp.build import Features
 from compiled_mtp.plan import StepPlan
+from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from tests.checkpoints import write_checkpoint
 from tests.drivers import Driver, make_runner
 from tests.engines import prompt_of
@@ -151,6 +154,39 @@ def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
     result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), verify_step=3, draft_step=3))
     assert result is not None
     assert "after None; plan both halves" in str(result.error)
+
+
+def test_what_runs_beside_the_programs_can_be_launched_ahead(
+    checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel of a round with masks and log probabilities, in every shape, and no request sees it."""
+    runner = make_runner(checkpoint)
+    rows: dict[str, list[int]] = {}
+
+    def record(module: str, name: str) -> None:
+        plain = getattr(import_module(f"compiled_mtp.{module}"), name)
+
+        def recorded(logits: torch.Tensor, *args: Any) -> Any:
+            is_masked = name == "sample" and args[-1] is not None
+            rows.setdefault(f"{name} masked" if is_masked else name, []).append(logits.shape[0])
+            return plain(logits, *args)
+
+        monkeypatch.setattr(f"compiled_mtp.{module}.{name}", recorded)
+
+    record("step", "row_logprobs")
+    record("step", "filter_logits")
+    record("step", "sample")
+    record("prompt_logprobs", "row_logprobs")
+    runner.programs.launch_apart()
+    rounds = [bucket.rows for bucket in runner.programs.buckets]
+    firsts = [1] * len({bucket.draft_step for bucket in runner.programs.buckets})
+    assert rows["filter_logits"] == rounds
+    assert rows["sample masked"] == rounds + firsts
+    assert rows["row_logprobs"] == [*rounds, *firsts, *firsts, SLICE_ROWS]
+    assert runner.step.verified_logits.shape[0] == 0
+    driver = Driver(runner)
+    mixed_rounds(driver)
+    check(driver, streams)
 
 
 def test_halves_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:

@@ -43,6 +43,7 @@ class Job:
     error: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     is_written: bool = False
 
     @property
@@ -57,6 +58,8 @@ class Job:
         self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
 
     def again(self) -> Job:
         """The same choice to be decoded again, with the seed that was drawn for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -164,13 +165,20 @@ def _to_line(job: Job) -> dict[str, Any]:
         "finish_reason": job.finish_reason,
         "error": job.error,
         "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
-        "logprobs": None if job.logprobs is None else list(map(_entry_fields, job.logprobs)),
+        "logprobs": _entries(job.logprobs),
+        "prompt_logprobs": _entries(job.prompt_logprobs),
     }
+
+
+def _entries(entries: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
+    return None if entries is None else list(map(_entry_fields, entries))
 
 
 def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
     top = [{"id": one.token_id, "bytes": list(one.bytes), "logprob": one.logprob} for one in entry.top]
-    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": entry.logprob}
+    # JSON has no infinity: a prompt's token whose row is not finite has no number.
+    logprob = entry.logprob if math.isfinite(entry.logprob) else None
+    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob}
     return fields | {"rank": entry.rank, "top": top}
 
 

@@ -21,8 +21,7 @@ LogprobsMode = Literal["raw", "processed"]
 _NO_BUDGET = "set max_tokens, or turn thinking off (chat_template_kwargs, enable_thinking)"
 
 REFUSED: dict[str, str] = {
-    "echo": "put the prompt before the text yourself",
-    "prompt_logprobs": "only the output's tokens have log probabilities in this version; use logprobs",
+    "echo": "put the prompt before the text yourself; prompt_logprobs gives its log probabilities",
     "suffix": "write the fill-in-the-middle prompt with the model's own tokens",
     "best_of": "use n and logprobs, and choose by the sum",
     "no_repeat_ngram_size": "use repetition_penalty, frequency_penalty or bad_words",
@@ -155,7 +154,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def logprobs(name: str, value: Any) -> int | None:
-    """logprobs: how many of the likeliest ids are listed, 0 to 20; None is off."""
+    """logprobs, prompt_logprobs: how many of the likeliest ids are listed, 0 to 20; None is off."""
     if value is None:
         return None
     return _integer(name, value, 0, MAX_LOGPROBS, "0 lists the token alone")

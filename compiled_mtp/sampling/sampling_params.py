@@ -92,6 +92,10 @@ class SamplingParams(BaseModel):
     logprobs_mode: Literal["raw", "processed"] = Field(
         default="raw", description="raw: of the model; processed: after masks, temperature and filters"
     )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        description="raw log probabilities of the prompt's tokens, and of so many of the likeliest, 0 to 20",
+    )
     response_format: dict[str, Any] | None = Field(
         default=None, description="OpenAI's: text, json_object or json_schema"
     )
@@ -158,6 +162,7 @@ class SamplingParams(BaseModel):
         params.stop_token_ids(self.stop_token_ids)
         params.num_choices(self.n, self.temperature)
         params.logprobs("logprobs", self.logprobs)
+        params.logprobs("prompt_logprobs", self.prompt_logprobs)
         params.only_one_grammar(self.__dict__)
         return self
 

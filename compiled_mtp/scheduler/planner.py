@@ -30,12 +30,13 @@ IsHalved = Callable[[], bool]
 
 class _Wants(NamedTuple):
     """What some requests ask of a launch beside their tokens: halves, a grammar's masks, and how many of the
-    likeliest ids (-1: no log probabilities).
+    likeliest ids (-1: no log probabilities), of some the processed ones.
     """
 
     is_halved: bool = False
     is_guided: bool = False
     logprobs: int = -1
+    has_processed_logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -258,6 +259,10 @@ class Planner:
             start=start,
             is_last=is_last,
             prompt_len=request.prompt_len,
+            # The last row of a chunk gives the first token of the next, that of the prompt nothing of it.
+            next_ids=tuple(request.prompt_token_ids[start + 1 : end + 1])
+            if request.has_prompt_logprobs
+            else (),
         )
 
     def _plan_first(self, holding: Holding) -> StepPlan:
@@ -271,6 +276,7 @@ class Planner:
             draft_step=self._draft_step,
             prompt_len=holding.request.prompt_len,
             logprobs=wants.logprobs,
+            has_processed_logprobs=wants.has_processed_logprobs,
             wants_drafts=wants.is_guided,
         )
 
@@ -307,6 +313,7 @@ class Planner:
             verify_step=first.verify_step,
             draft_step=first.draft_step,
             logprobs=opened.wants.logprobs,
+            has_processed_logprobs=opened.wants.has_processed_logprobs,
             wants_drafts=opened.wants.is_guided,
         )
         # What ended in between is released with a later plan: moves go before the launch.
@@ -334,6 +341,8 @@ class Planner:
         is_last: bool = False,
         prompt_len: int = 0,
         logprobs: int = -1,
+        has_processed_logprobs: bool = False,
+        next_ids: tuple[int, ...] = (),
         wants_drafts: bool = False,
     ) -> StepPlan:
         self._restore_install()
@@ -355,6 +364,8 @@ class Planner:
             moves=moves,
             block_updates=block_updates,
             logprobs=logprobs,
+            has_processed_logprobs=has_processed_logprobs,
+            next_ids=next_ids,
             wants_drafts=wants_drafts,
         )
 
@@ -378,7 +389,12 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     if not halved:
         return _Wants()
     listed = max(-1 if (most := request.params.logprobs) is None else most for request in halved)
-    return _Wants(True, any(request.guide is not None for request in halved), listed)
+    return _Wants(
+        True,
+        any(request.guide is not None for request in halved),
+        listed,
+        any(request.has_processed_logprobs for request in halved),
+    )
 
 
 def _least_output(holding: Holding, in_flight: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
-from compiled_mtp.plan import Copy, StepPlan, StepResult
+from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, new_tuple
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
@@ -163,6 +163,8 @@ class Scheduler:
             self._take_error(plan, result.error)
             return
         self._planner.read(plan)
+        if result.prompt_logprobs is not None:
+            self._take_prompt_logprobs(plan, result.prompt_logprobs)
         if plan.is_last or plan.kind in ("first", "decode", "accept"):
             self._take_tokens(result)
 
@@ -270,6 +272,11 @@ class Scheduler:
                 self._holdings.finish_transfer(holding)
         self._planner.look_again()
 
+    def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
+        holding = self._holdings.owners.get(plan.slots[0])
+        if holding is not None and holding.generation == plan.generations[0]:
+            holding.request.add_prompt_logprobs(plan.start, plan.next_ids, rows)
+
     def _take_tokens(self, result: StepResult) -> None:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
@@ -294,7 +301,7 @@ class Scheduler:
             reason, entries = request.finish_reason, request.take_logprobs()
             fields = (
                 *(request.request_id, kept, text, request.metrics),
-                *(reason, request.error, entries, request.index),
+                *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
             )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
@@ -363,8 +370,17 @@ def _last_output(
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)
     entries = request.take_logprobs()
-    metrics, index = request.metrics, request.index
-    return RequestOutput(request.request_id, list(token_ids), text, metrics, reason, error, entries, index)
+    return RequestOutput(
+        request.request_id,
+        list(token_ids),
+        text,
+        request.metrics,
+        reason,
+        error,
+        entries,
+        request.index,
+        request.take_prompt_logprobs(),
+    )
 
 
 def _describe_logits(request: Request) -> str:

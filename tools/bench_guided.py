@@ -1,0 +1,125 @@
+"""How many drafts are kept with a grammar and without one, where JSON is what a model writes.
+
+    python tools/bench_guided.py --prompts 24 --mtp-step 3
+
+Each prompt holds some records of one schema; with the grammar one more is decoded, and without it as many
+tokens. The draft is not masked, so a grammar costs acceptance where it forbids what the model would write.
+Ends in one JSON line; `ratio` is the acceptance rate with the grammar over that without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compiled_mtp import Engine, EngineConfig, RequestOutput, SamplingParams
+from compiled_mtp.spec.stats import SpeculationStats
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"enum": ["small", "large"]},
+        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
+        "is_done": {"type": "boolean"},
+    },
+    "required": ["name", "size", "parts", "is_done"],
+    "additionalProperties": False,
+}
+NAMES = ("items", "value", "result", "index", "total", "count", "name", "path", "line", "data")
+RECORDS = 3
+
+
+def make_prompt(number: int) -> str:
+    """Records of SCHEMA, one a line, as a list of them begins."""
+    rng = random.Random(number)
+    records = [
+        {
+            "name": rng.choice(NAMES),
+            "size": rng.choice(["small", "large"]),
+            "parts": [rng.randrange(100) for _ in range(rng.randint(0, 4))],
+            "is_done": rng.random() < 0.5,
+        }
+        for _ in range(RECORDS)
+    ]
+    return "records = [\n" + "".join(f"    {json.dumps(record)},\n" for record in records) + "    "
+
+
+def count(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
+    """How well drafting worked in these requests."""
+    total = SpeculationStats.empty(engine.config.mtp_step)
+    for output in outputs:
+        total = total.plus(output.metrics)
+    return total
+
+
+def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: int) -> dict[str, Any]:
+    """Acceptance with the grammar and without, and how many requests it left as they were."""
+    prompts = [make_prompt(number) for number in range(num_prompts)]
+    grammar: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    guided = engine.generate(
+        prompts,
+        [
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number, **grammar)
+            for number in range(num_prompts)
+        ],
+    )
+    plain = engine.generate(
+        prompts,
+        [
+            SamplingParams(
+                max_tokens=len(output.new_token_ids), temperature=temperature, seed=number, ignore_eos=True
+            )
+            for number, output in enumerate(guided)
+        ],
+    )
+    pairs = zip(guided, plain, strict=True)
+    counts = {"guided": count(engine, guided), "plain": count(engine, plain)}
+    rates = {name: one.acceptance_rate for name, one in counts.items()}
+    return {
+        "temperature": temperature,
+        "acceptance": {name: round(rate, 3) for name, rate in rates.items()},
+        "mean_new_tokens": {name: round(one.mean_new_tokens, 3) for name, one in counts.items()},
+        "ratio": round(rates["guided"] / rates["plain"], 3) if rates["plain"] else None,
+        "ended_by_grammar": sum(output.finish_reason == "stop" for output in guided),
+        "same_tokens": sum(one.new_token_ids == other.new_token_ids for one, other in pairs),
+        "tokens": sum(len(output.new_token_ids) for output in guided),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure at temperature 0 and 1 and print one JSON line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=EngineConfig().model)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--mtp-step", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    config = EngineConfig(
+        model=arguments.model,
+        device=arguments.device,
+        mtp_step=arguments.mtp_step,
+        max_batch=8,
+        max_model_len=1024,
+    )
+    engine = Engine(config)
+    results = [
+        measure(engine, temperature, arguments.prompts, arguments.max_tokens) for temperature in (0.0, 1.0)
+    ]
+    print(
+        json.dumps({"mtp_step": arguments.mtp_step, "prompts": arguments.prompts, "by_temperature": results})
+    )
+
+
+if __name__ == "__main__":
+    main()
