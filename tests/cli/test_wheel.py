@@ -1,4 +1,4 @@
-"""As a new user has it: the wheel in an environment of its own, and the console script outside of the tree."""
+"""As a new user has it: the wheel in an environment of its own, the console script outside of the tree."""
 
 from __future__ import annotations
 
