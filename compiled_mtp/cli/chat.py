@@ -87,7 +87,9 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
             elif words == ["/help"]:
                 say(_HELP)
             elif words:
-                talk.answer(line)
+                # Over all of it, or a Ctrl-C for the last word of an answer would end the session.
+                with interrupts.held():
+                    talk.answer(line)
             if interrupts.is_terminated:
                 return interrupts.exit_code
     return EXIT_OK
@@ -98,8 +100,10 @@ def _read_line(interrupts: Interrupts) -> str | None:
     is_terminal = sys.stdin.isatty()
     while True:
         try:
-            if is_terminal:
+            if is_terminal and sys.stdout.isatty():
                 return input("> ")
+            if is_terminal:  # `input` would write to standard output.
+                print("> ", end="", file=sys.stderr, flush=True)
             return sys.stdin.readline() or None
         except EOFError:
             say("")
@@ -136,7 +140,8 @@ class Conversation:
         self._messages = [*self._system]
 
     def answer(self, text: str) -> None:
-        """Write the answer to `text` as it is decoded. What Ctrl-C leaves of it stays in the conversation.
+        """Write the answer to `text` as it is decoded. What Ctrl-C leaves of it stays in the conversation;
+        interrupts must be held.
 
         A message that cannot be answered, as one that the context has no room for, is said and dropped.
         """
@@ -171,7 +176,7 @@ class Conversation:
         self._num_turns += 1
         stream = self._engine.stream(messages=messages, params=params)
         # A second Ctrl-C, in a step that takes long, raises.
-        with self._interrupts.held(), contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream):
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream):
             for last in stream:
                 reply.add(parser.add(last.new_text, last.finish_reason is not None))
                 if self._interrupts.is_asked:

@@ -94,7 +94,8 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: installed by something else than Python, which cannot put it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -101,6 +101,15 @@ def test_one_seed_gives_every_line_its_own_and_an_error_is_printable(
     assert len(line) < 1000
 
 
+def test_the_lines_of_the_documentation_are_requests(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text.split("```json\n")[1].split("```")[0])
+    jobs = read_jobs(str(file), {})
+    assert [job.id for job in jobs] == ["q1", "q2", None]
+    assert [list(job.prompt) for job in jobs] == [["prompt"], ["messages"], ["prompt_token_ids"]]
+
+
 def test_prompts_of_flags(engine: type[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--prompt", "one\n", "--prompt", "two", "--max-tokens", 4, "--seed", 9) == 0
     printed = capsys.readouterr()
