@@ -10,11 +10,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.sampling.grammar import Matcher
 from tests.checkpoints import write_checkpoint
 from tests.engines import force_drafts, make_engine
 from tests.sampling.grammars import (
@@ -24,6 +26,7 @@ from tests.sampling.grammars import (
     MODEL,
     THINK,
     TOKENIZER,
+    compiler,
     write_thinking_tokenizer,
 )
 
@@ -246,6 +249,52 @@ def test_random_mixes_do_not_depend_on_company_and_drafts(
     checkpoint: Path, mixes: list[dict[str, Any]]
 ) -> None:
     check_mixes(checkpoint, mixes)
+
+
+# After "a" the draft's path costs the more parser items the longer it is; the target takes the other one.
+COSTLY = 'start: "a" ("n" "o"{0,9} | "y" amb)\namb: amb amb | "x" | amb amb amb\n'
+
+
+def test_a_parser_limit_that_rejected_drafts_reach_changes_no_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, n, o, x, y = (TOKENIZER.encode(letter)[0] for letter in "anoxy")
+    params = SamplingParams(
+        max_tokens=20,
+        temperature=1.0,
+        seed=2,
+        guided_grammar=COSTLY,
+        logprobs=2,
+        logit_bias={a: 90.0, n: 50.0, o: 9.0},
+    )
+    refills: list[int] = []
+    plain_refill = Matcher._fill_alone
+
+    def refill(matcher: Matcher, masks: torch.Tensor, drafts: list[int]) -> None:
+        refills.append(len(drafts))
+        plain_refill(matcher, masks, drafts)
+
+    monkeypatch.setattr(Matcher, "_fill_alone", refill)
+    outputs = {}
+    for mtp_step in (0, 7):
+        engine = make_engine(checkpoint, mtp_step=mtp_step)
+        assert engine.front._guidance is not None
+        engine.front._guidance._compiler = compiler(step_max_items=100)
+        force_drafts(engine, {"r": [a, y, *[x] * 30]}, lambda name, pos: 7)
+        engine.add_request(prompt_token_ids=[5, 6], params=params, request_id="r")
+        parts = []
+        while engine.has_unfinished_requests():
+            parts += engine.step()
+        outputs[mtp_step] = (
+            [token for part in parts for token in part.new_token_ids],
+            [entry for part in parts for entry in part.logprobs or []],
+            [part.error for part in parts],
+        )
+        assert bool(refills) == (mtp_step == 7)
+    assert outputs[0][0][:3] == [a, n, o]
+    assert outputs[0][0] == outputs[7][0]
+    assert outputs[0][1] == outputs[7][1]
+    assert set(outputs[0][2] + outputs[7][2]) == {None}
 
 
 def test_choice_0_is_what_one_choice_gives_and_the_others_differ(checkpoint: Path) -> None:
