@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -82,9 +83,10 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 class Features:
     """What a runner can do that EngineConfig does not ask for.
 
-    depths: the numbers of drafts that a round may verify or leave, mtp_step alone if empty; uncompiled, any
-    up to the deepest. with_halves: rounds that run as two halves are compiled too. with_drafts: results carry
-    the next round's drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    depths: the numbers of drafts that a round may verify or leave, in any pair; if empty, those of the
+    config, of which a round verifies and leaves the same. Uncompiled, any pair up to the deepest.
+    with_halves: rounds that run as two halves are compiled too. with_drafts: results carry the next round's
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
     """
 
     depths: tuple[int, ...] = ()
@@ -112,14 +114,15 @@ class Assembly:
 class _Settings:
     """What follows from the configs before anything is loaded.
 
-    depths: of the rounds that will run, the last the deepest. cache: the graph_cache that is used.
+    depths: pairs (verified, left) of the rounds that will run, the last the deepest. cache: the
+    graph_cache that is used.
     """
 
     config: EngineConfig
     model: ModelConfig
     features: Features
     is_compiled: bool
-    depths: tuple[int, ...]
+    depths: tuple[tuple[int, int], ...]
     num_valid_ids: int
     device: torch.device
     dtype: torch.dtype
@@ -127,6 +130,11 @@ class _Settings:
     max_model_len: int
     formats: Formats
     cache: Path | None
+
+    @property
+    def mtp_step(self) -> int:
+        """The most drafts of a round."""
+        return self.depths[-1][1]
 
 
 def build(
@@ -147,7 +155,7 @@ def build(
     if settings.cache is not None:
         check_key(settings.cache, read_key(settings.cache) | key)
     if fill is None:
-        with_mtp, free_bytes = settings.depths[-1] > 0, _free_bytes(settings.device)
+        with_mtp, free_bytes = settings.mtp_step > 0, _free_bytes(settings.device)
         formats, dtype = settings.formats, settings.dtype
         check_weights(model_config, config.model, formats, dtype, with_mtp=with_mtp, free_bytes=free_bytes)
     target, draft = _load(settings, progress, fill)
@@ -201,7 +209,6 @@ def _resolve(
 ) -> _Settings:
     device = _resolve_device(config.device)
     is_compiled = _is_compiled(config, device)
-    depths = sorted({*features.depths} or {config.mtp_step})
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     use_reference(config.reference_ops)
@@ -216,7 +223,7 @@ def _resolve(
         model=model_config,
         features=features,
         is_compiled=is_compiled,
-        depths=tuple(depths if is_compiled else range(depths[-1] + 1)),
+        depths=_depths(config, features, is_compiled=is_compiled),
         num_valid_ids=num_valid_ids,
         device=device,
         dtype=dtype,
@@ -227,13 +234,21 @@ def _resolve(
     )
 
 
+def _depths(config: EngineConfig, features: Features, *, is_compiled: bool) -> tuple[tuple[int, int], ...]:
+    """Pairs of drafts that a round verifies and leaves."""
+    if is_compiled and not features.depths:
+        return tuple((depth, depth) for depth in config.depths)
+    every = sorted({*features.depths}) if is_compiled else range(max(features.depths or config.depths) + 1)
+    return tuple(product(every, every))
+
+
 def _load(
     settings: _Settings, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
     model, place = settings.model, (settings.dtype, settings.device, settings.formats)
     family = FAMILIES[model.family]
     target = family.target(model, *place)
-    draft = family.draft(model, *place) if settings.depths[-1] else None
+    draft = family.draft(model, *place) if settings.mtp_step else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -266,7 +281,7 @@ def _make_step(
     half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
-    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.depths[-1]
+    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.mtp_step
     kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
     slot_state = SlotState(
         slots,
@@ -315,7 +330,7 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
 def _draft_ids(settings: _Settings) -> torch.Tensor | None:
     """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
     count, num_valid_ids = settings.config.draft_vocab, settings.num_valid_ids
-    if count is None or count >= num_valid_ids or not settings.depths[-1]:
+    if count is None or count >= num_valid_ids or not settings.mtp_step:
         return None
     special = [i for i in sorted(settings.model.eos_token_ids) if count <= i < num_valid_ids]
     return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
@@ -325,7 +340,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
     """How many blocks fit beside the weights, the states, a draft head of its own and the rows of halves."""
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (settings.depths[-1] > 0),
+        num_attention_layers=model.num_attention_layers + (settings.mtp_step > 0),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         kv_bytes=kv_dtype.itemsize,
@@ -336,7 +351,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
         value_head_dim=model.linear_value_head_dim,
         conv_dim=model.linear_conv_dim,
         conv_bytes=dtype.itemsize,
-        ring_length=ring_length(settings.depths[-1], model.conv_kernel),
+        ring_length=ring_length(settings.mtp_step, model.conv_kernel),
         kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
         sampling_bytes=sampling_bytes(model.vocab_size),
     )

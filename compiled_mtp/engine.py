@@ -20,6 +20,8 @@ from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.runner import Runner
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.spec.depth import Reason, first_depth
+from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
 
@@ -51,6 +53,8 @@ class EngineStats:
     """What the engine holds now, and sums over the requests that have finished since it was created.
 
     running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
+    rounds_by_depth, empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by
+    depth and then by why they had it: "best", "probe" or "only" (no other depth was ready).
     """
 
     running: int
@@ -61,6 +65,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    rounds_by_depth: Mapping[int, Mapping[Reason, int]] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -76,7 +81,7 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         path = Path(self.config.model)
         self.model_config = read_model_config(path)
-        if self.config.mtp_step and not has_mtp(path):
+        if self.config.depths[-1] and not has_mtp(path):
             raise ValueError(
                 f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {self.config.mtp_step}; "
                 f"{path} has none, pass mtp_step=0 for plain decoding"
@@ -87,19 +92,22 @@ class Engine:
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         self.runner = Runner(self.config, self.model_config, num_valid_ids, progress)
+        self._depths = self._make_depths()
+        depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(
             max_batch=self.config.max_batch,
             num_blocks=self.runner.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.runner.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
-            mtp_step=self.config.mtp_step,
+            mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
+            depth=depth,
         )
         self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
         self._masks = Masks(
             vocab_size,
-            self.config.max_batch * (self.config.mtp_step + 1),
+            self.config.max_batch * (self.runner.step.mtp_step + 1),
             self.runner.max_in_flight + 1,
             self.config.mask_threads,
             is_pinned=self.runner.device.type == "cuda",
@@ -108,7 +116,7 @@ class Engine:
         self._progress = progress
         self._is_closed = False
         self._stepping = threading.Lock()
-        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.config.mtp_step))
+        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
 
     def add_request(
         self,
@@ -159,9 +167,16 @@ class Engine:
                 # The device is busy with the first half of the round meanwhile.
                 masks = self._masks.fill(plan, self.scheduler.windows(plan))
                 self.runner.set_masks(plan, masks)
-            self.scheduler.update(self.runner.run(plan))
+            if self._depths is not None and plan is not None:
+                self._depths.launch(plan)
+            result = self.runner.run(plan)
+            if self._depths is not None and result is not None:
+                self._depths.read(result)
+            self.scheduler.update(result)
         except BaseException as error:
             self.runner.drop_launches()
+            if self._depths is not None:
+                self._depths.forget_launches()
             self.scheduler.recover(f"the step was interrupted by {error!r}")
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
@@ -239,6 +254,7 @@ class Engine:
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
+            rounds_by_depth={} if self._depths is None else self._depths.rounds(),
         )
 
     def close(self) -> None:
@@ -251,6 +267,15 @@ class Engine:
             self._inbox.forget()
             self.scheduler.forget_all()
             self.runner.close()
+
+    def _make_depths(self) -> DepthPolicy | None:
+        """What chooses the depth of each round, if anything does."""
+        if self.config.mtp_step != "auto":
+            return None
+        depths, programs = self.config.depths, self.runner.programs
+        begin = first_depth(depths)
+        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
+        return DepthPolicy(depths if not programs.is_compiled else (begin,), sizes)
 
     @contextmanager
     def _as_only_stepper(self) -> Iterator[None]:

@@ -34,8 +34,12 @@ _LAYOUT_NAME = "layout.json"
 
 @dataclass(frozen=True)
 class _Shape:
-    """One program: a method of Step, the static inputs it is compiled for, and where it is kept."""
+    """One program: a method of Step, the static inputs it is compiled for, and where it is kept.
 
+    depth: of the rounds that need it, None for prompts.
+    """
+
+    depth: int | None
     name: str
     method: Callable[..., torch.Tensor | None]
     inputs: tuple[torch.Tensor | int, ...]
@@ -44,7 +48,7 @@ class _Shape:
 
 
 class Programs:
-    """Runs decode rounds, their halves and prefill chunks of `step` in fixed shapes.
+    """Runs decode rounds, their halves, prefill chunks and what the draft catches up with in fixed shapes.
 
     Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
     not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
@@ -87,6 +91,12 @@ class Programs:
         self._first_token: dict[int, Program] = dict.fromkeys(
             sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
         )
+        # What rounds without drafts keep has the shape of the deepest round.
+        widest = {b.groups: b for b in self.buckets if b.verify_step == b.draft_step == step.mtp_step}
+        has_kept = step.mtp_step > 0 and any(b.verify_step == b.draft_step == 0 for b in self.buckets)
+        self._catch_up: dict[int, Program] = dict.fromkeys(
+            widest if has_kept else (), without_gradients(step.catch_up)
+        )
         # The slots and depth whose forward the buffers between the halves hold.
         self._verified: tuple[tuple[int, ...], int] | None = None
 
@@ -94,13 +104,19 @@ class Programs:
     def count(self) -> int:
         """Number of shapes that `warm_up` compiles."""
         halves = len(self._verify) + len(self._accept) if self.with_halves else 0
-        return len(self._decode) + halves + len(self._prefill) + len(self._first_token)
+        rounds = len(self._decode) + halves + len(self._catch_up)
+        return rounds + len(self._prefill) + len(self._first_token)
 
     def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
         state_index = self._upload_slots(bucket, slots)
         return self._call(self._decode[bucket], (state_index, verify_step, draft_step))
+
+    def catch_up(self, slots: tuple[int, ...]) -> None:
+        """Let the draft read what rounds of `slots` without drafts have kept."""
+        bucket = pick(self.buckets, len(slots), self.step.mtp_step, self.step.mtp_step)
+        self._call(self._catch_up[bucket.groups], (self._upload_slots(bucket, slots),))
 
     def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
@@ -240,21 +256,24 @@ class Programs:
         for bucket in sorted(self.buckets, reverse=True):
             rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
             inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
-            name = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts"
-            yield _Shape(f"decode_{name}", Step.decode, inputs, self._decode, bucket)
+            name, depth = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
+            yield _Shape(depth, f"decode_{name}", Step.decode, inputs, self._decode, bucket)
             if self.with_halves:
-                yield _Shape(f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
+                yield _Shape(depth, f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
+        for groups in sorted(self._catch_up, reverse=True):
+            index = (self._state_indices[groups],)
+            yield _Shape(0, f"catch_up_{groups}", Step.catch_up, index, self._catch_up, groups)
         for key in sorted(self._verify, reverse=True) if self.with_halves else ():
             rows, verify_step = key
             state_index = self._state_indices[rows // (verify_step + 1)]
             name = f"verify_{rows}_rows_{verify_step}_drafts"
-            yield _Shape(name, Step.verify_half, (state_index, verify_step), self._verify, key)
+            yield _Shape(verify_step, name, Step.verify_half, (state_index, verify_step), self._verify, key)
         for draft_step in self._first_token:
-            name = f"first_token_{draft_step}_drafts"
-            yield _Shape(name, Step.first_token, (slot, draft_step), self._first_token, draft_step)
+            name, first = f"first_token_{draft_step}_drafts", (slot, draft_step)
+            yield _Shape(draft_step, name, Step.first_token, first, self._first_token, draft_step)
         for length in reversed(self.lengths):
             chunk = (self._prefill_inputs[length], slot, self._start, self._length)
-            yield _Shape(f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
+            yield _Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
 
     def _prepare(self, shape: _Shape, pool: Any, saved: Path | None) -> Program:
         # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.

@@ -14,10 +14,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, get_args, get_origin
+from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin
 
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ from compiled_mtp.request import (
     derive_seed,
 )
 from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.spec.depth import Reason
 from compiled_mtp.spec.stats import SpeculationStats
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -79,13 +80,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All jobs of one run with one mtp_step, and the seconds from the first step to the last."""
+    """All jobs of one run with one mtp_step, and the seconds from the first step to the last.
 
-    mtp_step: int
+    most_drafts: of a round. rounds_by_depth as `EngineStats` has it.
+    """
+
+    mtp_step: int | Literal["auto"]
+    most_drafts: int
     jobs: list[Job]
     seconds: float
     is_interrupted: bool
     is_compiled: bool
+    rounds_by_depth: Mapping[int, Mapping[Reason, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
         engine_fields = set(EngineConfig.model_fields) - set(SamplingParams.model_fields)
         settings = {name: flags[name] for name in engine_fields if name in flags}
         config = EngineConfig(**settings)
-        if flags["compare"] and not config.mtp_step:
+        if flags["compare"] and not config.depths[-1]:
             raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
         # A graph cache holds the shapes of one mtp_step.
         plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
@@ -340,7 +346,9 @@ def decode(config: EngineConfig, jobs: list[Job], printer: _Printer | None) -> O
             engine.close()
         if printer is not None:
             printer.finish(jobs)
-    return Outcome(config.mtp_step, jobs, seconds, is_interrupted, engine.is_compiled)
+    rounds = engine.stats().rounds_by_depth
+    step, most = config.mtp_step, config.depths[-1]
+    return Outcome(step, most, jobs, seconds, is_interrupted, engine.is_compiled, rounds)
 
 
 class _Printer:
@@ -490,6 +498,8 @@ def summarize(outcomes: Sequence[Outcome]) -> str:
             lambda run: " ".join(f"{rate:.2f}" for rate in _speculation(run).acceptance_by_index) or "-",
         ),
     ]
+    if any(run.rounds_by_depth for run in outcomes):
+        rows.append(("rounds by depth", _rounds_by_depth))
     cells = [("", *(f"mtp_step {run.mtp_step}" for run in outcomes))]
     cells += [(name, *(value(run) for run in outcomes)) for name, value in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
@@ -531,8 +541,16 @@ def _first_token(run: Outcome) -> str:
     return f"{statistics.median(times):.3f}" if times else "-"
 
 
+def _rounds_by_depth(run: Outcome) -> str:
+    """Those of the batch: depth:rounds, and how many of them were probes."""
+    counts = run.rounds_by_depth.items()
+    each = " ".join(f"{depth}:{sum(why.values())}" for depth, why in counts if any(why.values()))
+    probes = sum(why["probe"] for _, why in counts)
+    return (each or "-") + (f" ({probes} to probe)" if probes else "")
+
+
 def _speculation(run: Outcome) -> SpeculationStats:
-    stats = SpeculationStats.empty(run.mtp_step)
+    stats = SpeculationStats.empty(run.most_drafts)
     for metrics in _every_metrics(run):
         stats = stats.plus(metrics)
     return stats

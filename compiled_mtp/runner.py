@@ -124,6 +124,8 @@ class Runner:
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""
         programs, depth = self.programs, (plan.verify_step, plan.draft_step)
+        if plan.catches_up:
+            programs.catch_up(plan.slots)
         if plan.kind == "decode":
             return programs.decode(plan.slots, *depth)
         if plan.kind == "prefill":

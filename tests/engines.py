@@ -47,7 +47,7 @@ def poison_new(step: Step, plan: StepPlan) -> None:
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
                     buffer[move.slot] = nan
-            step.slots.last_hidden[move.slot] = nan
+            step.slots.last_hidden[move.slot] = step.slots.kept_hidden[move.slot] = nan
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
     table = step.slots.block_table
     new = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]

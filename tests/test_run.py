@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +43,7 @@ class FakeEngine:
     interrupt_after: int | None = None
     wrong_with_mtp_step_0 = False
     fail: str | None = None
+    rounds_by_depth: Mapping[int, Mapping[str, int]] = MappingProxyType({})
 
     def __init__(self, config: EngineConfig, *, progress: Any = None) -> None:
         if config.model == Path("/nowhere"):
@@ -66,7 +70,7 @@ class FakeEngine:
                 "prompt must be shorter than max_model_len=40 tokens, got a long one; shorten it"
             )
         request = Request(request_id, [1] * len(text), params, detokenizer=Letters())
-        request.history.mtp_step = self.config.mtp_step
+        request.history.mtp_step = self.config.depths[-1]
         self.requests[request_id], self.answers[request_id] = request, text.upper() + "." * 200
         self.params.append(params)
         return request_id
@@ -101,6 +105,9 @@ class FakeEngine:
                 outputs.append(output._replace(index=index, new_text=text + str(index) * bool(reason)))
             outputs.append(output)
         return outputs
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(rounds_by_depth=self.rounds_by_depth)
 
     def close(self) -> None:
         self.closed = True
@@ -255,6 +262,21 @@ def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identi
     assert [one.config.mtp_step for one in made] == [2, 0]
     first, second = ([request.history.seed for request in one.requests.values()] for one in made)
     assert first == second
+
+
+def test_the_summary_says_which_depths_ran_and_why(
+    engine: type[FakeEngine],
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = {0: {"best": 7, "probe": 0, "only": 0}, 1: {"best": 1, "probe": 2, "only": 0}, 2: {"best": 0}}
+    monkeypatch.setattr(FakeEngine, "rounds_by_depth", rounds | {2: dict.fromkeys(rounds[0], 0)})
+    assert run_main("--prompt-file", prompts, "--mtp-step", "auto", "--mtp-depths", "0,1,2") == 0
+    printed = capsys.readouterr().err
+    assert re.search(r"^rounds by depth +0:7 1:3 \(2 to probe\)$", printed, re.MULTILINE)
+    assert re.search(r"^ +mtp_step auto$", printed, re.MULTILINE)
+    assert [(one.config.mtp_step, one.config.depths) for one in made] == [("auto", (0, 1, 2))]
 
 
 @pytest.mark.parametrize("is_variable", [False, True])
