@@ -31,6 +31,7 @@ from compiled_mtp.graphs.artifacts import (
 )
 from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -44,6 +45,7 @@ from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
+from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ _CONFIG_APART = frozenset(
         "model",
         "compile",
         "graph_cache",
+        "mtp_depths",
         "seed",
         "max_in_flight",
         "reference_ops",
@@ -98,7 +101,8 @@ class Features:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a runner runs on, ready to use. formats: of the parameters that are not plain."""
+    """What a runner runs on, ready to use. formats: of the parameters that are not plain. later: what makes
+    further depths ready, if anything does."""
 
     device: torch.device
     max_model_len: int
@@ -107,6 +111,7 @@ class Assembly:
     step: Step
     programs: Programs
     moves: Moves
+    later: LaterDepths | None
     cache_key: Mapping[str, Any]
 
 
@@ -186,7 +191,11 @@ def build(
         with_halves=features.with_halves,
     )
     if settings.is_compiled:
-        programs.warm_up(None if progress is None else partial(progress, "compiled shapes"), saved)
+        # A start is as long as with the first depth alone.
+        first = first_depth(config.depths) if config.mtp_step == "auto" else None
+        programs.warm_up(
+            None if progress is None else partial(progress, "compiled shapes"), saved, depth=first
+        )
     return Assembly(
         device=settings.device,
         max_model_len=settings.max_model_len,
@@ -196,7 +205,26 @@ def build(
         programs=programs,
         moves=moves,
         cache_key=key,
+        later=_later(config, programs, saved),
     )
+
+
+def _later(config: EngineConfig, programs: Programs, saved: Path | None) -> LaterDepths | None:
+    """What makes the other depths of mtp_step "auto" ready: 0 first, since nothing is slower than it."""
+    if config.mtp_step != "auto" or not programs.is_compiled:
+        return None
+    others = [depth for depth in config.depths if depth != first_depth(config.depths)]
+    if saved is None and others:
+        logger.warning(
+            "mtp_step auto keeps to depth %d: compiled, the others come from a graph_cache; make one with "
+            "tools/export_graphs.py --mtp-step auto",
+            first_depth(config.depths),
+        )
+    if saved is None:
+        return None
+    shapes = [shape for depth in others for shape in programs.shapes(depth) if shape.depth == depth]
+    later = [LaterProgram(s.depth or 0, saved / s.name, partial(programs.adopt, s)) for s in shapes]
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
 
 
 def _resolve(

@@ -13,6 +13,7 @@ from compiled_mtp.build import Progress
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import quote
 from compiled_mtp.front import Front, check_type
+from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
 from compiled_mtp.models.hf_config import read_model_config
@@ -162,6 +163,8 @@ class Engine:
         self._inbox.hand_over()
         try:
             self._inbox.pass_aborts()
+            if self._depths is not None and self.runner.later is not None:
+                self._take_depth(self._depths, self.runner.later)
             plan = self.scheduler.schedule()
             if plan is not None and plan.wants_drafts:
                 # The device is busy with the first half of the round meanwhile.
@@ -276,6 +279,14 @@ class Engine:
         begin = first_depth(depths)
         sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
         return DepthPolicy(depths if not programs.is_compiled else (begin,), sizes)
+
+    def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
+        """Let rounds have a depth that has become ready."""
+        depth = later.take()
+        if depth is not None:
+            depths.add_depth(depth)
+        elif later.is_done:
+            self.runner.later = None
 
     @contextmanager
     def _as_only_stepper(self) -> Iterator[None]:

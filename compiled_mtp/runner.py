@@ -55,6 +55,7 @@ class Runner:
         self.step = assembly.step
         self.programs = assembly.programs
         self.moves = assembly.moves
+        self.later = assembly.later
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
@@ -111,6 +112,8 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
         self.drop_launches()
+        if self.later is not None:
+            self.later.close()
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
