@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ from compiled_mtp.graphs.artifacts import (
 )
 from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -45,6 +47,7 @@ from compiled_mtp.models.weights import check_weights, load_weights, read_format
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
+from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ _CONFIG_APART = frozenset(
         "offline",
         "compile",
         "graph_cache",
+        "mtp_depths",
         "seed",
         "max_in_flight",
         "reference_ops",
@@ -89,9 +93,10 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 class Features:
     """What a runner can do that EngineConfig does not ask for.
 
-    depths: the numbers of drafts that a round may verify or leave, mtp_step alone if empty; uncompiled, any
-    up to the deepest. with_halves: rounds that run as two halves are compiled too. with_drafts: results carry
-    the next round's drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    depths: the numbers of drafts that a round may verify or leave, in any pair; if empty, those of the
+    config, of which a round verifies and leaves the same. Uncompiled, any pair up to the deepest.
+    with_halves: rounds that run as two halves are compiled too. with_drafts: results carry the next round's
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
     """
 
     depths: tuple[int, ...] = ()
@@ -103,7 +108,8 @@ class Features:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a runner runs on, ready to use. formats: of the parameters that are not plain."""
+    """What a runner runs on, ready to use. formats: of the parameters that are not plain. later: what makes
+    further depths ready, if anything does."""
 
     device: torch.device
     max_model_len: int
@@ -112,6 +118,7 @@ class Assembly:
     step: Step
     programs: Programs
     moves: Moves
+    later: LaterDepths | None
     cache_key: Mapping[str, Any]
 
 
@@ -119,14 +126,15 @@ class Assembly:
 class _Settings:
     """What follows from the configs before anything is loaded.
 
-    depths: of the rounds that will run, the last the deepest. cache: the graph_cache that is used.
+    depths: pairs (verified, left) of the rounds that will run, the last the deepest. cache: the
+    graph_cache that is used.
     """
 
     config: EngineConfig
     model: ModelConfig
     features: Features
     is_compiled: bool
-    depths: tuple[int, ...]
+    depths: tuple[tuple[int, int], ...]
     num_valid_ids: int
     device: torch.device
     dtype: torch.dtype
@@ -134,6 +142,11 @@ class _Settings:
     max_model_len: int
     formats: Formats
     cache: Path | None
+
+    @property
+    def mtp_step(self) -> int:
+        """The most drafts of a round."""
+        return self.depths[-1][1]
 
 
 def build(
@@ -154,7 +167,7 @@ def build(
     if settings.cache is not None:
         check_key(settings.cache, read_key(settings.cache) | key)
     if fill is None:
-        with_mtp, free_bytes = settings.depths[-1] > 0, _free_bytes(settings.device)
+        with_mtp, free_bytes = settings.mtp_step > 0, _free_bytes(settings.device)
         formats, dtype = settings.formats, settings.dtype
         check_weights(model_config, config.model, formats, dtype, with_mtp=with_mtp, free_bytes=free_bytes)
     target, draft = _load(settings, progress, fill)
@@ -185,7 +198,11 @@ def build(
         with_halves=features.with_halves,
     )
     if settings.is_compiled:
-        programs.warm_up(None if progress is None else partial(progress, "compiled shapes"), saved)
+        # A start is as long as with the first depth alone.
+        first = first_depth(config.depths) if config.mtp_step == "auto" else None
+        programs.warm_up(
+            None if progress is None else partial(progress, "compiled shapes"), saved, depth=first
+        )
     return Assembly(
         device=settings.device,
         max_model_len=settings.max_model_len,
@@ -195,7 +212,26 @@ def build(
         programs=programs,
         moves=moves,
         cache_key=key,
+        later=_later(config, programs, saved),
     )
+
+
+def _later(config: EngineConfig, programs: Programs, saved: Path | None) -> LaterDepths | None:
+    """What makes the other depths of mtp_step "auto" ready: 0 first, since nothing is slower than it."""
+    if config.mtp_step != "auto" or not programs.is_compiled:
+        return None
+    others = [depth for depth in config.depths if depth != first_depth(config.depths)]
+    if saved is None and others:
+        logger.warning(
+            "mtp_step auto keeps to depth %d: compiled, the others come from a graph_cache; make one with "
+            "tools/export_graphs.py --mtp-step auto",
+            first_depth(config.depths),
+        )
+    if saved is None:
+        return None
+    shapes = [shape for depth in others for shape in programs.shapes(depth) if shape.depth == depth]
+    later = [LaterProgram(s.depth or 0, saved / s.name, partial(programs.adopt, s)) for s in shapes]
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
 
 
 def _resolve(
@@ -208,7 +244,6 @@ def _resolve(
 ) -> _Settings:
     device = _resolve_device(config.device)
     is_compiled = _is_compiled(config, device)
-    depths = sorted({*features.depths} or {config.mtp_step})
     num_threads = config.num_threads
     if num_threads is None and device.type == "cpu" and is_checkpoint and _is_small(config.model):
         num_threads = 1
@@ -226,7 +261,7 @@ def _resolve(
         model=model_config,
         features=features,
         is_compiled=is_compiled,
-        depths=tuple(depths if is_compiled else range(depths[-1] + 1)),
+        depths=_depths(config, features, is_compiled=is_compiled),
         num_valid_ids=num_valid_ids,
         device=device,
         dtype=dtype,
@@ -242,13 +277,21 @@ def _is_small(path: Path) -> bool:
     return sum(header.num_bytes for header in read_headers(path).values()) < _LEAST_THREADED_BYTES
 
 
+def _depths(config: EngineConfig, features: Features, *, is_compiled: bool) -> tuple[tuple[int, int], ...]:
+    """Pairs of drafts that a round verifies and leaves."""
+    if is_compiled and not features.depths:
+        return tuple((depth, depth) for depth in config.depths)
+    every = sorted({*features.depths}) if is_compiled else range(max(features.depths or config.depths) + 1)
+    return tuple(product(every, every))
+
+
 def _load(
     settings: _Settings, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
     model, place = settings.model, (settings.dtype, settings.device, settings.formats)
     family = FAMILIES[model.family]
     target = family.target(model, *place)
-    draft = family.draft(model, *place) if settings.depths[-1] else None
+    draft = family.draft(model, *place) if settings.mtp_step else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -281,7 +324,7 @@ def _make_step(
     half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
-    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.depths[-1]
+    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.mtp_step
     kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
     slot_state = SlotState(
         slots,
@@ -330,7 +373,7 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
 def _draft_ids(settings: _Settings) -> torch.Tensor | None:
     """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
     count, num_valid_ids = settings.config.draft_vocab, settings.num_valid_ids
-    if count is None or count >= num_valid_ids or not settings.depths[-1]:
+    if count is None or count >= num_valid_ids or not settings.mtp_step:
         return None
     special = [i for i in sorted(settings.model.eos_token_ids) if count <= i < num_valid_ids]
     return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
@@ -342,7 +385,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (settings.depths[-1] > 0),
+        num_attention_layers=model.num_attention_layers + (settings.mtp_step > 0),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         kv_bytes=kv_dtype.itemsize,
@@ -353,7 +396,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
         value_head_dim=model.linear_value_head_dim,
         conv_dim=model.linear_conv_dim,
         conv_bytes=dtype.itemsize,
-        ring_length=ring_length(settings.depths[-1], model.conv_kernel),
+        ring_length=ring_length(settings.mtp_step, model.conv_kernel),
         kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
         sampling_bytes=sampling_bytes(model.vocab_size),
     )

@@ -24,7 +24,7 @@ def open_front(config: EngineConfig) -> Front:
     """
     path = find_checkpoint(Path(config.model), is_offline=config.offline)
     model_config = read_model_config(path)
-    if config.mtp_step and not has_mtp(path):
+    if config.depths[-1] and not has_mtp(path):
         raise ValueError(
             f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {config.mtp_step}; "
             f"{path} has none, pass mtp_step=0 for plain decoding"
@@ -37,7 +37,7 @@ def open_front(config: EngineConfig) -> Front:
         block_size=config.block_size,
         max_model_len=config.resolve_max_model_len(model_config),
         prefill_chunk=config.prefill_chunk,
-        mtp_step=config.mtp_step,
+        mtp_step=config.depths[-1],
         max_in_flight=config.max_in_flight or 0,
     )
     tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None

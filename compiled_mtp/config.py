@@ -11,7 +11,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.errors import check, fail, shown
@@ -21,6 +30,7 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Settings of the service: not the engine's, and so not unknown to it.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 DEFAULT_MAX_MODEL_LEN = 4096
+MOST_DRAFTS = 7
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
@@ -35,6 +45,19 @@ def split_at_commas(value: Any) -> Any:
             p for entry in value for p in (split_at_commas(entry) if isinstance(entry, str) else (entry,))
         )
     return value
+
+
+_Depth = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
+_DEPTH: TypeAdapter[int] = TypeAdapter(_Depth)
+
+
+def _depth_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return _DEPTH.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(_explain({**error.errors()[0], "loc": ("mtp_step",)})) from None
 
 
 def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
@@ -74,8 +97,14 @@ class EngineConfig(BaseSettings):
         description="dtype of cached keys and values: auto for the activations', float8_e4m3fn for half of "
         "bfloat16's memory at some precision",
     )
-    mtp_step: int = Field(
-        default=3, ge=0, le=7, description="tokens drafted a step, 0 to 7; 0 is plain decode"
+    mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
+        default=3,
+        description="tokens drafted a step, 0 to 7; 0 is plain decode, auto follows the text with mtp_depths",
+    )
+    mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
+        default=(0, 1, 2, 3, 5),
+        description="with mtp_step=auto the numbers of drafts to choose from, each 0 to 7, separated by "
+        "commas; the largest sizes the buffers",
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
@@ -178,6 +207,12 @@ class EngineConfig(BaseSettings):
             raise fail(name, "not be a bool", value, f"give {cls.model_fields[name].description}")
         return value
 
+    @field_validator("mtp_depths")
+    @classmethod
+    def _some_depth(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        check(bool(value), "mtp_depths", "name a depth", value, "give numbers from 0 to 7")
+        return value
+
     @field_validator("prefix_cache")
     @classmethod
     def _no_prefix_cache(cls, value: bool) -> bool:
@@ -217,6 +252,11 @@ class EngineConfig(BaseSettings):
         fits = self.prefill_chunk % self.block_size == 0
         check(fits, "prefill_chunk", rule, self.prefill_chunk, "change one of the two")
         return self
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The numbers of drafts that rounds have, smallest first: one, but for mtp_step "auto"."""
+        return (self.mtp_step,) if self.mtp_step != "auto" else tuple(sorted({*self.mtp_depths}))
 
     def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
         """The dtype of weights and activations on `device` ('cpu' or 'cuda')."""

@@ -17,12 +17,15 @@ from compiled_mtp.build import Progress
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.front import Front, check_type
+from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
 from compiled_mtp.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.runner import Runner
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.spec.depth import Reason, first_depth
+from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
 
 
@@ -50,6 +53,8 @@ class EngineStats:
     """What the engine holds now, and sums over the requests that have finished since it was created.
 
     running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
+    rounds_by_depth, empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by
+    depth and then by why they had it: "best", "probe" or "only" (no other depth was ready).
     """
 
     running: int
@@ -60,6 +65,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    rounds_by_depth: Mapping[int, Mapping[Reason, int]] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -89,19 +95,22 @@ class Engine:
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         self.runner = Runner(self.config, self.model_config, num_valid_ids, progress)
+        self._depths = self._make_depths()
+        depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(
             max_batch=self.config.max_batch,
             num_blocks=self.runner.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.runner.max_model_len,
             prefill_chunk=self.config.prefill_chunk,
-            mtp_step=self.config.mtp_step,
+            mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
+            depth=depth,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
             vocab_size,
-            self.config.max_batch * (self.config.mtp_step + 1),
+            self.config.max_batch * (self.runner.step.mtp_step + 1),
             self.runner.max_in_flight + 1,
             self.config.mask_threads,
             is_pinned=self.runner.device.type == "cuda",
@@ -114,7 +123,7 @@ class Engine:
         self._streams: dict[str, deque[RequestOutput]] = {}
         # Requests whose stream was left before its end.
         self._left: deque[str] = deque()
-        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.config.mtp_step))
+        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
 
     def add_request(
         self,
@@ -161,14 +170,23 @@ class Engine:
         try:
             self._inbox.pass_aborts()
             self._forget_left()
+            if self._depths is not None and self.runner.later is not None:
+                self._take_depth(self._depths, self.runner.later)
             plan = self.scheduler.schedule()
             if plan is not None and plan.wants_drafts:
                 # The device is busy with the first half of the round meanwhile.
                 masks = self._masks.fill(plan, self.scheduler.windows(plan))
                 self.runner.set_masks(plan, masks)
-            self.scheduler.update(self.runner.run(plan))
+            if self._depths is not None and plan is not None:
+                self._depths.launch(plan)
+            result = self.runner.run(plan)
+            if self._depths is not None and result is not None:
+                self._depths.read(result)
+            self.scheduler.update(result)
         except BaseException as error:
             self.runner.drop_launches()
+            if self._depths is not None:
+                self._depths.forget_launches()
             self.scheduler.recover(f"the step was interrupted by {error!r}")
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
@@ -295,6 +313,7 @@ class Engine:
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
+            rounds_by_depth={} if self._depths is None else self._depths.rounds(),
         )
 
     def close(self) -> None:
@@ -307,6 +326,23 @@ class Engine:
             self._inbox.forget()
             self.scheduler.forget_all()
             self.runner.close()
+
+    def _make_depths(self) -> DepthPolicy | None:
+        """What chooses the depth of each round, if anything does."""
+        if self.config.mtp_step != "auto":
+            return None
+        depths, programs = self.config.depths, self.runner.programs
+        begin = first_depth(depths)
+        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
+        return DepthPolicy(depths if not programs.is_compiled else (begin,), sizes)
+
+    def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
+        """Let rounds have a depth that has become ready."""
+        depth = later.take()
+        if depth is not None:
+            depths.add_depth(depth)
+        elif later.is_done:
+            self.runner.later = None
 
     @contextmanager
     def _as_only_stepper(self) -> Iterator[None]:

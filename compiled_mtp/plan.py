@@ -102,7 +102,8 @@ class StepPlan:
     is_last also emits the first token and leaves draft_step drafts.
     first: the first token of one request, and draft_step drafts, after all chunks of its prompt without
     is_last: where the token needs a mask or its log probability is wanted.
-    decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left.
+    decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left. num_drafts of
+    those that are verified were made as drafts; behind them stands id 0.
     verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
     with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
     until accept has been planned nothing else is done with those slots and their blocks. A round whose
@@ -113,7 +114,8 @@ class StepPlan:
     probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
     logits after masks, temperature and filters. next_ids: of a chunk of a prompt whose own log probabilities
     are wanted, the id that follows each of its tokens in the prompt, else empty. wants_drafts: the result
-    names the next round's drafts.
+    names the next round's drafts. catches_up: before a decode or verify the draft reads what rounds of the
+    plan's slots without drafts kept.
     """
 
     step_id: int
@@ -122,6 +124,8 @@ class StepPlan:
     generations: tuple[int, ...] = ()
     verify_step: int = 0
     draft_step: int = 0
+    num_drafts: int = 0
+    catches_up: bool = False
     token_ids: tuple[int, ...] = ()
     start: int = 0
     is_last: bool = False

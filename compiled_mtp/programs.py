@@ -35,9 +35,13 @@ _LAYOUT_NAME = "layout.json"
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """One program: a method of Step, the static inputs it is compiled for, and where it is kept."""
+class Shape:
+    """One program: a method of Step, the static inputs it is compiled for, and where it is kept.
 
+    depth: of the rounds that need it, None for prompts.
+    """
+
+    depth: int | None
     name: str
     method: Callable[..., torch.Tensor | None]
     inputs: tuple[torch.Tensor | int, ...]
@@ -46,7 +50,7 @@ class _Shape:
 
 
 class Programs:
-    """Runs decode rounds, their halves and prefill chunks of `step` in fixed shapes.
+    """Runs decode rounds, their halves, prefill chunks and what the draft catches up with in fixed shapes.
 
     Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
     not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
@@ -73,6 +77,8 @@ class Programs:
         self.with_halves = with_halves
         self.device = step.slots.pos.device
         self._batches: dict[int, tuple[int, ...]] = {}
+        # Of the CUDA graphs.
+        self._pool: Any = None
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
@@ -89,6 +95,12 @@ class Programs:
         self._first_token: dict[int, Program] = dict.fromkeys(
             sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
         )
+        # What rounds without drafts keep has the shape of the deepest round.
+        widest = {b.groups: b for b in self.buckets if b.verify_step == b.draft_step == step.mtp_step}
+        has_kept = step.mtp_step > 0 and any(b.verify_step == b.draft_step == 0 for b in self.buckets)
+        self._catch_up: dict[int, Program] = dict.fromkeys(
+            widest if has_kept else (), without_gradients(step.catch_up)
+        )
         # The slots and depth whose forward the buffers between the halves hold.
         self._verified: tuple[tuple[int, ...], int] | None = None
 
@@ -96,13 +108,19 @@ class Programs:
     def count(self) -> int:
         """Number of shapes that `warm_up` compiles."""
         halves = len(self._verify) + len(self._accept) if self.with_halves else 0
-        return len(self._decode) + halves + len(self._prefill) + len(self._first_token)
+        rounds = len(self._decode) + halves + len(self._catch_up)
+        return rounds + len(self._prefill) + len(self._first_token)
 
     def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
         state_index = self._upload_slots(bucket, slots)
         return self._call(self._decode[bucket], (state_index, verify_step, draft_step))
+
+    def catch_up(self, slots: tuple[int, ...]) -> None:
+        """Let the draft read what rounds of `slots` without drafts have kept."""
+        bucket = pick(self.buckets, len(slots), self.step.mtp_step, self.step.mtp_step)
+        self._call(self._catch_up[bucket.groups], (self._upload_slots(bucket, slots),))
 
     def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
@@ -210,16 +228,23 @@ class Programs:
         self._verified = None
 
     @torch.no_grad()
-    def warm_up(self, progress: Callable[[int, int], None] | None = None, saved: Path | None = None) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        saved: Path | None = None,
+        *,
+        depth: int | None = None,
+    ) -> None:
         """Compile every shape, on padding rows alone; with graphs, capture them.
 
-        With `saved`, a directory that `save` has filled, nothing is compiled: programs are loaded. Mutates
-        nothing that a request reads. Calls progress(done, count) after each shape. Raises ValueError if the
-        saved programs were made for tensors of another layout.
+        With `depth` only those of prompts and of its rounds: no other round may be asked for before `adopt`
+        has been given each of its shapes. With `saved`, a directory that `save` has filled, nothing is
+        compiled: programs are loaded. Mutates nothing that a request reads. Calls progress(done, count) after
+        each shape. Raises ValueError if the saved programs were made for tensors of another layout.
         """
         assert self.is_compiled
         with nullcontext() if saved is None else without_collector():
-            self._prepare_all(progress, saved)
+            self._prepare_all(progress, saved, list(self.shapes(depth)))
 
     @torch.no_grad()
     def launch_apart(self) -> None:
@@ -243,25 +268,48 @@ class Programs:
         hidden = step.slots.last_hidden[:1]
         score_rows(step.target, hidden, self._zeros(SLICE_ROWS, torch.int64), step.num_valid_ids)
 
-    def _prepare_all(self, progress: Callable[[int, int], None] | None, saved: Path | None) -> None:
+    def _prepare_all(
+        self, progress: Callable[[int, int], None] | None, saved: Path | None, shapes: Sequence[Shape]
+    ) -> None:
         if self.device.type == "cuda":
             self.launch_apart()  # It makes buffers anew, so it comes first.
         self._mark_static()
         if saved is not None:
             self._check_layout(saved)
-        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         if self.device.type == "cuda":
             # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
+            self._pool = torch.cuda.graph_pool_handle()
             largest = max(self.buckets)
             state_index = self._state_indices[largest.groups]
             self.step.decode(state_index, largest.verify_step, largest.draft_step)
             self.step.first_token(self._prefill_slot, largest.draft_step)
         self._length.fill_(1)
         with compiler_settings():
-            for done, shape in enumerate(self._shapes()):
-                shape.programs[shape.key] = self._prepare(shape, pool, saved)
+            for done, shape in enumerate(shapes):
+                if saved is not None:
+                    program = load_program(saved / shape.name, self.step)
+                else:
+                    bound = partial(shape.method, self.step)
+                    program = compile_program(bound, shape.name, self._mode_of(shape))
+                self._make_ready(shape, program)
                 if progress is not None:
-                    progress(done + 1, self.count)
+                    progress(done + 1, len(shapes))
+        self.step.slots.clear_padding_row()
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether no round is half done: what is between the halves must not be written."""
+        return self._verified is None
+
+    @torch.no_grad()
+    def adopt(self, shape: Shape, program: Program) -> None:
+        """Make a loaded program ready, on padding rows alone, while requests are decoded in other shapes."""
+        for tensor in shape.inputs:
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()
+        # They are not what was uploaded last.
+        self._batches.clear()
+        self._make_ready(shape, program)
         self.step.slots.clear_padding_row()
 
     @torch.no_grad()
@@ -276,43 +324,51 @@ class Programs:
         self._mark_static()
         directory.mkdir()
         with compiler_settings():
-            for shape in self._shapes():
+            for shape in self.shapes():
                 save_program(shape.method, self.step, shape.inputs, directory / shape.name)
         (directory / _LAYOUT_NAME).write_text(json.dumps(self._layout()))
 
-    def _shapes(self) -> Iterator[_Shape]:
-        """The largest first, so that the pool of the CUDA graphs need not grow again."""
+    def shapes(self, depth: int | None = None) -> Iterator[Shape]:
+        """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool
+        of the CUDA graphs need not grow again."""
+        return (shape for shape in self._every_shape() if depth is None or shape.depth in (depth, None))
+
+    def _every_shape(self) -> Iterator[Shape]:
         slot = self._prefill_slot
         for bucket in sorted(self.buckets, reverse=True):
             rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
             inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
-            name = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts"
-            yield _Shape(f"decode_{name}", Step.decode, inputs, self._decode, bucket)
+            name, depth = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
+            yield Shape(depth, f"decode_{name}", Step.decode, inputs, self._decode, bucket)
             if self.with_halves:
-                yield _Shape(f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
+                yield Shape(depth, f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
+        for groups in sorted(self._catch_up, reverse=True):
+            index = (self._state_indices[groups],)
+            yield Shape(0, f"catch_up_{groups}", Step.catch_up, index, self._catch_up, groups)
         for key in sorted(self._verify, reverse=True) if self.with_halves else ():
             rows, verify_step = key
             state_index = self._state_indices[rows // (verify_step + 1)]
             name = f"verify_{rows}_rows_{verify_step}_drafts"
-            yield _Shape(name, Step.verify_half, (state_index, verify_step), self._verify, key)
+            yield Shape(verify_step, name, Step.verify_half, (state_index, verify_step), self._verify, key)
         for draft_step in self._first_token:
-            name = f"first_token_{draft_step}_drafts"
-            yield _Shape(name, Step.first_token, (slot, draft_step), self._first_token, draft_step)
+            name, first = f"first_token_{draft_step}_drafts", (slot, draft_step)
+            yield Shape(draft_step, name, Step.first_token, first, self._first_token, draft_step)
         for length in reversed(self.lengths):
             chunk = (self._prefill_inputs[length], slot, self._start, self._length)
-            yield _Shape(f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
+            yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
 
-    def _prepare(self, shape: _Shape, pool: Any, saved: Path | None) -> Program:
+    def _mode_of(self, shape: Shape) -> GraphMode | None:
         # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
-        graph_mode = None if shape.method is Step.prefill else self.graph_mode
-        if saved is not None:
-            program = load_program(saved / shape.name, self.step)
-        else:
-            bound = partial(shape.method, self.step)
-            program = compile_program(bound, shape.name, graph_mode)
+        return None if shape.method is Step.prefill else self.graph_mode
+
+    def _make_ready(self, shape: Shape, program: Program) -> None:
+        graph_mode = self._mode_of(shape)
         for _ in range(_WARM_UP_CALLS if graph_mode == "reduce-overhead" else 1):
             self._call(program, shape.inputs)
-        return capture(program, shape.inputs, pool) if graph_mode == "replay" else torch.no_grad()(program)
+        is_captured = graph_mode == "replay"
+        shape.programs[shape.key] = (
+            capture(program, shape.inputs, self._pool) if is_captured else torch.no_grad()(program)
+        )
 
     def _mark_static(self) -> None:
         mark_static([*self.step.parameters(), *self.step.buffers()])

@@ -254,7 +254,8 @@ class Request:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
         num_drafts is what the verify round had that emitted them: all were drafts but the last, and that one
-        too without `has_bonus`; None for the token that prefill emits. `now_s` is the time by
+        too without `has_bonus`; None for the token that prefill emits. More than that may be right, since a
+        round verifies id 0 where it has no draft. `now_s` is the time by
         time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
         """
         kept, text, output = token_ids, "", self.output_token_ids
@@ -285,7 +286,7 @@ class Request:
             # A stop that cut the round cut its bonus token off.
             if has_bonus and num_kept == len(token_ids):
                 num_kept -= 1
-            rounds.append(num_drafts * _MOST_KEPT + num_kept)
+            rounds.append(max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
         self.metrics = new_tuple(RequestMetrics, (history, len(rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)

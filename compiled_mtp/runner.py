@@ -56,6 +56,7 @@ class Runner:
         self.step = assembly.step
         self.programs = assembly.programs
         self.moves = assembly.moves
+        self.later = assembly.later
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
@@ -112,6 +113,8 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
         self.drop_launches()
+        if self.later is not None:
+            self.later.close()
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
@@ -125,6 +128,8 @@ class Runner:
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""
         programs, depth = self.programs, (plan.verify_step, plan.draft_step)
+        if plan.catches_up:
+            programs.catch_up(plan.slots)
         if plan.kind == "decode":
             return programs.decode(plan.slots, *depth)
         if plan.kind == "prefill":

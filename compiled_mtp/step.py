@@ -115,12 +115,33 @@ class Step(nn.Module):
         """One round: verify the S1 first drafts of each request and leave S2 new ones.
 
         state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = S1 + 1 and S = S2. Mutates
-        the caches and the slots' cursors, last tokens and first S2 drafts. With S2 = 0 the draft's KV still
-        follows, so that a later round can draft again.
+        the caches and the slots' cursors, last tokens and drafts: S2, then ids 0. A round without any (S1 =
+        S2 = 0) keeps for the draft model what it will need to draft again: `catch_up` must come before more
+        such rounds than a slot has room for, and before a round with drafts.
         """
         window = self.read_window(state_index, verify_step)
         hidden, logits = self.verify(state_index, window)
         return self._conclude(state_index, window, hidden, logits, draft_step)
+
+    def catch_up(self, state_index: torch.Tensor) -> None:
+        """Write the pairs that rounds without drafts have kept into the draft's KV, as they would have.
+
+        state_index [B] int32, 0 for padding. Mutates the draft's KV and the slots' num_kept.
+        """
+        assert self.draft is not None
+        assert self.kv_cache.draft is not None
+        slots, index = self.slots, state_index.to(torch.int64)
+        pos, table = slots.pos[index], slots.block_table[index]
+        first, width = pos - slots.num_kept[index] + 1, slots.kept_ids.shape[1]
+        end = (pos + 1).clamp(max=self.max_model_len)[:, None]
+        positions, kv_slots = place_rows(first, width, end, table, self.kv_cache.block_size)
+        places = (index[:, None].expand(-1, width).flatten(), positions.flatten() % width)
+        flat = (positions.flatten(), positions.flatten(), kv_slots.flatten())
+        rows = DecodeRows(*flat, table, state_index, start=pos, base=pos)
+        pairs = (slots.kept_ids[places], slots.kept_hidden[places])
+        kv = self.kv_cache.draft
+        self.draft.write_keys(self.target.embed.weight, *pairs, rows, kv, self.cos_sin)
+        slots.num_kept[index] = 0
 
     def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
         """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches
@@ -236,6 +257,8 @@ class Step(nn.Module):
         """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
         if self.draft is None:
             return tokens.new_empty((state_index.shape[0], 0))
+        if not draft_step and tokens.shape[0] == state_index.shape[0]:
+            return self._keep_pairs(state_index, window, tokens, hidden, accepted)
         rows = self._decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
         drafted = self._draft_forward(tokens, hidden, rows, accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
@@ -386,11 +409,33 @@ class Step(nn.Module):
     def _cursors(self) -> Cursors:
         return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
 
+    def _keep_pairs(
+        self,
+        state_index: torch.Tensor,
+        window: Window,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        accepted: Accepted,
+    ) -> torch.Tensor:
+        """Keep the pairs (token, hidden before it) of a round of one row a request for `catch_up`; the slots
+        have no drafts then [B, 0]."""
+        slots, index = self.slots, state_index.to(torch.int64)
+        place = (index, (window.pos + 1) % slots.kept_ids.shape[1])
+        slots.kept_ids[place] = tokens
+        slots.kept_hidden[place] = hidden
+        # Padding gains no token.
+        slots.num_kept[index] = slots.num_kept[index] + accepted.packed[:, 0]
+        return self._keep_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
+
     def _keep_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Store drafts [B, S] as the slots' first S, zeros for padding; returns them."""
+        """Store drafts [B, S] as the slots' first S, id 0 for what is missing and for padding; returns them.
+
+        A round of a larger depth then verifies drafts that the host knows too.
+        """
         is_live = state_index > 0
-        kept = self.slots.drafts[:, : drafts.shape[1]]
-        kept[state_index.to(torch.int64)] = torch.where(is_live[:, None], drafts, 0)
+        missing = drafts.new_zeros((drafts.shape[0], self.slots.drafts.shape[1] - drafts.shape[1]))
+        row = torch.cat((drafts, missing), dim=1)
+        self.slots.drafts[state_index.to(torch.int64)] = torch.where(is_live[:, None], row, 0)
         return drafts
 
     def _decode_rows(self, state_index: torch.Tensor, window: Window) -> DecodeRows:

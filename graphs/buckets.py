@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import lcm
 
 PREFILL_MULTIPLE = 64
@@ -61,13 +60,12 @@ def ladder(
 
 
 def ladders(
-    unit: int, depths: Iterable[int], max_batch: int, batch_sizes: Sequence[int] | None = None
+    unit: int, depths: Iterable[tuple[int, int]], max_batch: int, batch_sizes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of all rounds that verify and leave as many drafts as one of `depths` each."""
-    every = sorted(set(depths))
+    """Return the buckets of all rounds that verify and leave as many drafts as one of the pairs `depths`."""
     return tuple(
         bucket
-        for verify_step, draft_step in product(every, every)
+        for verify_step, draft_step in sorted(set(depths))
         for bucket in ladder(unit, verify_step, max_batch, batch_sizes, draft_step=draft_step)
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.build import Progress
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import Admit, StepPlan
@@ -17,7 +18,7 @@ from compiled_mtp.step import Step
 from tests import tiny
 
 
-def make_engine(directory: Path, **options: Any) -> Engine:
+def make_engine(directory: Path, progress: Progress | None = None, **options: Any) -> Engine:
     """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
     defaults: dict[str, Any] = {
         "device": "cpu",
@@ -26,7 +27,7 @@ def make_engine(directory: Path, **options: Any) -> Engine:
         "max_model_len": 512,
         "max_batch": 8,
     }
-    engine = Engine(EngineConfig(model=directory, **(defaults | options)))
+    engine = Engine(EngineConfig(model=directory, **(defaults | options)), progress=progress)
     step = engine.runner.step
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out
@@ -47,7 +48,7 @@ def poison_new(step: Step, plan: StepPlan) -> None:
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
                     buffer[move.slot] = nan
-            step.slots.last_hidden[move.slot] = nan
+            step.slots.last_hidden[move.slot] = step.slots.kept_hidden[move.slot] = nan
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
     table = step.slots.block_table
     new = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]

@@ -22,12 +22,17 @@ def token_at(seed: int, index: int) -> int:
 
 @dataclass
 class Row:
-    """The device's view of a slot, or of a host record. The generation is that of its first launch."""
+    """The device's view of a slot, or of a host record. The generation is that of its first launch.
+
+    num_drafts: that were left. num_kept: rounds without drafts that the draft model has still to read.
+    """
 
     seed: int
     generation: int | None = None
     prompt: list[int] = field(default_factory=list)
     pos: int = 0
+    num_drafts: int = 0
+    num_kept: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
 
 
@@ -269,6 +274,8 @@ class FakeRunner:
     def _verify_rows(self, plan: StepPlan) -> None:
         for slot in plan.slots:
             row = self.rows[Place("slot", slot)]
+            row.num_kept = 0 if plan.catches_up else row.num_kept
+            assert row.num_kept <= (0 if plan.verify_step else self.scheduler.limits.mtp_step)
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + plan.verify_step)
 
@@ -279,6 +286,7 @@ class FakeRunner:
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.draft_step)
+            row.num_kept += not plan.draft_step and self.scheduler.limits.mtp_step > 0
             counts.append(accepted)
         return self._emit(plan, counts)
 
@@ -288,6 +296,7 @@ class FakeRunner:
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
+            row.num_drafts = plan.draft_step
             is_first = plan.kind in ("prefill", "first")
             done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)

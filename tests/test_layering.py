@@ -30,6 +30,7 @@ FLOORS = {
     "compiled_mtp.ops": 1,
     "compiled_mtp.graphs.compile": 2,
     "compiled_mtp.graphs.artifacts": 2,
+    "compiled_mtp.graphs.later": 2,
     "compiled_mtp.cache.slot_tensors": 3,
     "compiled_mtp.cache.slot_sampling": 3,
     "compiled_mtp.cache.slot_state": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -179,14 +180,17 @@ def test_draft_kv_holds_the_pairs_of_a_fresh_draft_prefill(family: str, mtp_step
 
 
 def test_the_draft_kv_follows_at_every_depth() -> None:
-    """Depths 3, 1, 0, 7, 3 in a request's life: the same tokens, and the pairs of a fresh draft prefill."""
+    """Many depths in a request's life, and none twice: the same tokens, and a fresh draft prefill's pairs."""
     step = tiny.build_step(CONFIGS["dense"], 7)
     out = {}
     for slot in (1, 2, 3):
         tiny.admit(step, slot, seed=100 + slot, temperature=TEMPERATURES[slot])
         out[slot] = [tiny.prefill(step, slot, prompt_of(slot), draft_step=3)]
     rng = random.Random(3)
-    for verify_step, draft_step in ((3, 1), (1, 0), (0, 7), (7, 3), (3, 0), (7, 0), (0, 0), (7, 3)):
+    depths = ((3, 1), (1, 0), (0, 7), (7, 3), (3, 0), (7, 0), (0, 0), (0, 0), (7, 3))
+    for last, (verify_step, draft_step) in pairwise(((0, 0), *depths)):
+        if last == (0, 0) != (verify_step, draft_step):
+            tiny.catch_up(step, [3, 1, 2])
         for slot in out:
             stream = plain_stream("dense", "float32", slot)
             force(step, slot, stream, len(out[slot]), rng.randint(0, verify_step))

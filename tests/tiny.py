@@ -136,7 +136,8 @@ def poison(step: Step) -> None:
     for module in (step.kv_cache, step.state_cache):
         for buffer in module.buffers():
             buffer.fill_(float("nan"))
-    step.slots.last_hidden.fill_(float("nan"))
+    for hidden in (step.slots.last_hidden, step.slots.kept_hidden):
+        hidden.fill_(float("nan"))
     step.slots.drafts[1:] = 13
 
 
@@ -190,6 +191,12 @@ def decode(
     depths = [step.mtp_step if depth is None else depth for depth in (verify_step, draft_step)]
     index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
     return new_tokens(step.decode(index, *depths), depths[0])
+
+
+@torch.no_grad()
+def catch_up(step: Step, slots: list[int]) -> None:
+    """Give the draft what rounds without drafts have kept for it."""
+    step.catch_up(torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device))
 
 
 def new_tokens(packed: torch.Tensor, verify_step: int) -> list[list[int]]:

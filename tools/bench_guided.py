@@ -54,7 +54,7 @@ def make_prompt(number: int) -> str:
 
 def count(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
     """How well drafting worked in these requests."""
-    total = SpeculationStats.empty(engine.config.mtp_step)
+    total = SpeculationStats.empty(engine.runner.step.mtp_step)
     for output in outputs:
         total = total.plus(output.metrics)
     return total

@@ -119,7 +119,7 @@ def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
 
 def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     """Bytes that one step must read and write, by item; the model's shape decides, not the implementation."""
-    config, step, mtp_step = runner.model_config, runner.step, runner.config.mtp_step
+    config, step, mtp_step = runner.model_config, runner.step, runner.step.mtp_step
     rows = batch * (mtp_step + 1)
     embedding = step.target.embed.weight
     head = step.target.head_weight.nbytes
@@ -178,13 +178,13 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         block_size=config.block_size,
         max_model_len=runner.max_model_len,
         prefill_chunk=config.prefill_chunk,
-        mtp_step=config.mtp_step,
+        mtp_step=runner.step.mtp_step,
         max_in_flight=runner.max_in_flight,
     )
     generator = torch.Generator().manual_seed(batch)
     # The first request decodes a round for every chunk of the others' prefill.
     rounds = batch * -(-context // config.prefill_chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
-    most = min(rounds * (config.mtp_step + 1), runner.max_model_len - context)
+    most = min(rounds * (runner.step.mtp_step + 1), runner.max_model_len - context)
     for index in range(batch):
         ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
@@ -199,7 +199,7 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
 def check_rows(runner: Runner, batches: list[int]) -> None:
     """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
     target = runner.step.target
-    width = runner.config.mtp_step + 1
+    width = runner.step.mtp_step + 1
     weights = {
         module.weight.shape: (module.weight, module.weight_scale)
         for module in target.modules()
@@ -239,7 +239,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
         host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
         last = now
     total = last - begin
-    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.config.mtp_step,) * 2
+    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
     assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
@@ -271,7 +271,7 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
 @torch.no_grad()
 def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
     """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
-    spans, depth = [], (runner.config.mtp_step,) * 2
+    spans, depth = [], (runner.step.mtp_step,) * 2
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -293,7 +293,7 @@ def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, f
     from torch.profiler import ProfilerActivity, profile
 
     loop = start_loop(runner, batch, context)
-    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.config.mtp_step,) * 2
+    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

@@ -47,7 +47,7 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
     sampling = given(flags, SamplingParams)
     settings = given(flags, EngineConfig, skip=SamplingParams.model_fields)
     config = EngineConfig(**settings)
-    if flags["compare"] and not config.mtp_step:
+    if flags["compare"] and not config.depths[-1]:
         raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
     # A graph cache holds the shapes of one mtp_step.
     plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
@@ -141,7 +141,9 @@ def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, inter
             printer.finish_rest(jobs)
     if not is_interrupted:
         engine.close()
-    return Outcome(config.mtp_step, jobs, seconds, is_interrupted, engine.is_compiled)
+    rounds = engine.stats().rounds_by_depth
+    step, most = config.mtp_step, config.depths[-1]
+    return Outcome(step, most, jobs, seconds, is_interrupted, engine.is_compiled, rounds)
 
 
 def _check(job: Job, front: Front) -> None:

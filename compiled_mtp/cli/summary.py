@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from compiled_mtp.cli.jobs import Job
 from compiled_mtp.request import RequestMetrics
+from compiled_mtp.spec.depth import Reason
 from compiled_mtp.spec.stats import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All jobs of one run with one mtp_step, and the seconds from the first step to the last."""
+    """All jobs of one run with one mtp_step, and the seconds from the first step to the last.
 
-    mtp_step: int
+    most_drafts: of a round. rounds_by_depth as `EngineStats` has it.
+    """
+
+    mtp_step: int | Literal["auto"]
+    most_drafts: int
     jobs: list[Job]
     seconds: float
     is_interrupted: bool
     is_compiled: bool
+    rounds_by_depth: Mapping[int, Mapping[Reason, int]]
 
 
 def find_difference(one: Outcome, other: Outcome) -> str | None:
@@ -48,6 +55,8 @@ def summarize(outcomes: Sequence[Outcome]) -> str:
             lambda run: " ".join(f"{rate:.2f}" for rate in _speculation(run).acceptance_by_index) or "-",
         ),
     ]
+    if any(run.rounds_by_depth for run in outcomes):
+        rows.append(("rounds by depth", _rounds_by_depth))
     cells = [("", *(f"mtp_step {run.mtp_step}" for run in outcomes))]
     cells += [(name, *(value(run) for run in outcomes)) for name, value in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
@@ -91,8 +100,16 @@ def _first_token(run: Outcome) -> str:
     return f"{statistics.median(times):.3f}" if times else "-"
 
 
+def _rounds_by_depth(run: Outcome) -> str:
+    """Those of the batch: depth:rounds, and how many of them were probes."""
+    counts = run.rounds_by_depth.items()
+    each = " ".join(f"{depth}:{sum(why.values())}" for depth, why in counts if any(why.values()))
+    probes = sum(why["probe"] for _, why in counts)
+    return (each or "-") + (f" ({probes} to probe)" if probes else "")
+
+
 def _speculation(run: Outcome) -> SpeculationStats:
-    stats = SpeculationStats.empty(run.mtp_step)
+    stats = SpeculationStats.empty(run.most_drafts)
     for metrics in _every_metrics(run):
         stats = stats.plus(metrics)
     return stats

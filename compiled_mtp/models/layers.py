@@ -87,7 +87,10 @@ class Attention(nn.Module):
         self.k_norm = make.empty(config.head_dim)
         self.o_proj = Linear(make.part("o_proj"), value, hidden)
 
-    def forward(self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
+    def write_keys(
+        self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows' keys and values into `kv`; returns their q|gate|k|v and their queries."""
         qkv = self.qkv(x, rows)
         q = qk_norm_rope_kv_write(
             qkv,
@@ -102,6 +105,10 @@ class Attention(nn.Module):
             self.num_kv_heads,
             self.eps,
         )
+        return qkv, q
+
+    def forward(self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
+        qkv, q = self.write_keys(x, rows, kv, cos_sin)
         query_and_gate = qkv[:, : 2 * self.num_q_heads * self.head_dim]
         gate = query_and_gate.view(-1, self.num_q_heads, 2, self.head_dim)[:, :, 1]
         y = paged_attention(

@@ -7,7 +7,7 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
@@ -54,7 +54,27 @@ class DraftModel(nn.Module):
         cos_sin: torch.Tensor,
         kept_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        norms = (self.norm_embedding.weight, self.norm_hidden.weight)
-        pair = pair_norm(table, token_ids, hidden, *norms, self.norm.eps)
-        x, residual = self.layer(self.fc(pair, rows), None, rows, kv, cos_sin)
+        x, residual = self.layer(self._pairs(table, token_ids, hidden, rows), None, rows, kv, cos_sin)
         return self.norm.add(x, residual, kept_rows)[0]
+
+    def write_keys(
+        self,
+        table: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: Rows,
+        kv: KVLayer,
+        cos_sin: torch.Tensor,
+    ) -> None:
+        """Write the pairs' keys and values into `kv` as `forward` does, and nothing else: in a model of one
+        layer they depend on the pair alone."""
+        x = self._pairs(table, token_ids, hidden, rows)
+        attention = self.layer.mixer
+        assert isinstance(attention, Attention)
+        attention.write_keys(self.layer.input_norm.add(x, None)[0], rows, kv, cos_sin)
+
+    def _pairs(
+        self, table: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        norms = (self.norm_embedding.weight, self.norm_hidden.weight)
+        return self.fc(pair_norm(table, token_ids, hidden, *norms, self.norm.eps), rows)

@@ -36,7 +36,8 @@ class Holding:
     none), and blocks of the tier where it stands.
 
     is_told: the device knows who owns the slot. is_in_open_round: its round was verified and its accept is
-    still to be planned. drafts: of its next round, where its grammar asks for them.
+    still to be planned. drafts: of its next round, where its grammar asks for them. num_kept: its rounds
+    without drafts since the draft model has last read what they keep.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Holding:
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
+    num_kept: int = 0
     transfer: Transfer | None = None
 
     def enter(self, phase: RequestPhase) -> None:
@@ -115,6 +117,7 @@ class Holdings:
         self._commit(holding, self.limits.worst_case_blocks(holding.request))
         holding.slot = self._free_slots.pop()
         holding.generation = self._next_generation(holding.slot)
+        holding.num_kept = 0
         self.owners[holding.slot] = holding
         holding.enter(RequestPhase.PREFILLING)
 

@@ -21,8 +21,10 @@ from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
-Depth = Callable[[], int]
-"""How many drafts the round that is planned now leaves, 0 to mtp_step; asked once a round and once before."""
+Depth = Callable[[int, int, bool], int]
+"""How many drafts the round that is planned now verifies and leaves, 0 to mtp_step, given its number of
+requests, the mean tokens of their contexts when they were last looked at, and whether it runs as two halves;
+asked once a round, and once before with no requests."""
 
 IsHalved = Callable[[], bool]
 """Whether the round that is planned now runs as two halves though no request needs it; asked once a round."""
@@ -58,8 +60,9 @@ class Planner:
         self.holdings = holdings
         self._depth = depth
         self._is_halved = is_halved
+        self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
-        self._draft_step = self._choose_depth()
+        self._draft_step = self._choose_depth(0, is_halved=False)
         # By Request.key, in the order of arrival.
         self.waiting: dict[tuple[str, int], Holding] = {}
         self._is_prefill_next = True
@@ -77,6 +80,8 @@ class Planner:
         self.decoding_slots: tuple[int, ...] = ()
         self._decoding_generations: tuple[int, ...] = ()
         self._rounds_ahead = 0
+        # Whether the draft has read all that rounds of these slots have kept.
+        self._is_caught_up = False
         # What the requests of the next rounds ask for.
         self._wants = _Wants()
         # What the next plan carries.
@@ -178,6 +183,9 @@ class Planner:
         self._wants = _wants([holding.request for holding, _ in decoding])
         self.decoding_slots = tuple(holding.slot for holding, _ in decoding)
         self._decoding_generations = tuple(holding.generation for holding, _ in decoding)
+        self._is_caught_up = False
+        tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one, _ in decoding)
+        self._context_tokens = tokens // max(len(decoding), 1)
         # The one that is planned next was looked at itself.
         rounds = (self._certain_rounds(*one) for one in decoding)
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
@@ -289,13 +297,17 @@ class Planner:
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
         is_halved = self._wants.is_halved or (self._is_halved is not None and self._is_halved())
-        verify_step, self._draft_step = self._draft_step, self._choose_depth()
+        depth = self._choose_depth(len(self.decoding_slots), is_halved=is_halved)
+        # Whoever came back from elsewhere may have other drafts; statistics alone know of it.
+        num_drafts, self._draft_step = min(depth, self._draft_step), depth
         plan = self._make_plan(
             "verify" if is_halved else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            verify_step=verify_step,
-            draft_step=self._draft_step,
+            verify_step=depth,
+            draft_step=depth,
+            num_drafts=num_drafts,
+            catches_up=self._catches_up(depth),
         )
         if is_halved:
             members = [self.holdings.owners[slot] for slot in plan.slots]
@@ -312,6 +324,7 @@ class Planner:
             first.generations,
             verify_step=first.verify_step,
             draft_step=first.draft_step,
+            num_drafts=first.num_drafts,
             logprobs=opened.wants.logprobs,
             has_processed_logprobs=opened.wants.has_processed_logprobs,
             wants_drafts=opened.wants.is_guided,
@@ -336,6 +349,8 @@ class Planner:
         *,
         verify_step: int = 0,
         draft_step: int = 0,
+        num_drafts: int = 0,
+        catches_up: bool = False,
         token_ids: tuple[int, ...] = (),
         start: int = 0,
         is_last: bool = False,
@@ -357,6 +372,8 @@ class Planner:
             generations=generations,
             verify_step=verify_step,
             draft_step=draft_step,
+            num_drafts=num_drafts,
+            catches_up=catches_up,
             token_ids=token_ids,
             start=start,
             is_last=is_last,
@@ -376,9 +393,24 @@ class Planner:
             self._block_updates = self.holdings.all_block_updates()
             self._is_install_lost = False
 
-    def _choose_depth(self) -> int:
+    def _catches_up(self, depth: int) -> bool:
+        """Whether the draft must catch up before a round of that depth; counts what such a round keeps."""
+        if not self.limits.mtp_step or (depth and self._is_caught_up):
+            return False
+        members = [self.holdings.owners[slot] for slot in self.decoding_slots]
+        most_kept = max(holding.num_kept for holding in members)
+        # A slot has room for the pairs of mtp_step + 1 rounds.
+        catches_up = most_kept > (0 if depth else self.limits.mtp_step)
+        for holding in members:
+            holding.num_kept = (0 if catches_up else holding.num_kept) + (not depth)
+        self._is_caught_up = depth > 0
+        return catches_up
+
+    def _choose_depth(self, num_requests: int, *, is_halved: bool) -> int:
         mtp_step = self.limits.mtp_step
-        depth = mtp_step if self._depth is None else self._depth()
+        depth = (
+            mtp_step if self._depth is None else self._depth(num_requests, self._context_tokens, is_halved)
+        )
         if not 0 <= depth <= mtp_step:
             raise ValueError(f"depth must lie in 0..{mtp_step} (mtp_step), got {depth}; choose another")
         return depth

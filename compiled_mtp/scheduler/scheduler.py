@@ -175,7 +175,9 @@ class Scheduler:
             holding = self._holdings.owners.get(owner[0])
             if holding is None or holding.generation != owner[1] or holding.request.guide is None:
                 continue
-            row, drafts = index * (plan.verify_step + 1), holding.drafts[: plan.verify_step]
+            row, missing = index * (plan.verify_step + 1), plan.verify_step - len(holding.drafts)
+            # As the device has them.
+            drafts = (*holding.drafts[: plan.verify_step], *[0] * missing)
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
@@ -280,7 +282,7 @@ class Scheduler:
     def _take_tokens(self, result: StepResult) -> None:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
-        num_drafts = plan.verify_step if is_round else None
+        num_drafts = plan.num_drafts if is_round else None
         most = plan.verify_step + 1
         now_s = time.monotonic()
         for index in (*result.not_finite, *result.all_masked):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from compiled_mtp.cli import run
@@ -58,6 +59,7 @@ class FakeEngine:
     interrupt_after: int | None = None
     wrong_with_mtp_step_0 = False
     fail: str | None = None
+    rounds_by_depth: Mapping[int, Mapping[str, int]] = MappingProxyType({})
 
     def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront) -> None:
         assert isinstance(front, FakeFront)
@@ -77,7 +79,7 @@ class FakeEngine:
     def add_request(self, params: SamplingParams, request_id: str, **prompt: Any) -> str:
         text = text_of(prompt)
         request = Request(request_id, [1] * len(text), params, detokenizer=Letters())
-        request.history.mtp_step = self.config.mtp_step
+        request.history.mtp_step = self.config.depths[-1]
         self.requests[request_id], self.answers[request_id] = request, text.upper() + "." * 200
         self.params.append(params)
         return request_id
@@ -132,6 +134,9 @@ class FakeEngine:
             ),
             output,
         ]
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(rounds_by_depth=self.rounds_by_depth)
 
     def close(self) -> None:
         self.closed = True

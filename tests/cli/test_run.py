@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -41,6 +42,21 @@ def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identi
     assert [one.config.mtp_step for one in made] == [2, 0]
     first, second = ([request.history.seed for request in one.requests.values()] for one in made)
     assert first == second
+
+
+def test_the_summary_says_which_depths_ran_and_why(
+    engine: type[FakeEngine],
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = {0: {"best": 7, "probe": 0, "only": 0}, 1: {"best": 1, "probe": 2, "only": 0}}
+    monkeypatch.setattr(FakeEngine, "rounds_by_depth", rounds | {2: dict.fromkeys(rounds[0], 0)})
+    assert run_main("--prompt-file", prompts, "--mtp-step", "auto", "--mtp-depths", "0,1,2") == 0
+    printed = capsys.readouterr().err
+    assert re.search(r"^rounds by depth +0:7 1:3 \(2 to probe\)$", printed, re.MULTILINE)
+    assert re.search(r"^ +mtp_step auto$", printed, re.MULTILINE)
+    assert [(one.config.mtp_step, one.config.depths) for one in made] == [("auto", (0, 1, 2))]
 
 
 @pytest.mark.parametrize("is_variable", [False, True])

@@ -58,7 +58,7 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
 
 
 def test_buckets_of_several_depths_are_told_apart() -> None:
-    buckets = ladders(1, (3, 0, 3), 4)
+    buckets = ladders(1, [(3, 0), (0, 3), (0, 0), (3, 3), (3, 0)], 4)
     assert {(b.verify_step, b.draft_step) for b in buckets} == {(0, 0), (0, 3), (3, 0), (3, 3)}
     assert len(set(buckets)) == len(buckets) == 12
     assert pick(buckets, 3, 0, 3) == Bucket(4, 0, 3)

@@ -1,0 +1,99 @@
+"""The depth controller beside the engine: asked when a round is planned, told what came of it. No torch."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from compiled_mtp.plan import Copy, StepPlan, StepResult
+from compiled_mtp.spec.depth import DepthController, Reason, context_class
+
+_REASONS: tuple[Reason, ...] = ("best", "probe", "only")
+
+
+class DepthPolicy:
+    """One depth a round for the batch, and how many rounds had which for what reason.
+
+    depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
+    round's time runs from its launch, or from the result before it if that came later, to its own result:
+    with a launch in flight the device goes from one to the next without a pause. For the thread that steps;
+    `rounds` may be called by any.
+    """
+
+    def __init__(self, depths: Iterable[int], sizes: Sequence[int]) -> None:
+        self.controller = DepthController(depths)
+        self._sizes = sizes
+        self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
+        self._context_tokens = self._context = 0
+        # Of each number of requests, in whole rounds and in halves.
+        self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
+        self._launched_s: dict[int, float] = {}
+        # The last result that was read, and when; of a round whose first half was, when that began.
+        self._last_s = 0.0
+        self._half: tuple[int, float] | None = None
+
+    def add_depth(self, depth: int) -> None:
+        """Take one more depth, whose programs have become ready."""
+        self._counts = {**self._counts, depth: dict.fromkeys(_REASONS, 0)}
+        self.controller.add_depth(depth)
+
+    def choose(self, num_requests: int, context_tokens: int, is_halved: bool) -> int:
+        """The depth of the next round; with no requests, of the first tokens before it."""
+        controller = self.controller
+        if not num_requests:
+            return controller.depth
+        if context_tokens != self._context_tokens:
+            self._context_tokens, self._context = context_tokens, context_class(context_tokens)
+        depth = controller.choose(self._bucket(num_requests, is_halved), self._context)
+        self._counts[depth][controller.reason] += 1
+        return depth
+
+    def launch(self, plan: StepPlan) -> None:
+        """`plan` is about to be launched."""
+        if plan.kind in ("decode", "verify"):
+            self._launched_s[plan.step_id] = time.perf_counter()
+
+    def read(self, result: StepResult) -> None:
+        """Learn from a result that has come right now."""
+        plan, now_s = result.plan, time.perf_counter()
+        begin_s = max(self._launched_s.pop(plan.step_id, now_s), self._last_s)
+        half, self._half, self._last_s = self._half, None, now_s
+        if result.error is not None:
+            return
+        if plan.kind == "verify":
+            self._half = (plan.step_id + 1, begin_s)
+            return
+        if plan.kind == "accept":
+            # With a chunk between the halves the time is not the round's.
+            begin_s = half[1] if half is not None and half[0] == plan.step_id else now_s
+        elif plan.kind != "decode":
+            return
+        self.controller.record_round(plan.num_drafts, result.token_ids)
+        if now_s > begin_s and not _is_disturbed(plan):
+            bucket = self._bucket(len(plan.slots), plan.kind == "accept")
+            self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
+
+    def forget_launches(self) -> None:
+        """Launches were dropped: their results will not come."""
+        self._launched_s.clear()
+        self._half = None
+
+    def rounds(self) -> Mapping[int, Mapping[Reason, int]]:
+        """Rounds by depth and reason."""
+        return {depth: dict(counts) for depth, counts in self._counts.items()}
+
+    def _bucket(self, num_requests: int, is_halved: bool) -> tuple[int, bool]:
+        key = (num_requests, is_halved)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            size = self._sizes[bisect_left(self._sizes, num_requests)]
+            bucket = self._buckets[key] = (size, is_halved)
+        return bucket
+
+
+def _is_disturbed(plan: StepPlan) -> bool:
+    """Whether something else than the round took time."""
+    if plan.moves and any(isinstance(move, Copy) for move in plan.moves):
+        return True
+    return plan.catches_up and plan.verify_step > 0

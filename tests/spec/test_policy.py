@@ -1,0 +1,126 @@
+"""What the depth policy learns from plans and results: which times are a round's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compiled_mtp.plan import Copy, Place, StepPlan, StepResult
+from compiled_mtp.spec import policy as policy_module
+from compiled_mtp.spec.policy import DepthPolicy
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(policy_module.time, "perf_counter", made.perf_counter)
+    return made
+
+
+class Rig:
+    """A policy, a clock, and what the controller was told."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.policy = clock, DepthPolicy((0, 3), (1, 2, 8))
+        self.times: list[tuple[Any, ...]] = []
+        self.rounds: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(self.policy.controller, "record_time", lambda *a: self.times.append(a))
+        monkeypatch.setattr(self.policy.controller, "record_round", lambda *a: self.rounds.append(a))
+
+    def plan(self, step_id: int, kind: Any = "decode", after_s: float = 0.0, **fields: Any) -> StepPlan:
+        self.clock.now_s += after_s
+        depth = {"verify_step": 3, "draft_step": 3, "num_drafts": 3}
+        plan = StepPlan(step_id, kind, (1, 2, 3), (0, 0, 0), **(depth | fields))
+        self.policy.launch(plan)
+        return plan
+
+    def read(self, plan: StepPlan, after_s: float, **fields: Any) -> None:
+        self.clock.now_s += after_s
+        self.policy.read(StepResult(plan, **({"token_ids": [[1], [1, 2], []]} | fields)))
+
+    @property
+    def seconds(self) -> list[float]:
+        return [round(seconds, 6) for *_, seconds in self.times]
+
+
+@pytest.fixture
+def rig(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(clock, monkeypatch)
+
+
+def test_a_rounds_time_runs_from_its_launch_if_nothing_was_in_flight(rig: Rig) -> None:
+    for step_id in range(3):
+        # The caller's pause before it is nobody's.
+        rig.read(rig.plan(step_id, after_s=5.0), after_s=0.02)
+    assert rig.seconds == [0.02, 0.02, 0.02]
+    assert {(depth, bucket, context) for depth, bucket, context, _ in rig.times} == {(3, (8, False), 0)}
+    assert rig.rounds[0] == (3, [[1], [1, 2], []])
+
+
+def test_with_a_launch_in_flight_it_runs_from_the_result_before(rig: Rig) -> None:
+    plans = [rig.plan(0)]
+    for step_id in range(1, 4):
+        plans.append(rig.plan(step_id, after_s=0.001))
+        rig.read(plans[-2], after_s=0.01)
+    assert rig.seconds == [0.011, 0.011, 0.011]
+    # After a prompt's chunk in flight, too.
+    chunk = rig.plan(4, "prefill")
+    rig.read(plans[-1], after_s=0.01)
+    last = rig.plan(5, after_s=0.001)
+    rig.read(chunk, after_s=0.5)
+    rig.read(last, after_s=0.01)
+    assert rig.seconds[-2:] == [0.01, 0.01]
+
+
+def test_halves_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None:
+    rig.read(rig.plan(0, "verify"), after_s=0.01)
+    rig.read(rig.plan(1, "accept", after_s=0.004), after_s=0.006)
+    assert rig.seconds == [0.02]
+    assert rig.times[0][1] == (8, True)
+    # A chunk between them: not the round's time.
+    rig.read(rig.plan(2, "verify"), after_s=0.01)
+    rig.read(rig.plan(3, "prefill"), after_s=0.5)
+    rig.read(rig.plan(4, "accept"), after_s=0.006)
+    assert len(rig.times) == 1
+    assert len(rig.rounds) == 2
+
+
+def test_what_something_else_slowed_down_is_not_timed(rig: Rig) -> None:
+    copy = Copy(0, Place("slot", 1), Place("slot", 2))
+    rig.read(rig.plan(0, moves=(copy,)), after_s=0.02)
+    rig.read(rig.plan(1, catches_up=True), after_s=0.02)
+    rig.read(rig.plan(2), after_s=0.02, error="the device is on fire")
+    assert rig.times == []
+    assert len(rig.rounds) == 2
+    # At depth 0 catching up belongs to what the depth costs.
+    rig.read(rig.plan(3, catches_up=True, verify_step=0, draft_step=0, num_drafts=0), after_s=0.02)
+    assert rig.seconds == [0.02]
+
+
+def test_launches_that_were_dropped_are_forgotten(rig: Rig) -> None:
+    rig.plan(0)
+    rig.read(rig.plan(1, "verify"), after_s=0.01)
+    rig.policy.forget_launches()
+    rig.read(rig.plan(2, "accept"), after_s=0.01)
+    assert rig.times == []
+    assert rig.policy._launched_s == {}
+
+
+def test_first_tokens_ask_without_counting_and_a_depth_that_becomes_ready_is_counted() -> None:
+    policy = DepthPolicy((3,), (1, 2))
+    assert policy.choose(0, 0, is_halved=False) == 3
+    assert policy.choose(2, 10_000, is_halved=False) == 3
+    assert policy.rounds() == {3: {"best": 0, "probe": 0, "only": 1}}
+    policy.add_depth(0)
+    policy.choose(1, 10, is_halved=True)
+    assert policy.rounds()[0] == {"best": 0, "probe": 0, "only": 0}
+    assert policy.rounds()[3]["best"] == 1
