@@ -273,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, delay: int, copy_delay: int, has_policies: bool, seed: int, **numbers: int) -> None:
         rng = random.Random(seed)
         policies = {
-            "depth": lambda: rng.randint(0, numbers["mtp_step"]),
+            "depth": lambda *_: rng.randint(0, numbers["mtp_step"]),
             "is_halved": lambda: rng.random() < 0.5,
         }
         self.scheduler = make_scheduler(
