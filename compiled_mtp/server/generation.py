@@ -95,7 +95,9 @@ class Service:
                 code="context_length_exceeded",
             )
         variants = [
-            params.model_copy(update={"seed": derive_seed(params.seed, index)}) if index else params
+            params.model_copy(update={"seed": derive_seed(params.seed, index), "prompt_logprobs": None})
+            if index
+            else params
             for index in range(num_choices)
         ]
         try:
