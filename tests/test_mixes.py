@@ -125,7 +125,7 @@ def alone(runner: Runner, prompt: list[int], sampling: SlotSampling, is_guided: 
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.generate,))
+@settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.generate,))
 def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
     runners: dict[int, Runner], data: st.DataObject
 ) -> None:

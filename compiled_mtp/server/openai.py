@@ -57,6 +57,7 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
 
     def take(self, output: RequestOutput) -> list[Delta]:
@@ -70,6 +71,7 @@ class _Choice:
         _add_calls(self.calls, deltas)
         self.token_ids += output.new_token_ids
         self.logprobs += output.logprobs or ()
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         if output.finish_reason is not None:
             is_call = output.finish_reason == "stop" and self.parser.num_calls
             self.finish_reason = "tool_calls" if is_call else output.finish_reason
@@ -225,6 +227,13 @@ class OpenAIHandlers:
             response_format=body.response_format,
             tools=shown_tools or None,
         )
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError(
+                400,
+                f"prompt_logprobs must be left out of a stream, got {body.prompt_logprobs}; ask for the "
+                "answer as a whole",
+                param="prompt_logprobs",
+            )
         form = body.response_format
         if body.max_tokens is None and isinstance(body, CompletionBody):
             fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
@@ -263,10 +272,18 @@ class _Answer:
             choices[index].take(output)
             if output.finish_reason is not None:
                 self._usage.add(output)
-        return self._head | {
-            "choices": [self._whole_choice(choice) for choice in choices],
-            "usage": self._usage.to_openai(),
-        }
+        entries = [self._whole_choice(choice) for choice in choices]
+        answer = self._head | {"choices": entries, "usage": self._usage.to_openai()}
+        if self.body.prompt_logprobs is None:
+            return answer
+        # Choices of one prompt share what its first one says.
+        every = [self._prompt_logprobs(choice.prompt_logprobs or ()) for choice in choices]
+        num_choices = self.body.n or 1
+        if self._is_chat:
+            return answer | {"prompt_logprobs": every[0]}
+        for index, entry in enumerate(entries):
+            entry["prompt_logprobs"] = every[index // num_choices * num_choices]
+        return answer
 
     async def events(
         self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -332,6 +349,27 @@ class _Answer:
             said = {"text": choice.content}
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(choice.logprobs)}
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
+
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+        """As vLLM has them: by id, the prompt's token and the likeliest ones; none of the first token."""
+        found: list[dict[str, Any] | None] = [None]
+        for entry in entries:
+            ranked = [(one.token_id, one.logprob, rank) for rank, one in enumerate(entry.top, start=1)]
+            found.append(
+                {
+                    # JSON has no infinity: a row that is not finite has vLLM's lowest number.
+                    str(token_id): {
+                        "logprob": max(logprob, -9999.0),
+                        "rank": rank,
+                        "decoded_token": _token(self._tokenizer, token_id),
+                    }
+                    for token_id, logprob, rank in [
+                        (entry.token_id, entry.logprob, entry.rank),
+                        *ranked,
+                    ]
+                }
+            )
+        return found
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
         if not entries:

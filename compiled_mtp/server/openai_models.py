@@ -24,6 +24,7 @@ SAME_NAMES = (
     "include_stop",
     "seed",
     "n",
+    "prompt_logprobs",
 )
 
 
@@ -73,6 +74,9 @@ class SamplingBody(Body):
     response_format: dict[str, Any] | None = None
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream says what its rounds drafted and accepted"
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, description="log probabilities of the prompt, in answers that are no streams"
     )
     return_token_ids: bool | None = Field(default=None, description="choices carry their token ids")
     user: Ignored = None

@@ -240,6 +240,35 @@ def test_penalties_bias_and_logprobs_reach_the_engine(real: Running) -> None:
         json.loads(answer.message.content)
 
 
+def test_log_probabilities_of_a_prompt_are_as_vllm_has_them(real: Running, alone: Engine) -> None:
+    prompts = ["def quicksort(items):", "a b"]
+    expected = alone.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=2))
+    client = client_of(real)
+    extra: Any = {"extra_body": {"prompt_logprobs": 2}, "model": "m", "max_tokens": 1, "n": 2}
+    whole: Any = client.completions.create(prompt=prompts, **extra)
+    for index, choice in enumerate(whole.choices):
+        first, *others = choice.prompt_logprobs
+        assert first is None
+        entries = expected[index // 2].prompt_logprobs
+        assert entries is not None
+        for entry, other in zip(entries, others, strict=True):
+            assert len(other) in (2, 3)
+            own = other[str(entry.token_id)]
+            assert (own["logprob"], own["rank"]) == (entry.logprob, entry.rank)
+            assert own["decoded_token"].encode() == entry.bytes
+            top = [other[str(one.token_id)] for one in entry.top]
+            assert [(one["rank"], one["logprob"]) for one in top] == list(
+                enumerate([one.logprob for one in entry.top], start=1)
+            )
+    chat: Any = client.chat.completions.create(messages=MESSAGES, **extra)
+    assert chat.prompt_logprobs[0] is None
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    silent: Any = client.completions.create(model="m", prompt="a", max_tokens=1)
+    assert "prompt_logprobs" not in silent.choices[0].model_extra
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs must be left out of a stream, got 2"):
+        client.completions.create(prompt="a", stream=True, **extra)
+
+
 def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
     create: Any = client_of(real).chat.completions.create
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
