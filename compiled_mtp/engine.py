@@ -95,6 +95,7 @@ class Engine:
             prefill_chunk=self.config.prefill_chunk,
             mtp_step=self.config.mtp_step,
             max_in_flight=self.runner.max_in_flight,
+            num_checkpoints=self.runner.num_checkpoints,
         )
         self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
         self._masks = Masks(

@@ -71,6 +71,7 @@ class RequestHistory:
     mtp_step: int = 0
     rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
+    cached_tokens: int = 0
 
 
 class RequestMetrics(NamedTuple):
@@ -91,6 +92,11 @@ class RequestMetrics(NamedTuple):
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.history.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self.history.cached_tokens
 
     @property
     def seed(self) -> int:
@@ -164,8 +170,10 @@ class Request:
 
     index: of the choice, of those that share the request_id. bad_word_ids: what `params.bad_words` means.
     guide: the grammar, owned by whoever steps. token_bytes: of a token's text, for log probabilities. error:
-    why the grammar ended the request. `max_output`, and seed and mtp_step of `history`, may be changed until
-    the scheduler has it. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
+    why the grammar ended the request. uses_prefix_cache: its prompt may begin behind what others have left;
+    whoever needs the logits of the whole prompt says False. `max_output`, and seed and mtp_step of `history`,
+    may be changed until the scheduler has it. Raises ValueError for an empty prompt and for stop strings
+    without a detokenizer.
     """
 
     request_id: str
@@ -179,6 +187,7 @@ class Request:
     token_bytes: Callable[[int], bytes] = _no_bytes
     arrival_s: float = field(default_factory=time.monotonic)
     error: str | None = None
+    uses_prefix_cache: bool = True
     max_output: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -38,6 +38,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _MOST_ERROR_CHARACTERS = 4000
 _METRICS = (
     "prompt_tokens",
+    "cached_tokens",
     "seed",
     "output_tokens",
     "rounds",

@@ -45,6 +45,7 @@ class Scheduler:
         max_in_flight: int,
         host_records: int = 0,
         host_blocks: int = 0,
+        num_checkpoints: int = 0,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class Scheduler:
             max_in_flight=max_in_flight,
             host_records=host_records,
             host_blocks=host_blocks,
+            num_checkpoints=num_checkpoints,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
@@ -287,6 +289,7 @@ class Scheduler:
             assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             if not is_round:
                 holding.is_first_token_due = False
+                self._holdings.prefix.enter(holding)
             if plan.wants_drafts:
                 holding.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
