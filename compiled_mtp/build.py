@@ -102,7 +102,7 @@ class Assembly:
     device: torch.device
     max_model_len: int
     num_blocks: int
-    num_checkpoints: int
+    memory: MemoryPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -190,7 +190,7 @@ def build(
         device=settings.device,
         max_model_len=settings.max_model_len,
         num_blocks=num_blocks,
-        num_checkpoints=memory.num_checkpoints,
+        memory=memory,
         formats=settings.formats,
         step=step,
         programs=programs,

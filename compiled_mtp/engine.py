@@ -33,6 +33,7 @@ class _Totals:
 
     finished: int
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
     speculation: SpeculationStats
 
@@ -41,6 +42,7 @@ class _Totals:
         return _Totals(
             self.finished + 1,
             self.prompt_tokens + metrics.prompt_tokens,
+            self.cached_tokens + metrics.cached_tokens,
             self.output_tokens + metrics.output_tokens,
             self.speculation.plus(metrics),
         )
@@ -50,7 +52,9 @@ class _Totals:
 class EngineStats:
     """What the engine holds now, and sums over the requests that have finished since it was created.
 
-    running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
+    running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
+    prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
+    prefix_evictions counts ends of prefixes given up for others. The rest is of finished requests.
     """
 
     running: int
@@ -61,6 +65,11 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    cached_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_lookups: int = 0
+    prefix_evictions: int = 0
+    prefix_bytes: int = 0
 
 
 class Engine:
@@ -95,7 +104,7 @@ class Engine:
             prefill_chunk=self.config.prefill_chunk,
             mtp_step=self.config.mtp_step,
             max_in_flight=self.runner.max_in_flight,
-            num_checkpoints=self.runner.num_checkpoints,
+            num_checkpoints=self.runner.memory.num_checkpoints,
         )
         self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
         self._masks = Masks(
@@ -109,7 +118,7 @@ class Engine:
         self._progress = progress
         self._is_closed = False
         self._stepping = threading.Lock()
-        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.config.mtp_step))
+        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(self.config.mtp_step))
 
     def add_request(
         self,
@@ -230,7 +239,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and sums over finished requests. May be called from any thread."""
-        pool, totals = self.scheduler.pool, self._totals
+        pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
+        memory = self.runner.memory
+        checkpoints_bytes = prefix.index.num_checkpoints_used * memory.checkpoint_bytes
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self._inbox),
@@ -240,6 +251,11 @@ class Engine:
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
+            cached_tokens=totals.cached_tokens,
+            prefix_hits=prefix.num_hits,
+            prefix_lookups=prefix.num_lookups,
+            prefix_evictions=prefix.index.num_evictions,
+            prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
         )
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Runner:
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
-        self.num_checkpoints = assembly.num_checkpoints
+        self.memory = assembly.memory
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs

@@ -33,7 +33,7 @@ class PrefixCache:
     A prompt resumes at the largest end of a whole chunk that has a checkpoint and leaves one token at least
     to be prefilled. Its own chunks can be found once its first token was drawn from finite logits, which
     depend on all of them: a request that ends before leaves nothing. Without checkpoints it does nothing.
-    num_hits, num_lookups and num_cached_tokens count requests of a whole chunk and tokens of their prompts.
+    num_hits of num_lookups requests of at least one whole chunk have resumed.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -41,7 +41,6 @@ class PrefixCache:
         self.index = PrefixIndex(limits.num_checkpoints, limits.prefill_chunk // limits.block_size)
         self.num_lookups = 0
         self.num_hits = 0
-        self.num_cached_tokens = 0
         self._trails: dict[Holding, _Trail] = {}
 
     def reset(self, pool: BlockPool) -> None:
@@ -75,7 +74,6 @@ class PrefixCache:
         holding.block_ids = self.index.use(path)
         holding.num_prefilled = request.history.cached_tokens = len(path) * self.chunk
         self.num_hits += 1
-        self.num_cached_tokens += holding.num_prefilled
         return path[-1].checkpoint
 
     def take_checkpoint(self, holding: Holding) -> int | None:

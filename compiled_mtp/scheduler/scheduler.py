@@ -14,6 +14,7 @@ from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
+from compiled_mtp.scheduler.prefix import PrefixCache
 
 
 class GuidedWindow(NamedTuple):
@@ -209,6 +210,11 @@ class Scheduler:
     def pool(self) -> BlockPool:
         """The blocks of the device."""
         return self._holdings.pool
+
+    @property
+    def prefix(self) -> PrefixCache:
+        """What prompts have left for others."""
+        return self._holdings.prefix
 
     @property
     def num_running(self) -> int:
