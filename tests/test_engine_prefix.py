@@ -19,7 +19,7 @@ from tests.engines import make_engine, prompt_of
 VOCAB = 512
 CHUNK = 64
 PROMPT = prompt_of(200, 5, VOCAB)
-SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=11, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, seed=11, ignore_eos=True)
 PARAMS = {
     "sampled": SAMPLED,
     "greedy": SAMPLED.model_copy(update={"temperature": 0.0, "seed": 12}),
@@ -56,7 +56,7 @@ def check(directory: Path, prompt: Sequence[int], name: str, output: RequestOutp
     assert output.logprobs == expected.logprobs
 
 
-@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 1), (1, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 1), (1, 0), (3, 1)])
 def test_hits_give_the_tokens_of_a_request_alone(checkpoint: Path, mtp_step: int, max_in_flight: int) -> None:
     engine = engine_of(checkpoint, mtp_step, max_in_flight)
     # The whole prompt again, one that goes on, ones that part in a chunk and between two, one that is a
@@ -86,20 +86,17 @@ def test_hits_give_the_tokens_of_a_request_alone(checkpoint: Path, mtp_step: int
 def test_a_chat_that_grows_gives_the_tokens_of_its_turns_alone(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1)
     prompt, cached = PROMPT[:70], []
-    for turn in range(4):
+    for turn in range(3):
         output = engine.generate([prompt], SAMPLED)[0]
         check(checkpoint, prompt, "sampled", output)
         cached.append(output.metrics.cached_tokens)
-        prompt = prompt + output.new_token_ids + prompt_of(30, 20 + turn, VOCAB)
-    assert cached == [0, 64, 64, 128]
+        prompt = prompt + output.new_token_ids + prompt_of(60, 20 + turn, VOCAB)
+    assert cached == [0, 64, 128]
 
 
-@pytest.mark.parametrize("mtp_step", [0, 3])
-def test_rounds_by_accepted_count_are_the_same_with_and_without_a_hit(
-    checkpoint: Path, mtp_step: int
-) -> None:
-    engine = make_engine(checkpoint, mtp_step=mtp_step)
-    params = SAMPLED.model_copy(update={"max_tokens": 60, "temperature": 0.4})
+def test_rounds_by_accepted_count_are_the_same_with_and_without_a_hit(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=3)
+    params = SAMPLED.model_copy(update={"max_tokens": 40, "temperature": 0.4})
     first, again = (engine.generate([PROMPT], params)[0] for _ in range(2))
     assert (first.metrics.cached_tokens, again.metrics.cached_tokens) == (0, 192)
     assert first.new_token_ids == again.new_token_ids
@@ -140,9 +137,9 @@ def state_of(engine: Engine, slot: int) -> dict[str, torch.Tensor]:
 
 def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) -> None:
     engine = make_engine(
-        checkpoint, mtp_step=2, max_in_flight=1, max_model_len=256, num_blocks=20, max_batch=2
+        checkpoint, mtp_step=2, max_in_flight=1, max_model_len=256, num_blocks=17, max_batch=2
     )
-    prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(4)]
+    prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(3)]
     for _ in range(2):
         for prompt in prompts:
             check(checkpoint, prompt, "sampled", engine.generate([prompt], SAMPLED)[0])

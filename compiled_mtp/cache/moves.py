@@ -98,10 +98,10 @@ class Moves:
 
     def _copy(self, copy: Copy) -> None:
         source, target = self._tier("source", copy.source), self._tier("target", copy.target)
-        # A checkpoint has some of a slot's rows.
-        names = source.rows.keys() & target.rows.keys()
+        # A checkpoint has some of a slot's rows; other tiers have all of them.
+        has_some = "checkpoint" in (copy.source.tier, copy.target.tier)
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in names:
+        for name in min(source.rows, target.rows, key=len) if has_some else source.rows:
             by_dtype.setdefault(source.rows[name].dtype, []).append(name)
         for same in by_dtype.values():
             targets = [target.rows[name][copy.target.number] for name in same]
