@@ -32,7 +32,7 @@ from compiled_mtp.graphs.artifacts import (
 from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
-from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
+from compiled_mtp.memory import CacheShape, MemoryPlan, available_bytes, plan_memory
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import check_finite
@@ -76,6 +76,7 @@ _CONFIG_APART = frozenset(
         "max_in_flight",
         "reference_ops",
         "prefix_cache",
+        "prefix_cache_gb",
         "check_weights",
     }
     | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
@@ -114,6 +115,7 @@ class Assembly:
     device: torch.device
     max_model_len: int
     num_blocks: int
+    memory: MemoryPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -175,7 +177,8 @@ def build(
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     draft_ids = _draft_ids(settings)
     half_rows = max(bucket.rows for bucket in buckets) if features.with_halves else 0
-    num_blocks = _count_blocks(settings, 0 if draft_ids is None else len(draft_ids), half_rows)
+    memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows)
+    num_blocks = memory.num_blocks
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
@@ -189,6 +192,10 @@ def build(
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     if features.host_records:
         moves.allocate_host(features.host_records, features.host_blocks)
+    if memory.num_checkpoints:
+        moves.allocate_checkpoints(memory.num_checkpoints)
+    elif config.prefix_cache:
+        logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
     programs = Programs(
         step,
         buckets,
@@ -207,6 +214,7 @@ def build(
         device=settings.device,
         max_model_len=settings.max_model_len,
         num_blocks=num_blocks,
+        memory=memory,
         formats=settings.formats,
         step=step,
         programs=programs,
@@ -379,9 +387,9 @@ def _draft_ids(settings: _Settings) -> torch.Tensor | None:
     return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
 
 
-def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> int:
-    """How many blocks fit beside the weights, the states, a draft head of its own, the rows of halves and a
-    slice of a prompt's logits.
+def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int) -> MemoryPlan:
+    """How many blocks and checkpoints fit beside the weights, the states, a draft head of its own, the rows
+    of halves and a slice of a prompt's logits.
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
@@ -399,6 +407,7 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
         ring_length=ring_length(settings.mtp_step, model.conv_kernel),
         kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
         sampling_bytes=sampling_bytes(model.vocab_size),
+        hidden_bytes=model.hidden_size * dtype.itemsize,
     )
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
@@ -415,7 +424,16 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
         max_batch=config.max_batch,
         max_model_len=settings.max_model_len,
         num_blocks=config.num_blocks or cached,
-    ).num_blocks
+        prefix_cache_bytes=_prefix_cache_bytes(config),
+        blocks_per_chunk=config.prefill_chunk // config.block_size,
+    )
+
+
+def _prefix_cache_bytes(config: EngineConfig) -> int | None:
+    """Bytes for checkpoints; None for the default."""
+    if not config.prefix_cache:
+        return 0
+    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30)
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:

@@ -131,7 +131,17 @@ class EngineConfig(BaseSettings):
         description="tokens of a prefill chunk, a multiple of 64 and of block_size, at most "
         f"{MOST_PREFILL_CHUNK}",
     )
-    prefix_cache: bool = Field(default=False, description="False: the prefix cache is not in this version")
+    prefix_cache: bool = Field(
+        default=True,
+        description="False to prefill every prompt from its beginning, whatever was prefilled before",
+    )
+    prefix_cache_gb: float | None = Field(
+        default=None,
+        gt=0,
+        le=2**20,
+        description="GiB of the device for the states that prompts resume from; default: 4, or an eighth of "
+        "the memory that is free for caches where that is less",
+    )
     compile: Literal["auto", "off", "on"] = Field(
         default="auto", description="off to run without torch.compile, on to insist on it"
     )
@@ -211,12 +221,6 @@ class EngineConfig(BaseSettings):
     @classmethod
     def _some_depth(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         check(bool(value), "mtp_depths", "name a depth", value, "give numbers from 0 to 7")
-        return value
-
-    @field_validator("prefix_cache")
-    @classmethod
-    def _no_prefix_cache(cls, value: bool) -> bool:
-        check(not value, "prefix_cache", "be False", value, "the prefix cache is not in this version")
         return value
 
     @field_validator("model")

@@ -35,6 +35,7 @@ class _Totals:
 
     finished: int
     prompt_tokens: int
+    cached_tokens: int
     output_tokens: int
     speculation: SpeculationStats
 
@@ -43,6 +44,7 @@ class _Totals:
         return _Totals(
             self.finished + 1,
             self.prompt_tokens + metrics.prompt_tokens,
+            self.cached_tokens + metrics.cached_tokens,
             self.output_tokens + metrics.output_tokens,
             self.speculation.plus(metrics),
         )
@@ -52,9 +54,11 @@ class _Totals:
 class EngineStats:
     """What the engine holds now, and sums over the requests that have finished since it was created.
 
-    running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
-    rounds_by_depth, empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by
-    depth and then by why they had it: "best", "probe" or "only" (no other depth was ready).
+    running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
+    prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
+    prefix_evictions counts ends of prefixes given up for others. rounds_by_depth, empty but for mtp_step
+    "auto", counts the batch's rounds since the engine was created, by depth and then by why they had it:
+    "best", "probe" or "only" (no other depth was ready). The rest is of finished requests.
     """
 
     running: int
@@ -66,6 +70,11 @@ class EngineStats:
     output_tokens: int
     speculation: SpeculationStats
     rounds_by_depth: Mapping[int, Mapping[Reason, int]] = dataclasses.field(default_factory=dict)
+    cached_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_lookups: int = 0
+    prefix_evictions: int = 0
+    prefix_bytes: int = 0
 
 
 class Engine:
@@ -106,6 +115,7 @@ class Engine:
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=depth,
+            num_checkpoints=self.runner.memory.num_checkpoints,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
@@ -123,7 +133,7 @@ class Engine:
         self._streams: dict[str, deque[RequestOutput]] = {}
         # Requests whose stream was left before its end.
         self._left: deque[str] = deque()
-        self._totals = _Totals(0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
+        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
 
     def add_request(
         self,
@@ -303,7 +313,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and sums over finished requests. May be called from any thread."""
-        pool, totals = self.scheduler.pool, self._totals
+        pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
+        memory = self.runner.memory
+        checkpoints_bytes = prefix.index.num_checkpoints_used * memory.checkpoint_bytes
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self._inbox),
@@ -314,6 +326,11 @@ class Engine:
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
             rounds_by_depth={} if self._depths is None else self._depths.rounds(),
+            cached_tokens=totals.cached_tokens,
+            prefix_hits=prefix.num_hits,
+            prefix_lookups=prefix.num_lookups,
+            prefix_evictions=prefix.index.num_evictions,
+            prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
         )
 
     def close(self) -> None:

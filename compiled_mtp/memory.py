@@ -1,4 +1,4 @@
-"""How many blocks and state rows fit into memory (pure arithmetic), and how many bytes a CPU host has."""
+"""How many blocks, state rows and checkpoints fit into memory (pure arithmetic); how much a CPU host has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _FLOAT32_BYTES = 4
+# Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
+# of what is free.
+DEFAULT_PREFIX_CACHE_BYTES = 4 << 30
+_PREFIX_CACHE_SHARE = 1 / 8
 # What a control group's files are called: its limit, its use, the prefix of memory.stat's keys for it and
 # those below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 _GROUP_V2 = ("memory.max", "memory.current", "")
@@ -20,7 +24,7 @@ class CacheShape:
     num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
     ring_length is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one
     element, kv_scale_bytes those of the scale of one head's key or value, 0 for a cache without scales.
-    sampling_bytes: of a request's sampling tables.
+    sampling_bytes: of a request's sampling tables; hidden_bytes: of the hidden state of one token.
     """
 
     num_attention_layers: int
@@ -37,6 +41,7 @@ class CacheShape:
     ring_length: int
     kv_scale_bytes: int = 0
     sampling_bytes: int = 0
+    hidden_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens in all layers: keys and values, and their scales."""
@@ -45,25 +50,38 @@ class CacheShape:
 
     def state_row_bytes(self) -> int:
         """Bytes of one request: in the GDN layers float32 state and records, raw conv inputs; its tables."""
-        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
         record = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
-        ring = self.ring_length * (record * _FLOAT32_BYTES + self.conv_dim * self.conv_bytes)
-        return self.num_gdn_layers * (state * _FLOAT32_BYTES + ring) + self.sampling_bytes
+        rings = self.num_gdn_layers * self.ring_length * record * _FLOAT32_BYTES
+        return self._prefill_state_bytes() + rings + self.sampling_bytes
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of what a prefill chunk leaves to the next: states, conv inputs and a hidden state."""
+        return self._prefill_state_bytes() + self.hidden_bytes
+
+    def _prefill_state_bytes(self) -> int:
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        conv = self.ring_length * self.conv_dim * self.conv_bytes
+        return self.num_gdn_layers * (state * _FLOAT32_BYTES + conv)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody."""
+    """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody.
+    num_checkpoints are those of the prefix cache.
+    """
 
     num_blocks: int
     num_state_rows: int
     block_bytes: int
     state_row_bytes: int
+    num_checkpoints: int = 0
+    checkpoint_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks and state rows."""
-        return self.num_blocks * self.block_bytes + self.num_state_rows * self.state_row_bytes
+        """Bytes of all blocks, state rows and checkpoints."""
+        rows_bytes = self.num_state_rows * self.state_row_bytes
+        return self.num_blocks * self.block_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes
 
 
 def plan_memory(
@@ -74,32 +92,55 @@ def plan_memory(
     max_batch: int,
     max_model_len: int,
     num_blocks: int | None = None,
+    prefix_cache_bytes: int | None = 0,
+    blocks_per_chunk: int = 1,
 ) -> MemoryPlan:
-    """Return how many blocks and state rows to create in `free_bytes`.
+    """Return how many blocks, state rows and checkpoints to create in `free_bytes`.
 
-    Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`. Raises
-    ValueError with the numbers if max_batch state rows and one request of max_model_len do not fit.
+    Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
+    checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
+    for DEFAULT_PREFIX_CACHE_BYTES, an eighth of what is free, or what is left, whichever is least. Raises
+    ValueError with the numbers if what was given, max_batch state rows and one request of max_model_len do
+    not fit.
     """
     block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
     blocks_of_one = -(-max_model_len // block_size)
+    least_bytes = (num_blocks or blocks_of_one + 1) * block_bytes + rows * row_bytes
+    wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, shape.checkpoint_bytes())
     if num_blocks is None:
-        room = max(free_bytes - rows * row_bytes, 0) // block_bytes
-        plan = MemoryPlan(min(room, max_batch * blocks_of_one + 1), rows, block_bytes, row_bytes)
+        room = max(free_bytes - rows * row_bytes - wanted * shape.checkpoint_bytes(), 0) // block_bytes
+        blocks = min(room, max_batch * blocks_of_one + 1)
     else:
-        plan = MemoryPlan(num_blocks, rows, block_bytes, row_bytes)
+        blocks = num_blocks
+    num_checkpoints = min(wanted, max(blocks - 1, 0) // blocks_per_chunk)
+    plan = MemoryPlan(blocks, rows, block_bytes, row_bytes, num_checkpoints, shape.checkpoint_bytes())
     if num_blocks is not None and num_blocks <= blocks_of_one:
         raise ValueError(
             f"num_blocks must be at least {blocks_of_one + 1} for max_model_len={max_model_len} and "
             f"block_size={block_size}, got {num_blocks}; raise it or lower max_model_len"
         )
     if plan.num_blocks <= blocks_of_one or plan.total_bytes > free_bytes:
-        needed = (blocks_of_one + 1 if num_blocks is None else num_blocks) * block_bytes + rows * row_bytes
+        needed = least_bytes + wanted * plan.checkpoint_bytes
+        checkpoints = f", {wanted} checkpoints of {_mib(plan.checkpoint_bytes)}" if wanted else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; "
-            "lower max_model_len, max_batch or num_blocks"
+            f"blocks of {_mib(block_bytes)}{checkpoints}), got {_mib(free_bytes)}; "
+            f"lower max_model_len, max_batch{', prefix_cache_gb' if wanted else ''} or num_blocks"
         )
     return plan
+
+
+def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
+    """How many checkpoints are wanted; without a given size they take nothing that a request needs."""
+    if given_bytes is None:
+        share = min(DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
+        return max(min(share, free_bytes - least_bytes), 0) // each_bytes
+    if 0 < given_bytes < each_bytes:
+        raise ValueError(
+            f"prefix_cache_gb must hold a checkpoint of {_mib(each_bytes)}, got {_mib(given_bytes)}; raise "
+            "it, or turn prefix_cache off"
+        )
+    return given_bytes // each_bytes
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

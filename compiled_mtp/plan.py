@@ -71,8 +71,10 @@ class Release:
 class Copy:
     """Copy every registered row of a request, and blocks, from one place to another.
 
-    blocks are pairs (source block, target block); ids of the host tier index its own blocks. Both places
-    belong to the copy until a result names copy_id in `copies_done`.
+    A checkpoint has those rows alone that a later chunk of the prompt reads, and no blocks. blocks are pairs
+    (source block, target block); ids of the host tier index its own blocks. Both places belong to the copy
+    until a result names copy_id in `copies_done`; what is copied to and from checkpoints, and the device's
+    slots, happens in the order of the plans and needs no waiting.
     """
 
     copy_id: int
@@ -97,7 +99,7 @@ class BlockUpdate(NamedTuple):
 class StepPlan:
     """One launch: a prefill chunk of one request, a decode round of several or half of one, or moves alone.
 
-    Carried out in this order: `moves`, `block_updates`, the launch.
+    Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
     prefill: token_ids stand at positions start, start + 1, ... of a prompt of prompt_len tokens; a chunk with
     is_last also emits the first token and leaves draft_step drafts.
     first: the first token of one request, and draft_step drafts, after all chunks of its prompt without
@@ -114,8 +116,9 @@ class StepPlan:
     probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
     logits after masks, temperature and filters. next_ids: of a chunk of a prompt whose own log probabilities
     are wanted, the id that follows each of its tokens in the prompt, else empty. wants_drafts: the result
-    names the next round's drafts. catches_up: before a decode or verify the draft reads what rounds of the
-    plan's slots without drafts kept.
+    names the next round's drafts. saves: copies of what a chunk leaves to checkpoints; complete when the
+    plan's result comes. catches_up: before a decode or verify the draft reads what rounds of the plan's slots
+    without drafts kept.
     """
 
     step_id: int
@@ -136,6 +139,7 @@ class StepPlan:
     has_processed_logprobs: bool = False
     next_ids: tuple[int, ...] = ()
     wants_drafts: bool = False
+    saves: tuple[Copy, ...] = ()
 
 
 class RowLogprobs(NamedTuple):

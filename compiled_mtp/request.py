@@ -71,6 +71,7 @@ class RequestHistory:
     mtp_step: int = 0
     rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
+    cached_tokens: int = 0
 
 
 class RequestMetrics(NamedTuple):
@@ -91,6 +92,11 @@ class RequestMetrics(NamedTuple):
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.history.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self.history.cached_tokens
 
     @property
     def seed(self) -> int:

@@ -52,6 +52,7 @@ class Runner:
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
+        self.memory = assembly.memory
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs
@@ -123,7 +124,9 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> _HostBuffer:
         self.moves.carry_out(plan)
-        return self._fetch(self._start(plan))
+        output = self._start(plan)
+        self.moves.save(plan)
+        return self._fetch(output)
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""

@@ -33,15 +33,17 @@ def make_engine(directory: Path, progress: Progress | None = None, **options: An
     carry_out = engine.runner.moves.carry_out
 
     def poison_then_carry_out(plan: StepPlan) -> None:
-        poison_new(step, plan)
+        # Blocks that several hold, or are kept for others, have what a request resumes from.
+        pool = engine.scheduler.pool
+        poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
         carry_out(plan)
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine
 
 
-def poison_new(step: Step, plan: StepPlan) -> None:
-    """Fill with NaN what a plan gives to a request: the rows of its slot and the blocks."""
+def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = lambda _: False) -> None:
+    """Fill with NaN what a plan gives to a request: the rows of its slot, and the blocks that are its own."""
     nan = float("nan")
     for move in plan.moves:
         if isinstance(move, Admit):
@@ -51,7 +53,8 @@ def poison_new(step: Step, plan: StepPlan) -> None:
             step.slots.last_hidden[move.slot] = step.slots.kept_hidden[move.slot] = nan
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
     table = step.slots.block_table
-    new = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]
+    changed = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]
+    new = [block for block in changed if not is_shared(block)]
     blocks = torch.tensor(new, dtype=torch.int64)
     draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
     for layer in [*step.kv_cache.layers, *draft]:

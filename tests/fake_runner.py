@@ -22,18 +22,26 @@ def token_at(seed: int, index: int) -> int:
 
 @dataclass
 class Row:
-    """The device's view of a slot, or of a host record. The generation is that of its first launch.
+    """The device's view of a slot, of a host record or of a checkpoint, which has no seed. The generation is
+    that of its first launch.
 
     num_drafts: that were left. num_kept: rounds without drafts that the draft model has still to read.
     """
 
-    seed: int
+    seed: int | None
     generation: int | None = None
     prompt: list[int] = field(default_factory=list)
     pos: int = 0
     num_drafts: int = 0
     num_kept: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
+    marks: list[int] = field(default_factory=list)
+
+    def mark(self, position: int) -> int:
+        """What a launch of this row writes at a position: of a prompt it depends on all up to there."""
+        for token_id in self.prompt[len(self.marks) :]:
+            self.marks.append(hash((self.marks[-1] if self.marks else None, token_id)))
+        return self.marks[position] if position < len(self.marks) else hash((self.seed, position))
 
 
 class FakeRunner:
@@ -59,8 +67,8 @@ class FakeRunner:
         self.broken: set[tuple[int, int]] = set()
         self.masked: set[tuple[int, int]] = set()
         self.rows: dict[Place, Row] = {}
-        # Of a tier's block, the (seed, position) that each of its places holds.
-        self.kv: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+        # Of a tier's block, what each of its places holds.
+        self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         self.open_round: StepPlan | None = None
         self.last_chunk: StepPlan | None = None
@@ -106,11 +114,13 @@ class FakeRunner:
             "move": StepResult,
         }
         result = launch[plan.kind](plan)
+        for copy in plan.saves:
+            self._save(copy)
         if self.fail_next:
             self.fail_next, self.has_failed = False, True
             self._forget_round(plan)
             for copy in _copies(plan):
-                del self.copies[copy.copy_id]
+                self.copies.pop(copy.copy_id, None)
             return StepResult(plan, error="the device is on fire")
         return result
 
@@ -129,8 +139,23 @@ class FakeRunner:
                 self.copies[copy_id] = (copy, wait - 1)
         return replace(result, copies_done=tuple(done))
 
+    def _save(self, copy: Copy) -> None:
+        row = self.rows[copy.source]
+        assert row.pos == len(row.prompt), "a checkpoint is of another position than its slot"
+        assert copy.target.tier == "checkpoint"
+        self.rows[copy.target] = Row(None, None, list(row.prompt), row.pos)
+
+    def _resume(self, copy: Copy) -> None:
+        row, saved = self.rows[copy.target], self.rows[copy.source]
+        assert row.seed is not None, "a slot is filled before its request is admitted"
+        assert not row.prompt
+        row.prompt, row.pos = list(saved.prompt), saved.pos
+
     def _install(self, plan: StepPlan) -> None:
         for move in plan.moves:
+            if isinstance(move, Copy) and move.source.tier == "checkpoint":
+                self._resume(move)
+                continue
             if isinstance(move, Copy):
                 self._copy(move)
                 continue
@@ -154,6 +179,8 @@ class FakeRunner:
     def _update(self, update: BlockUpdate) -> None:
         slot, column, block_id = update
         row = self.rows[Place("slot", slot)]
+        pool = self.scheduler.pool
+        is_shared = pool._holders[block_id] > 1 or block_id in pool._kept
         others = [
             (place.number, at)
             for place, other in self.rows.items()
@@ -165,7 +192,8 @@ class FakeRunner:
         sources = {
             copy.source.number for copy, _ in self.copies.values() if copy.target == ("slot", slot)
         } | {slot}
-        assert is_said_again or all(other in sources for other, _ in others), "a block has two owners"
+        is_alone = all(other in sources for other, _ in others)
+        assert is_said_again or is_shared or is_alone, "a block has two owners"
         assert column == len(row.blocks) or is_said_again
         row.blocks[column] = block_id
 
@@ -210,22 +238,28 @@ class FakeRunner:
 
     def _write(self, row: Row, first: int, last: int) -> None:
         busy, block_size = set(self._busy_blocks()), self.scheduler.limits.block_size
+        # At the time of its launch; whoever shares them came later.
+        pool = self.scheduler.pool
+        shared = {block for block in row.blocks.values() if pool._holders[block] > 1 or block in pool._kept}
         for position in range(first, min(last, self.scheduler.limits.max_model_len - 1) + 1):
             block = row.blocks.get(position // block_size, 0)
             assert block > 0, f"{position} is not reserved"
             assert block not in busy, f"block {block} belongs to a copy"
-            self.kv.setdefault(("slot", block), {})[position % block_size] = (row.seed, position)
+            assert block not in shared, f"block {block} is written, and others read it"
+            self.kv.setdefault(("slot", block), {})[position % block_size] = row.mark(position)
 
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
         # A launch in flight may go beyond the end of a request; nothing is written there.
         for position in range(min(end, self.scheduler.limits.max_model_len)):
             block = self.kv[("slot", row.blocks[position // block_size])]
-            assert block[position % block_size] == (row.seed, position), f"{position} was lost"
+            assert block[position % block_size] == row.mark(position), f"{position} was lost"
 
     def _prefill(self, plan: StepPlan) -> StepResult:
         (slot,) = plan.slots
         row, end = self.rows[Place("slot", slot)], plan.start + len(plan.token_ids)
+        owner = self.scheduler._holdings.owners[slot]
+        assert row.prompt == owner.request.prompt_token_ids[: plan.start], "another prompt's state"
         assert plan.start == len(row.prompt)
         assert plan.start % self.scheduler.limits.prefill_chunk == 0
         assert 1 <= len(plan.token_ids) <= self.scheduler.limits.prefill_chunk

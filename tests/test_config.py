@@ -362,7 +362,7 @@ def test_engine_defaults() -> None:
     assert c.model.name == "default_model"
     assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
     assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
-    assert (c.prefix_cache, c.reference_ops) == (False, ())
+    assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
     assert [getattr(c, name) for name in (*unset, "max_in_flight", "num_threads")] == [None] * 8
 
@@ -426,7 +426,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"block_size": 384},
         "prefill_chunk must be a multiple of block_size (384), got 512; change one of the two",
     ),
-    ({"prefix_cache": True}, "prefix_cache must be False, got True; the prefix cache is not in this version"),
+    ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
     ({"graph_mode": "x"}, "graph_mode must be 'auto', 'reduce-overhead' or 'replay', got 'x'; give how a"),
     ({"draft_vocab": 0}, "draft_vocab must be greater than or equal to 1, got 0; give draft only from that"),

@@ -20,6 +20,8 @@ from tests.engines import collect, make_engine, prompt_of, run_to_end
 VOCAB = 512
 PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(130, 2, VOCAB), "c": prompt_of(30, 3, VOCAB)}
 PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
+# So many times have the prompts been added.
+RUNS = [0]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,15 @@ def raising(
 
 
 def add_all(engine: Engine) -> None:
+    # What earlier tests have left in the prefix cache is not for these; what these leave is for check_end.
+    RUNS[0] += 1
     for name, prompt in PROMPTS.items():
-        engine.add_request(prompt_token_ids=prompt, params=PARAMS, request_id=name)
+        engine.add_request(prompt_token_ids=prompt, params=own_params(), request_id=name)
+
+
+def own_params() -> SamplingParams:
+    """The parameters of this run's requests, which share cached prefixes with nobody else."""
+    return PARAMS.model_copy(update={"cache_salt": str(RUNS[0])})
 
 
 def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[RequestOutput]) -> dict[str, str]:
@@ -89,7 +98,7 @@ def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[Reque
         assert tokens[name] == (stream[: len(tokens[name])] if is_error else stream)
     assert engine.stats().blocks_used == 0
     # And the engine goes on as if nothing had been.
-    again = engine.generate([PROMPTS["b"], PROMPTS["a"]], PARAMS)
+    again = engine.generate([PROMPTS["b"], PROMPTS["a"]], own_params())
     assert [output.new_token_ids for output in again] == [streams["b"], streams["a"]]
     return reasons
 

@@ -26,6 +26,7 @@ FLOORS = {
     "compiled_mtp.graphs.buckets": 0,
     "compiled_mtp.cache": 0,
     "compiled_mtp.cache.block_pool": 0,
+    "compiled_mtp.cache.prefix_index": 0,
     "compiled_mtp.default_model": 0,
     "compiled_mtp.ops": 1,
     "compiled_mtp.graphs.compile": 2,

@@ -164,3 +164,57 @@ def test_available_bytes_without_proc_are_the_physical_memory(tmp_path: Path) ->
     (tmp_path / "meminfo").write_text("MemTotal: 2048000 kB\nMemFree: 10240 kB\n")
     assert available_bytes(tmp_path, tmp_path) == physical
     assert 0 < available_bytes() <= physical
+
+
+CHECKPOINT_27B = 48 * (48 * 128 * 128 * 4 + 8 * 10240 * 2) + 5120 * 2
+
+
+def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
+    shape = replace(SHAPE_27B, hidden_bytes=5120 * 2)
+    assert shape.checkpoint_bytes() == CHECKPOINT_27B
+    numbers = {"block_size": 64, "max_batch": 32, "max_model_len": 4096, "blocks_per_chunk": 8}
+    free = 40 << 30
+    without = plan_memory(free, shape, **numbers)
+    assert without.num_checkpoints == 0
+    given = plan_memory(free, shape, prefix_cache_bytes=8 << 30, **numbers)
+    assert given.num_checkpoints == (8 << 30) // CHECKPOINT_27B
+    taken = given.num_checkpoints * CHECKPOINT_27B
+    room = free - 33 * given.state_row_bytes - taken
+    assert given.num_blocks == min(room // given.block_bytes, 32 * 64 + 1)
+    assert given.total_bytes <= free
+    # 4 GiB unless somebody says otherwise, and an eighth of less than 32.
+    default = plan_memory(free, shape, prefix_cache_bytes=None, **numbers)
+    assert default.num_checkpoints == (4 << 30) // CHECKPOINT_27B
+    default = plan_memory(16 << 30, shape, prefix_cache_bytes=None, **numbers)
+    assert default.num_checkpoints == (2 << 30) // CHECKPOINT_27B
+
+
+@given(
+    free_bytes=st.integers(0, 2**34),
+    num_blocks=st.one_of(st.none(), st.integers(2, 3000)),
+    max_model_len=st.integers(2, 20_000),
+)
+def test_checkpoints_by_default_take_nothing_that_a_request_needs(
+    free_bytes: int, num_blocks: int | None, max_model_len: int
+) -> None:
+    numbers = {"block_size": 64, "max_batch": 2, "max_model_len": max_model_len, "num_blocks": num_blocks}
+    try:
+        without = plan_memory(free_bytes, SHAPE_27B, **numbers)
+    except ValueError:
+        with pytest.raises(ValueError, match="must"):
+            plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, **numbers)
+        return
+    plan = plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, blocks_per_chunk=8, **numbers)
+    assert plan.total_bytes <= free_bytes
+    assert without.num_blocks >= plan.num_blocks > -(-max_model_len // 64)
+    assert plan.num_checkpoints <= (plan.num_blocks - 1) // 8
+
+
+def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
+    with pytest.raises(
+        ValueError, match=r"6. checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb"
+    ):
+        plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
+    with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):
+        plan_memory(2 << 34, SHAPE_27B, prefix_cache_bytes=1000, **numbers)

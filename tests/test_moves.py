@@ -110,6 +110,26 @@ def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
     assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [3] * 5]
 
 
+def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(checkpoint: Path) -> None:
+    driver = Driver(make_runner(checkpoint))
+    moves = driver.runner.moves
+    for name, is_in_checkpoint in (("kept", True), ("left", False)):
+        tensor = torch.zeros((4, 5), dtype=torch.int32)
+        moves.slot_tensors.register(SlotTensor(name, tensor, is_in_checkpoint=is_in_checkpoint))
+    moves.allocate_checkpoints(2)
+    slot, place, other = Place("slot", 1), Place("checkpoint", 1), Place("slot", 2)
+    for entry in moves.slot_tensors:
+        entry.tensor[1], entry.tensor[2] = 1, 0
+    moves.save(StepPlan(0, "move", saves=(Copy(0, slot, place),)))
+    for entry in moves.slot_tensors:
+        entry.tensor[1] = 0
+    moves.carry_out(StepPlan(1, "move", moves=(Copy(1, place, other),)))
+    found = {entry.name.rpartition(".")[2]: entry.tensor[2].unique().tolist() for entry in moves.slot_tensors}
+    taken = {name for name, values in found.items() if values == [1]}
+    assert taken == {"state", "conv_ring", "last_hidden", "kept"}
+    assert all(values == [0] for name, values in found.items() if name not in taken)
+
+
 def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> None:
     driver = begin(checkpoint)
     slots = driver.runner.step.slots

@@ -347,7 +347,7 @@ def test_what_is_owned_twice_is_found() -> None:
     start(scheduler, FakeRunner(scheduler, 1))
     one, other = list(scheduler._holdings.owners.values())[:2]
     other.block_ids[0], saved = one.block_ids[0], other.block_ids[0]
-    with pytest.raises(AssertionError, match="blocks must be free or owned once"):
+    with pytest.raises(AssertionError, match="blocks must be held as often as they are owned"):
         scheduler.check_integrity()
     other.block_ids[0] = saved
     one.phase = RequestPhase.OFFLOADED

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.test_engine_machine import EngineMachine
 from tests.test_engine_requests import MIXES, check_mixes, write_small_checkpoint
+from tests.test_prefix import PrefixMachine, churn
 from tests.test_scheduler import SchedulerMachine
 
 
@@ -42,3 +43,20 @@ def test_random_mixes(tmp_path: Path) -> None:
         check_mixes(tmp_path, mixes)
 
     check()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestPrefixSoak(PrefixMachine.TestCase):
+    settings = settings(
+        max_examples=3000, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_over_ten_thousand_requests(seed: int) -> None:
+    scheduler = churn(10_000, seed)
+    assert scheduler.pool.num_used == 0
+    assert scheduler.prefix.num_hits > 1000

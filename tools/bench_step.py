@@ -388,6 +388,8 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         graph_mode=mode,
         graph_cache=arguments.graph_cache,
         synthetic_acceptance=rate,
+        # Nothing here is prefilled twice: its memory is the blocks'.
+        prefix_cache=False,
     )
     loaded: list[float] = []
 

@@ -37,7 +37,7 @@ class Moves:
         self.slot_tensors = slot_tensors
         self.block_table = block_table
         self._pages = dict(kv_cache.named_buffers())
-        self._host: _Tier | None = None
+        self._tiers: dict[str, _Tier] = {}
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
@@ -48,10 +48,19 @@ class Moves:
         def like(tensor: torch.Tensor, count: int) -> torch.Tensor:
             return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
-        self._host = _Tier(
+        self._tiers["host"] = _Tier(
             {entry.name: like(entry.tensor, num_records) for entry in self.slot_tensors},
             {name: like(pages, num_blocks) for name, pages in self._pages.items()},
         )
+
+    def allocate_checkpoints(self, count: int) -> None:
+        """Make the device's checkpoints anew: the rows, of what is registered now, that chunks leave."""
+        rows = {
+            entry.name: entry.tensor.new_empty((count, *entry.tensor.shape[1:]))
+            for entry in self.slot_tensors
+            if entry.is_in_checkpoint
+        }
+        self._tiers["checkpoint"] = _Tier(rows, {})
 
     def carry_out(self, plan: StepPlan) -> None:
         """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
@@ -63,6 +72,11 @@ class Moves:
                 self._carry_out(kind, list(moves))
         if plan.block_updates:
             self._update_blocks(plan.block_updates)
+
+    def save(self, plan: StepPlan) -> None:
+        """The plan's saves, behind its launch: before another one overwrites what it has left."""
+        for copy in plan.saves:
+            self._copy(copy)
 
     def _carry_out(self, kind: type[Move], moves: Sequence[Move]) -> None:
         if kind is Release:
@@ -84,8 +98,16 @@ class Moves:
 
     def _copy(self, copy: Copy) -> None:
         source, target = self._tier("source", copy.source), self._tier("target", copy.target)
-        for name, rows in source.rows.items():
-            target.rows[name][copy.target.number].copy_(rows[copy.source.number], non_blocking=True)
+        # A checkpoint has some of a slot's rows; other tiers have all of them.
+        has_some = "checkpoint" in (copy.source.tier, copy.target.tier)
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in min(source.rows, target.rows, key=len) if has_some else source.rows:
+            by_dtype.setdefault(source.rows[name].dtype, []).append(name)
+        for same in by_dtype.values():
+            targets = [target.rows[name][copy.target.number] for name in same]
+            sources = [source.rows[name][copy.source.number] for name in same]
+            # A launch for many rows where both tiers are the device's.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         for name, blocks in source.blocks.items():
             for source_id, target_id in copy.blocks:
                 target.blocks[name][target_id].copy_(blocks[source_id], non_blocking=True)
@@ -94,8 +116,8 @@ class Moves:
         if place.tier == "slot":
             slots = {entry.name: entry.tensor for entry in self.slot_tensors}
             return _Tier(slots, self._pages)
-        if place.tier == "host" and self._host is not None:
-            return self._host
+        if place.tier in self._tiers:
+            return self._tiers[place.tier]
         raise ValueError(
             f"{name} must lie in a tier that was allocated, got {place.tier!r}; give the runner room for it"
         )

@@ -76,6 +76,10 @@ class StateCache(nn.Module):
         )
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
-        """What is moved with a request: states, rings and conv inputs of every layer."""
+        """What is moved with a request: states, rings and conv inputs of every layer.
+
+        Prefill folds no records, so a checkpoint is without them.
+        """
         for name, tensor in self.named_buffers():
-            yield SlotTensor(f"gdn.{name}", tensor)
+            is_read = name.endswith((".state", ".conv_ring"))
+            yield SlotTensor(f"gdn.{name}", tensor, is_in_checkpoint=is_read)

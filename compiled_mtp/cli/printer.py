@@ -20,6 +20,7 @@ from compiled_mtp.sampling.logprobs import TokenLogprob
 
 _METRICS = (
     "prompt_tokens",
+    "cached_tokens",
     "seed",
     "output_tokens",
     "rounds",

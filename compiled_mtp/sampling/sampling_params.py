@@ -27,6 +27,7 @@ _FLAGS = ("ignore_eos", "include_stop")
 # Each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 256
+MOST_SALT = 256
 
 
 class SamplingParams(BaseModel):
@@ -36,8 +37,8 @@ class SamplingParams(BaseModel):
     checkpoint's generation_config.json, if it says it, else it is the default here. temperature 0 is greedy;
     top_k 0 or -1 is off; a stop string is cut from the text unless include_stop, and the name of a special
     token means its id; eos ids end a request unless ignore_eos, `stop_token_ids` always do. At most one field
-    asks for a grammar. docs/sampling.md has the order in which all of it is applied. Raises ValueError, one
-    line, for an unknown name, a name that is refused and a value out of range.
+    asks for a grammar. cache_salt changes no token. docs/sampling.md has the order in which all of it is
+    applied. Raises ValueError, one line, for an unknown name, a name that is refused, a value out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -102,6 +103,10 @@ class SamplingParams(BaseModel):
     guided_regex: str | None = Field(default=None, description="a regex that the whole output matches")
     guided_choice: tuple[str, ...] | None = Field(default=None, description="the output is one of these")
     guided_grammar: str | None = Field(default=None, description="a Lark grammar of the output")
+    cache_salt: str | None = Field(
+        default=None,
+        description="prompts share cached prefixes with those of the same salt alone, at most 256 characters",
+    )
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="OpenAI's: what the chat template shows, and what tool_choice is from"
     )
@@ -199,6 +204,12 @@ def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
             "end them earlier",
         ),
         ("stop", all(map(_is_unicode, one.stop)), "hold Unicode text", "leave lone surrogates out"),
+        (
+            "cache_salt",
+            one.cache_salt is None or (len(one.cache_salt) <= MOST_SALT and _is_unicode(one.cache_salt)),
+            f"be Unicode text of at most {MOST_SALT} characters",
+            "shorten it",
+        ),
         ("bad_words", all(map(_is_unicode, one.bad_words)), "hold Unicode text", "leave lone surrogates out"),
         (
             "seed",

@@ -11,6 +11,7 @@ from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
+from compiled_mtp.scheduler.prefix import PrefixCache
 
 # Blocks reserved beyond what the next launch may write.
 _BLOCKS_AHEAD = 8
@@ -83,6 +84,7 @@ class Holdings:
     """Gives out slots, blocks and host records, and takes them back.
 
     `owners` maps slots to the holdings of requests that have not ended, `moving` are those with a transfer.
+    `prefix` says which blocks of others a request begins with; it keeps some when their owners have ended.
 
     A request is admitted with its worst case of blocks, so its growth cannot fail. A launch in flight may
     still write what was taken back: it runs before the next owner's, and its tokens are dropped by
@@ -92,11 +94,13 @@ class Holdings:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._generations = [0] * (limits.max_batch + 1)
+        self.prefix = PrefixCache(limits)
         self.reset()
 
     def reset(self) -> None:
         """Take everything back, whoever holds it; the device is to be told that every slot is free."""
         self.pool = BlockPool(self.limits.num_blocks)
+        self.prefix.reset(self.pool)
         self.host_pool = BlockPool(self.limits.host_blocks, first=0)
         self.owners: dict[int, Holding] = {}
         self._free_slots = self._all_slots()
@@ -138,6 +142,7 @@ class Holdings:
         """End a request and take back what it holds, once nothing is still to touch it."""
         holding.enter(RequestPhase.FINISHED)
         self.owners.pop(holding.slot, None)
+        self.prefix.leave(holding)
         self._kept.append(holding)
         self.sweep()
 
@@ -241,9 +246,13 @@ class Holdings:
         told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
 
+    def block_row(self, holding: Holding) -> list[BlockUpdate]:
+        """The block-table entries of what a request holds in its slot."""
+        return _row(holding.slot, holding.block_ids)
+
     def all_block_updates(self) -> list[BlockUpdate]:
         """The block-table entries of everybody who owns a slot or is being copied to one."""
-        entries = [_row(holding.slot, holding.block_ids) for holding in self.owners.values()]
+        entries = [self.block_row(holding) for holding in self.owners.values()]
         entries += [self._target_row(holding) for holding, _ in self._copied_to_slots()]
         return [entry for row in entries for entry in row]
 
@@ -266,6 +275,7 @@ class Holdings:
             got = sorted([*free, *(number for number, _ in owned)])
             assert got == numbers, f"{tier} numbers must be free or owned once, got {got}"
             pool.check_integrity(block_id for _, blocks in owned for block_id in blocks)
+        self.prefix.check_integrity()
         assert self._committed_blocks == sum(holding.committed for holding in everyone)
         assert self._committed_blocks < self.limits.num_blocks
         assert {id(h) for h in self.owners.values()} == {id(h) for h in live if h.slot}

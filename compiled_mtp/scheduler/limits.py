@@ -6,13 +6,21 @@ from dataclasses import dataclass, fields
 
 from compiled_mtp.request import Request
 
-_LEAST = {"max_model_len": 2, "mtp_step": 0, "max_in_flight": 0, "host_records": 0, "host_blocks": 0}
+_LEAST = {
+    "max_model_len": 2,
+    "mtp_step": 0,
+    "max_in_flight": 0,
+    "host_records": 0,
+    "host_blocks": 0,
+    "num_checkpoints": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
-    from 0; lengths in tokens. Any thread may use it. Raises ValueError for a number that is too small.
+    from 0; lengths in tokens. num_checkpoints of the prefix cache, 0 for none. Any thread may use it. Raises
+    ValueError for a number that is too small.
     """
 
     max_batch: int
@@ -24,12 +32,18 @@ class Limits:
     max_in_flight: int
     host_records: int = 0
     host_blocks: int = 0
+    num_checkpoints: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
             if value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
+        if self.num_checkpoints and self.prefill_chunk % self.block_size:
+            raise ValueError(
+                f"prefill_chunk must be a multiple of block_size={self.block_size} with a prefix cache, got "
+                f"{self.prefill_chunk}; change one of the two"
+            )
 
     def fit(self, request: Request) -> None:
         """Set the request's output limit and mtp_step.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, PlanKind, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -244,24 +244,27 @@ class Planner:
         return None
 
     def _plan_prefill(self, holding: Holding) -> StepPlan:
+        self._restore_install()
+        moves = [] if holding.is_told else self._start_slot(holding)
         request, start = holding.request, holding.num_prefilled
         end = min(start + self.limits.prefill_chunk, request.prompt_len)
         is_end = end == request.prompt_len
         # Its first token is a plan of its own where something is to be done with its logits.
         is_last = is_end and not request.is_halved
-        admits = [] if holding.is_told else [Admit(holding.slot, slot_sampling(holding.request))]
         # After the last chunk the draft writes the pairs of its drafts, from slot `end` on.
         last_write = end - 1 + (self.limits.mtp_step if is_end else 0)
-        self._restore_install()
         self._block_updates += self.holdings.reserve(holding, last_write)
         holding.num_prefilled, holding.is_told = end, True
+        checkpoint = self.holdings.prefix.take_checkpoint(holding)
+        slot = Place("slot", holding.slot)
+        saves = () if checkpoint is None else (self._copy(slot, Place("checkpoint", checkpoint)),)
         if is_last:
             self._end_prefill(holding)
         return self._make_plan(
             "prefill",
             (holding.slot,),
             (holding.generation,),
-            admits,
+            moves,
             draft_step=self._draft_step if is_last else 0,
             token_ids=tuple(request.prompt_token_ids[start:end]),
             start=start,
@@ -271,7 +274,21 @@ class Planner:
             next_ids=tuple(request.prompt_token_ids[start + 1 : end + 1])
             if request.has_prompt_logprobs
             else (),
+            saves=saves,
         )
+
+    def _start_slot(self, holding: Holding) -> list[Move]:
+        """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""
+        moves: list[Move] = [Admit(holding.slot, slot_sampling(holding.request))]
+        checkpoint = self.holdings.prefix.resume(holding)
+        if checkpoint is not None:
+            moves.append(self._copy(Place("checkpoint", checkpoint), Place("slot", holding.slot)))
+            self._block_updates += self.holdings.block_row(holding)
+        return moves
+
+    def _copy(self, source: Place, target: Place) -> Copy:
+        self._next_copy_id += 1
+        return Copy(self._next_copy_id - 1, source, target)
 
     def _plan_first(self, holding: Holding) -> StepPlan:
         """The first token of the prompt whose last chunk was the plan before this one."""
@@ -345,7 +362,7 @@ class Planner:
         kind: PlanKind,
         slots: tuple[int, ...] = (),
         generations: tuple[int, ...] = (),
-        admits: Sequence[Admit] = (),
+        own_moves: Sequence[Move] = (),
         *,
         verify_step: int = 0,
         draft_step: int = 0,
@@ -359,9 +376,10 @@ class Planner:
         has_processed_logprobs: bool = False,
         next_ids: tuple[int, ...] = (),
         wants_drafts: bool = False,
+        saves: tuple[Copy, ...] = (),
     ) -> StepPlan:
         self._restore_install()
-        moves: tuple[Move, ...] = (*self.holdings.take_releases(), *admits, *self._copies)
+        moves: tuple[Move, ...] = (*self.holdings.take_releases(), *own_moves, *self._copies)
         block_updates = tuple(self._block_updates)
         self._copies, self._block_updates = [], []
         self._next_step_id += 1
@@ -384,6 +402,7 @@ class Planner:
             has_processed_logprobs=has_processed_logprobs,
             next_ids=next_ids,
             wants_drafts=wants_drafts,
+            saves=saves,
         )
 
     def _restore_install(self) -> None:

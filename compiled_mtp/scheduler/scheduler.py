@@ -14,6 +14,7 @@ from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
+from compiled_mtp.scheduler.prefix import PrefixCache
 
 
 class GuidedWindow(NamedTuple):
@@ -45,6 +46,7 @@ class Scheduler:
         max_in_flight: int,
         host_records: int = 0,
         host_blocks: int = 0,
+        num_checkpoints: int = 0,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class Scheduler:
             max_in_flight=max_in_flight,
             host_records=host_records,
             host_blocks=host_blocks,
+            num_checkpoints=num_checkpoints,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
@@ -213,6 +216,11 @@ class Scheduler:
         return self._holdings.pool
 
     @property
+    def prefix(self) -> PrefixCache:
+        """What prompts have left for others."""
+        return self._holdings.prefix
+
+    @property
     def num_running(self) -> int:
         """Requests that own a slot."""
         return len(self._holdings.owners)
@@ -296,6 +304,7 @@ class Scheduler:
             assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             if not is_round:
                 holding.is_first_token_due = False
+                self._holdings.prefix.enter(holding)
             if plan.wants_drafts:
                 holding.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None

@@ -16,7 +16,7 @@ from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, SlowReade
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, refusal
-from compiled_mtp.server.metrics import Metrics, cached_tokens
+from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.openai_models import UNKNOWN_FIELD
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
@@ -254,7 +254,7 @@ class Usage:
         """Count a choice's last output."""
         metrics = output.metrics
         self.output_tokens += metrics.output_tokens
-        self.cached_tokens = max(self.cached_tokens, cached_tokens(output))
+        self.cached_tokens = max(self.cached_tokens, metrics.cached_tokens)
         self.rounds += metrics.rounds
         self.drafted += sum(metrics.drafted_by_index)
         self.accepted += sum(metrics.accepted_by_index)

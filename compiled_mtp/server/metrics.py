@@ -133,17 +133,12 @@ class Metrics(Collector):
         self._last_s.pop(output.request_id, None)
         self._finished[str(output.finish_reason)] += 1
         self._prompt_tokens += metrics.prompt_tokens
-        self._cached_tokens += cached_tokens(output)
+        self._cached_tokens += metrics.cached_tokens
         accepted = metrics.accepted_by_index
         self._drafted += sum(metrics.drafted_by_index)
         self._accepted += [0] * (len(accepted) - len(self._accepted))
         for index, count in enumerate(accepted):
             self._accepted[index] += count
-
-
-def cached_tokens(output: RequestOutput) -> int:
-    """Return the prompt tokens that a prefix cache gave, none where the engine does not count them."""
-    return int(getattr(output.metrics, "cached_tokens", 0))
 
 
 def _labelled(name: str, text: str, label: str, values: object) -> CounterMetricFamily:

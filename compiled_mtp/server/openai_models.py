@@ -25,6 +25,7 @@ SAME_NAMES = (
     "seed",
     "n",
     "prompt_logprobs",
+    "cache_salt",
 )
 
 
@@ -68,6 +69,9 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop: bool | None = None
     seed: int | None = None
+    cache_salt: str | None = Field(
+        default=None, description="prompts share cached prefixes with those of the same salt alone"
+    )
     n: int | None = Field(default=None, ge=1, description="choices; choice 0 is that of n=1")
     stream: bool | None = None
     stream_options: StreamOptions | None = None

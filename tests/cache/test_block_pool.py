@@ -41,3 +41,40 @@ def test_a_bug_of_ours_is_an_assertion() -> None:
 def test_a_pool_needs_a_block() -> None:
     with pytest.raises(ValueError, match="num_blocks must be at least 2, got 1"):
         BlockPool(1)
+
+
+def test_a_block_is_free_when_its_last_holder_has_left() -> None:
+    pool = BlockPool(6)
+    blocks = pool.allocate(3)
+    pool.share(blocks[:2])
+    pool.check_integrity([*blocks, *blocks[:2]])
+    pool.free(blocks)
+    assert (pool.num_used, pool.num_free) == (2, 3)
+    with pytest.raises(AssertionError, match="as often as they are owned"):
+        pool.check_integrity([blocks[0]])
+    pool.free(blocks[:2])
+    assert (pool.num_used, pool.num_free, pool.num_empty) == (0, 5, 5)
+
+
+def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
+    pool, asked = BlockPool(5), []
+    blocks = pool.allocate(4)
+    pool.keep(blocks)
+    pool.free(blocks)
+    assert (pool.num_used, pool.num_free, pool.num_empty, pool.num_kept) == (0, 4, 0, 4)
+    pool.share(blocks[:1])
+
+    def reclaim(count: int) -> None:
+        asked.append(count)
+        pool.drop(blocks)
+
+    pool.reclaim = reclaim
+    new = pool.allocate(2)
+    assert asked == [2]
+    assert set(new) < set(blocks[1:])
+    pool.check_integrity([*new, blocks[0]])
+    pool.free(new)
+    with pytest.raises(AssertionError, match="a block is kept that nobody holds"):
+        pool.keep(new)
+    with pytest.raises(AssertionError, match=f"block {new[0]} holds nothing"):
+        pool.share(new)

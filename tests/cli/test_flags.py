@@ -28,7 +28,11 @@ from tests.cli.fakes import FakeEngine, made, run_main
         (["--tools", "[5]"], "error: tools.0 must be a valid dictionary, got 5"),
         (["--tool-choice", "5", "--echo"], "error: unrecognized arguments: --echo"),
         (["--mtp-step", "9"], "error: mtp_step must be"),
-        (["--prefix-cache"], "error: prefix_cache must be False, got True"),
+        (["--prefix-cache-gb", "0"], "error: prefix_cache_gb must be greater than 0, got '0'"),
+        (
+            ["--cache-salt", "x" * 257],
+            "error: cache_salt must be Unicode text of at most 256 characters, got",
+        ),
         (["--device", "tpu"], "error: device must be"),
         (["--compare", "--mtp-step", "0"], "error: mtp_step must be at least 1 with --compare, got 0"),
         (

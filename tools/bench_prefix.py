@@ -1,0 +1,133 @@
+"""What the prefix cache gives to a prompt that comes again, and what it costs one that does not.
+
+    python tools/bench_prefix.py --prompt-tokens 4000 --repeats 3
+
+Two engines, with the cache and without, take the same random prompts in turns: each prompt is new to both,
+then comes again. Tokens and rounds of all three must be the same, or nothing is printed. Ends in one JSON
+line: times to the first token (medians), how much sooner it comes for a prompt that comes again, and the
+median over prompts of the time with the cache to that without where nothing is found: of the wall clock, of
+what the processor was busy with (a CPU's other tenants do not count), for the first token and for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compiled_mtp import Engine, EngineConfig, RequestOutput, SamplingParams
+
+
+class Timed(NamedTuple):
+    """A request's tokens and rounds, and seconds: to its first token and from there to its end."""
+
+    token_ids: list[int]
+    rounds: list[int]
+    cached_tokens: int
+    first_s: float
+    first_busy_s: float
+    rest_busy_s: float
+
+
+def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
+    """Decode one request, alone."""
+    outputs: list[RequestOutput] = []
+    begin, begin_busy = time.perf_counter(), time.process_time()
+    engine.add_request(prompt_token_ids=prompt, params=params)
+    while not outputs:
+        outputs += engine.step()
+    first, first_busy = time.perf_counter(), time.process_time()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    end_busy = time.process_time()
+    metrics = outputs[-1].metrics
+    token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+    times = (first - begin, first_busy - begin_busy, end_busy - first_busy)
+    return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, *times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=EngineConfig().model)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=4000)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--mtp-step", type=int, default=3)
+    parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3, help="prompts")
+    parser.add_argument("--num-threads", type=int)
+    arguments = parser.parse_args()
+    length, most = arguments.prompt_tokens, arguments.max_tokens
+    engines = [
+        Engine(
+            EngineConfig(
+                model=arguments.model,
+                device=arguments.device,
+                mtp_step=arguments.mtp_step,
+                prefill_chunk=arguments.prefill_chunk,
+                max_model_len=length + most,
+                max_batch=1,
+                num_threads=arguments.num_threads,
+                prefix_cache=has_cache,
+                num_blocks=(2 + arguments.repeats) * (-(-(length + most) // 64)),
+            )
+        )
+        for has_cache in (True, False)
+    ]
+    params = SamplingParams(max_tokens=most, temperature=0.8, seed=1, ignore_eos=True)
+    rng, vocab_size = random.Random(0), engines[0].model_config.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(arguments.repeats)]
+    for engine in engines:  # Warm up.
+        engine.generate([[rng.randrange(vocab_size) for _ in range(arguments.prefill_chunk + 1)]], params)
+    new: list[Timed] = []
+    without: list[Timed] = []
+    again: list[Timed] = []
+    for index, prompt in enumerate(prompts):
+        # Whoever comes first is not always the same.
+        order = ((engines[0], new), (engines[1], without))
+        for engine, found in order if index % 2 else order[::-1]:
+            found.append(run(engine, prompt, params))
+        again.append(run(engines[0], prompt, params))
+        for one in (new[-1], again[-1]):
+            if (one.token_ids, one.rounds) != (without[-1].token_ids, without[-1].rounds):
+                raise SystemExit(f"error: tokens or rounds depend on the cache at prompt {index}")
+    if any(one.cached_tokens for one in new) or not all(one.cached_tokens for one in again):
+        raise SystemExit("error: a new prompt was cached, or one that came again was not; raise num_blocks")
+
+    def median(found: list[Timed], name: str) -> float:
+        return statistics.median(getattr(one, name) for one in found)
+
+    def cost(name: str) -> float:
+        pairs = zip(new, without, strict=True)
+        return round(statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs), 4)
+
+    first_s = {"new": new, "without_cache": without, "again": again}
+    line = {
+        "prompt_tokens": length,
+        "cached_tokens": again[0].cached_tokens,
+        "first_token_s": {name: round(median(found, "first_s"), 4) for name, found in first_s.items()},
+        "times_sooner": round(median(without, "first_s") / median(again, "first_s"), 2),
+        "times_sooner_busy": round(median(without, "first_busy_s") / median(again, "first_busy_s"), 2),
+        "cost_first_token": cost("first_s"),
+        "cost_first_token_busy": cost("first_busy_s"),
+        "cost_decode_busy": cost("rest_busy_s"),
+        "checkpoint_mib": round(engines[0].runner.memory.checkpoint_bytes / 2**20, 2),
+        "mtp_step": arguments.mtp_step,
+        "prefill_chunk": arguments.prefill_chunk,
+        "device": str(engines[0].runner.device),
+        "repeats": arguments.repeats,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
