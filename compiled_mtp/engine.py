@@ -391,21 +391,19 @@ class Engine:
         others stay, or wait for their streams.
         """
         outputs = self.scheduler.take_outputs(request_ids)
-        totals = self._totals
+        totals, is_for_all = self._totals, request_ids is None and bool(self._streams)
         try:
             for output in outputs:
                 if output.finish_reason is not None:
                     totals = totals.plus(output)
-            streamed = request_ids is None and any(one.request_id in self._streams for one in outputs)
+            streamed = [one for one in outputs if one.request_id in self._streams] if is_for_all else []
             others = [one for one in outputs if one.request_id not in self._streams] if streamed else outputs
         except BaseException:  # Ctrl-C.
             self.scheduler.put_back(outputs)
             raise
         self._totals = totals
-        if streamed:
-            for output in outputs:
-                if output.request_id in self._streams:
-                    self._streams[output.request_id].append(output)
+        for output in streamed:
+            self._streams[output.request_id].append(output)
         return others
 
     def __enter__(self) -> Self:

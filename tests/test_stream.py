@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,47 @@ def test_streams_steps_and_requests_take_turns_and_none_takes_anothers_output(en
     got[0] += tokens_of(one)
     got[1] += tokens_of(other)
     assert got == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_random_turns(checkpoint: Path, engine: Engine, seed: int) -> None:
+    """Streams that begin, go on and are left, requests, steps and calls of generate, in any order."""
+    rng = random.Random(seed)
+    prompts = [prompt_of(6 + index, index, VOCAB) for index in range(6)]
+    expected = [output.new_token_ids for output in engine.generate(prompts, PARAMS)]
+    mixed = make_engine(checkpoint, mtp_step=rng.choice([0, 3]), max_batch=3)
+    streams: dict[int, tuple[int, Generator[RequestOutput, None, None], list[int]]] = {}
+    mine: dict[str, tuple[int, list[int]]] = {}
+
+    def take_step() -> None:
+        for output in mixed.step():
+            mine[output.request_id][1].extend(output.new_token_ids)
+
+    for turn in range(60):
+        which = rng.randrange(6)
+        match rng.choice(["begin", "next", "next", "next", "leave", "add", "step", "step", "generate"]):
+            case "begin":
+                stream = mixed.stream(prompt_token_ids=prompts[which], params=PARAMS)
+                streams[turn] = which, stream, []
+            case "next" if streams:
+                _, stream, tokens = rng.choice(list(streams.values()))
+                tokens += tokens_of([output for output in [next(stream, None)] if output is not None])
+            case "leave" if streams:
+                streams.pop(rng.choice(list(streams)))[1].close()
+            case "add":
+                mine[mixed.add_request(prompt_token_ids=prompts[which], params=PARAMS)] = which, []
+            case "step":
+                take_step()
+            case "generate" if turn % 3 == 0:
+                assert tokens_of(mixed.generate([prompts[which]], PARAMS)) == expected[which]
+    while mixed.has_unfinished_requests():
+        take_step()
+    for which, stream, tokens in streams.values():
+        assert tokens + tokens_of(stream) == expected[which]
+    assert all(tokens == expected[which] for which, tokens in mine.values())
+    mixed.step()
+    assert (mixed.stats().blocks_used, mixed._streams) == (0, {})
 
 
 def test_a_stream_that_is_left_ends_its_request_with_the_next_step(engine: Engine) -> None:

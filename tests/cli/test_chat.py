@@ -158,6 +158,38 @@ def test_sigterm_ends_the_session(talker: Talker, monkeypatch: pytest.MonkeyPatc
     assert talker.closed
 
 
+@pytest.mark.parametrize(("numbers", "code"), [([signal.SIGINT, signal.SIGINT], 0), ([signal.SIGTERM], 143)])
+def test_signals_at_the_prompt(
+    talker: Talker, monkeypatch: pytest.MonkeyPatch, numbers: list[signal.Signals], code: int
+) -> None:
+    asked: list[str] = []
+
+    def ask(text: str) -> str:
+        asked.append(text)
+        if not numbers:
+            raise EOFError
+        signal.raise_signal(numbers.pop())
+        raise AssertionError("the signal did not arrive")
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert chat.main([]) == code
+    assert set(asked) == {"> "}
+    assert talker.closed
+
+
+def test_the_prompt_is_no_part_of_standard_output(
+    talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talker.script = ["a"]
+    monkeypatch.setattr("sys.stdin", Terminal("first\n"))
+    assert chat.main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "a\n"
+    assert printed.err.count("> ") == 2
+
+
 def test_a_message_without_room_is_said_and_dropped(
     talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
