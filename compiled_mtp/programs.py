@@ -251,11 +251,13 @@ class Programs:
         """Launch, on padding rows alone, what masks and log probabilities launch beside the programs.
 
         So their kernels are compiled when the engine starts, and not in the round of the first request that
-        asks for them. A forward has no kernel of its own there.
+        asks for them. They are one for each depth, whatever the batch: the smallest bucket does. A forward
+        has no kernel of its own there.
         """
         step, kept_rows = self.step, self.step.verified_logits.shape[0]
-        step.reserve_halves(max(bucket.rows for bucket in self.buckets))
-        for bucket in self.buckets:
+        smallest = {(b.verify_step, b.draft_step): b for b in sorted(self.buckets, reverse=True)}
+        step.reserve_halves(max(bucket.rows for bucket in smallest.values()))
+        for bucket in smallest.values():
             state_index = self._state_indices[bucket.groups]
             filtered = step.filter_half(state_index, bucket.verify_step)
             packed = step.accept_half(state_index, bucket.verify_step, bucket.draft_step)

@@ -12,7 +12,9 @@ import torch
 
 from compiled_mtp.cli import printer, run
 from compiled_mtp.engine import Engine
+from compiled_mtp.memory import MemoryPlan, plan_memory
 from compiled_mtp.plan import StepPlan
+from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import oracle, write_checkpoint
@@ -125,6 +127,19 @@ def test_who_does_not_ask_pays_nothing(checkpoint: Path, monkeypatch: pytest.Mon
     # The first token is nobody's, so a prompt of one token has none.
     (output,) = engine.generate([[5]], params(prompt_logprobs=3))
     assert output.prompt_logprobs == []
+
+
+def test_the_memory_plan_leaves_room_for_a_slice(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room: list[int] = []
+
+    def spy(free_bytes: int, *args: Any, **fields: Any) -> MemoryPlan:
+        room.append(free_bytes)
+        return plan_memory(free_bytes, *args, **fields)
+
+    monkeypatch.setattr("compiled_mtp.build._free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("compiled_mtp.build.plan_memory", spy)
+    make_engine(checkpoint, mtp_step=0)
+    assert room == [850_000_000 - SLICE_ROWS * VOCAB * 4]
 
 
 def test_a_line_of_a_file_asks_for_them_and_has_them(checkpoint: Path, tmp_path: Path) -> None:

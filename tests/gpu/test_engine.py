@@ -168,6 +168,25 @@ def test_same_tokens_compiled(
                 del engine.runner.programs.decode
 
 
+@pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
+def test_log_probabilities_of_prompts_and_outputs_compiled(graph_mode: str) -> None:
+    """To the bit those of each request alone without drafts, in company of who asks for none."""
+    prompts = [prompt_of(length, length, 4096) for length in (1, 65, 128, 300)]
+    params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, prompt_logprobs=5, logprobs=2)
+    silent = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    plain = compiled_engine(DEFAULT, 0, "bfloat16", "replay")
+    drafting = compiled_engine(DEFAULT, 3, "bfloat16", graph_mode)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        alone = [plain.generate([prompt], params)[0] for prompt in prompts]
+        together = drafting.generate([*prompts, *prompts], [params] * 4 + [silent] * 4)
+    for prompt, one, other, without in zip(prompts, alone, together, together[4:], strict=False):
+        assert one.prompt_logprobs is not None
+        assert [entry.token_id for entry in one.prompt_logprobs] == prompt[1:]
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert one.logprobs == other.logprobs
+        assert one.new_token_ids == other.new_token_ids == without.new_token_ids
+
+
 def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_path: Path) -> None:
     """From a GiB of weights on; a cache, which cannot hold trees, is replayed."""
     model, file = tmp_path / "large", tmp_path / "large.graphs"
