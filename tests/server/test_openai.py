@@ -76,7 +76,11 @@ def test_completions_are_the_engines_own(real: Running, alone: Engine) -> None:
     ):
         expected = alone.generate(["def quicksort("], SamplingParams(max_tokens=20, **fields))[0]
         whole = client.completions.create(
-            model="m", prompt="def quicksort(", max_tokens=20, extra_body={"return_token_ids": True}, **fields
+            model="m",
+            prompt="def quicksort(",
+            max_tokens=20,
+            extra_body={"return_token_ids": True, "cache_salt": "mine"},
+            **fields,
         )
         assert whole.choices[0].token_ids == expected.new_token_ids  # type: ignore[attr-defined]
         assert whole.choices[0].text == expected.new_text
@@ -344,15 +348,18 @@ def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
 
 
 def test_drafts_are_those_that_were_verified() -> None:
-    """Of two rounds of an engine that drafts 3 one had 2 and kept 1, the other had 3 and kept none."""
-    history = RequestHistory(1, 0, mtp_step=3, rounds=[2 * 16 + 1, 3 * 16])
+    """Of two rounds of an engine that drafts 3 one had 2 and kept 1, the other had 3 and kept none; of the
+    prompt 512 tokens were cached.
+    """
+    history = RequestHistory(600, 0, mtp_step=3, rounds=[2 * 16 + 1, 3 * 16], cached_tokens=512)
     output = RequestOutput("a", [], "", RequestMetrics(history, 2, 3, 0.0), "stop")
-    usage, metrics = Usage(1), Metrics()
+    usage, metrics = Usage(600), Metrics()
     usage.add(output)
+    assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 512}
     assert usage.to_openai()["speculation"] == {"rounds": 2, "drafted_tokens": 5, "accepted_tokens": 1}
     assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
     metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
-    assert metrics._drafted == 5
+    assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
 
 
 def test_metrics_count(scripted: Any) -> None:
