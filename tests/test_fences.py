@@ -238,6 +238,10 @@ def test_what_is_read_early_is_older_also_in_halves_and_between_depths() -> None
         for depths in ((3, 1), (1, 3), (3, 3)):
             step.verify_half(state_index, depths[0])
             step.accept_half(state_index, *depths)
+        for _ in range(2):
+            step.decode(state_index, 0, 0)
+        step.catch_up(state_index)
+        step.decode(state_index, 3, 3)
     assert recorder.wrong == []
 
 

@@ -122,6 +122,13 @@ class Metrics(Collector):
             yield GaugeMetricFamily(name("kv_cache_usage_ratio"), "KV blocks in use / in all", used)
             yield GaugeMetricFamily(name("requests_running"), "requests that are decoded", stats.running)
             yield GaugeMetricFamily(name("requests_waiting"), "requests in the queue", stats.waiting)
+            rounds = CounterMetricFamily(
+                name("rounds"), "rounds by depth and why they had it", labels=["depth", "why"]
+            )
+            for depth, counts in stats.rounds_by_depth.items():
+                for why, count in counts.items():
+                    rounds.add_metric([str(depth), why], count)
+            yield rounds
             # Whatever else the engine counts.
             for field in dataclasses.fields(stats):
                 value = getattr(stats, field.name)

@@ -168,7 +168,8 @@ class ScriptedEngine:
         from compiled_mtp.spec.stats import SpeculationStats
 
         running = len(self._running)
-        return EngineStats(running, 0, 0, running, 64, 0, 0, SpeculationStats.empty(MTP_STEP))
+        none = SpeculationStats.empty(MTP_STEP)
+        return EngineStats(running, 0, 0, running, 64, 0, 0, none, {MTP_STEP: {"best": 5, "probe": 1}})
 
     def close(self) -> None:
         """End."""

@@ -379,6 +379,7 @@ def test_metrics_count(scripted: Any) -> None:
     assert value("compiled_mtp_time_to_first_token_seconds_count") > 0
     assert value("compiled_mtp_inter_token_latency_seconds_count") > 0
     assert value("compiled_mtp_engine_blocks_total") == 64
+    assert value('compiled_mtp_rounds_total{depth="3",why="best"}') == 5
 
 
 def test_family_is_found(tmp_path: Path) -> None:
