@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import (
+    Admit,
+    BlockUpdate,
+    Copy,
+    Draft,
+    Place,
+    Release,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+)
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 
@@ -22,13 +32,17 @@ def token_at(seed: int, index: int) -> int:
 
 @dataclass
 class Row:
-    """The device's view of a slot, or of a host record. The generation is that of its first launch."""
+    """The device's view of a slot, or of a host record.
+
+    The generation is that of its first launch; drafts are those that were uploaded for its next round.
+    """
 
     seed: int
     generation: int | None = None
     prompt: list[int] = field(default_factory=list)
     pos: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
+    drafts: list[int] = field(default_factory=list)
 
 
 class FakeRunner:
@@ -36,6 +50,7 @@ class FakeRunner:
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
     broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
+    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails.
     """
 
     def __init__(
@@ -45,10 +60,14 @@ class FakeRunner:
         seed: int = 0,
         accept: int | None = None,
         copy_delay: int = 0,
+        host_blocks: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.delay = delay
         self.copy_delay = copy_delay
+        self.host_blocks = host_blocks
+        self.num_uploaded = 0
+        self.failed_copies: list[int] = []
         self.random = random.Random(seed)
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
@@ -87,6 +106,7 @@ class FakeRunner:
         """As `Runner.drop_launches` does: nothing is under way any more."""
         self.results.clear()
         self.copies.clear()
+        self.failed_copies = []
         self.open_round = None
         self.has_failed = True
 
@@ -105,7 +125,8 @@ class FakeRunner:
             self.fail_next, self.has_failed = False, True
             self._forget_round(plan)
             for copy in _copies(plan):
-                del self.copies[copy.copy_id]
+                self.copies.pop(copy.copy_id, None)
+            self.failed_copies = []
             return StepResult(plan, error="the device is on fire")
         return result
 
@@ -122,7 +143,8 @@ class FakeRunner:
                 done.append(copy_id)
             else:
                 self.copies[copy_id] = (copy, wait - 1)
-        return replace(result, copies_done=tuple(done))
+        failed, self.failed_copies = tuple(self.failed_copies), []
+        return replace(result, copies_done=tuple(done), copies_failed=failed)
 
     def _install(self, plan: StepPlan) -> None:
         for move in plan.moves:
@@ -134,6 +156,11 @@ class FakeRunner:
             assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
             if isinstance(move, Release):
                 self.rows.pop(place, None)
+            elif isinstance(move, Draft):
+                assert move.slot in plan.slots, "drafts are uploaded for a round that is not this one"
+                assert 0 < len(move.token_ids) <= plan.verify_step
+                self.rows[place].drafts = list(move.token_ids)
+                self.num_uploaded += len(move.token_ids)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
                 self.rows[place] = Row(move.sampling.seed)
@@ -170,6 +197,11 @@ class FakeRunner:
         assert copy.target not in busy
         assert copy.target not in self.rows, "a copy goes to a place that somebody has"
         source = self.rows[copy.source]
+        if copy.target.tier == "host" and self.host_blocks is not None:
+            kept = [row for place, row in self.rows.items() if place.tier == "host"]
+            if sum(len(row.blocks) for row in kept) + len(copy.blocks) > self.host_blocks:
+                self.failed_copies.append(copy.copy_id)
+                return
         self.rows[copy.target] = Row(source.seed, None, list(source.prompt), source.pos)
         columns = [block for _, block in sorted(source.blocks.items())]
         if copy.blocks:
@@ -205,7 +237,7 @@ class FakeRunner:
 
     def _write(self, row: Row, first: int, last: int) -> None:
         busy, block_size = set(self._busy_blocks()), self.scheduler.limits.block_size
-        for position in range(first, min(last, self.scheduler.limits.max_model_len - 1) + 1):
+        for position in range(first, min(last, self.scheduler.limits.longest - 1) + 1):
             block = row.blocks.get(position // block_size, 0)
             assert block > 0, f"{position} is not reserved"
             assert block not in busy, f"block {block} belongs to a copy"
@@ -214,7 +246,7 @@ class FakeRunner:
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
         # A launch in flight may go beyond the end of a request; nothing is written there.
-        for position in range(min(end, self.scheduler.limits.max_model_len)):
+        for position in range(min(end, self.scheduler.limits.longest)):
             block = self.kv[("slot", row.blocks[position // block_size])]
             assert block[position % block_size] == (row.seed, position), f"{position} was lost"
 
@@ -276,6 +308,10 @@ class FakeRunner:
         for slot in plan.slots:
             row, most = self.rows[Place("slot", slot)], plan.verify_step
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
+            done = row.pos - len(row.prompt) + 1
+            for index, draft in enumerate(row.drafts):
+                assert draft == token_at(row.seed, done + index), "an uploaded draft is not the token"
+            accepted, row.drafts = max(accepted, len(row.drafts)), []
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.draft_step)
             counts.append(accepted)
