@@ -50,7 +50,9 @@ class _Totals:
 class EngineStats:
     """What the engine holds now, and sums over the requests that have finished since it was created.
 
-    running, waiting, and blocks (KV blocks of block_size tokens) are of now; the others of finished requests.
+    running, waiting, and blocks (KV blocks of block_size tokens) are of now. offloads and withdrawals count
+    how often a request left since blocks ran short: to host memory, or to wait and be computed again. The
+    others are of finished requests.
     """
 
     running: int
@@ -61,6 +63,8 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    offloads: int = 0
+    withdrawals: int = 0
 
 
 class Engine:
@@ -91,10 +95,13 @@ class Engine:
             max_batch=self.config.max_batch,
             num_blocks=self.runner.num_blocks,
             block_size=self.config.block_size,
-            max_model_len=self.runner.max_model_len,
+            # More than all blocks hold is for the scheduler to tell.
+            max_model_len=self.config.resolve_max_model_len(self.model_config),
             prefill_chunk=self.config.prefill_chunk,
             mtp_step=self.config.mtp_step,
             max_in_flight=self.runner.max_in_flight,
+            host_records=self.runner.host.num_records,
+            host_blocks=self.runner.host.num_blocks,
         )
         self.front = Front(path, self.model_config, self.tokenizer, self.scheduler.limits)
         self._masks = Masks(
@@ -118,9 +125,11 @@ class Engine:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
+        Whoever has the lower priority gets its place sooner, and keeps it longer where blocks run short.
         With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
         caller's thread. Fields of `params` that were not set come from the checkpoint's
         generation_config.json. May be called from any thread. Raises ValueError, and queues nothing, for a
@@ -132,7 +141,12 @@ class Engine:
         if request_id == "":
             raise ValueError("request_id must not be empty, got ''; leave it out for one of our own")
         choices = self.front.make_request(
-            request_id or "", params, prompt=prompt, prompt_token_ids=prompt_token_ids, messages=messages
+            request_id or "",
+            params,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            priority=priority,
         )
         return self._inbox.put(choices)
 
@@ -239,6 +253,8 @@ class Engine:
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
+            offloads=self.scheduler.num_offloaded,
+            withdrawals=self.scheduler.num_withdrawn,
         )
 
     def close(self) -> None:

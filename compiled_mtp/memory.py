@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _FLOAT32_BYTES = 4
+# Block 0, and one for a request.
+_LEAST_BLOCKS = 2
 # What a control group's files are called: its limit, its use, the prefix of memory.stat's keys for it and
 # those below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 _GROUP_V2 = ("memory.max", "memory.current", "")
@@ -78,28 +80,45 @@ def plan_memory(
     """Return how many blocks and state rows to create in `free_bytes`.
 
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`. Raises
-    ValueError with the numbers if max_batch state rows and one request of max_model_len do not fit.
+    ValueError with the numbers if max_batch state rows and those blocks, or one, do not fit.
     """
     block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
-    blocks_of_one = -(-max_model_len // block_size)
-    if num_blocks is None:
+    count = num_blocks
+    if count is None:
         room = max(free_bytes - rows * row_bytes, 0) // block_bytes
-        plan = MemoryPlan(min(room, max_batch * blocks_of_one + 1), rows, block_bytes, row_bytes)
-    else:
-        plan = MemoryPlan(num_blocks, rows, block_bytes, row_bytes)
-    if num_blocks is not None and num_blocks <= blocks_of_one:
+        count = max(min(room, max_batch * -(-max_model_len // block_size) + 1), _LEAST_BLOCKS)
+    plan = MemoryPlan(count, rows, block_bytes, row_bytes)
+    if plan.total_bytes > free_bytes:
         raise ValueError(
-            f"num_blocks must be at least {blocks_of_one + 1} for max_model_len={max_model_len} and "
-            f"block_size={block_size}, got {num_blocks}; raise it or lower max_model_len"
-        )
-    if plan.num_blocks <= blocks_of_one or plan.total_bytes > free_bytes:
-        needed = (blocks_of_one + 1 if num_blocks is None else num_blocks) * block_bytes + rows * row_bytes
-        raise ValueError(
-            f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; "
-            "lower max_model_len, max_batch or num_blocks"
+            f"free memory must hold {_mib(plan.total_bytes)} of caches ({rows} state rows of "
+            f"{_mib(row_bytes)}, {count} blocks of {_mib(block_bytes)}), got {_mib(free_bytes)}; "
+            "lower max_batch or num_blocks"
         )
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Room in host memory for requests that leave the device: their rows, and blocks."""
+
+    num_records: int
+    num_blocks: int
+
+
+def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> HostPlan:
+    """Return what `offload_bytes` of host memory hold of what `plan` has on the device: at most all of it.
+
+    Half is for rows, as far as they need it. Raises ValueError if more is asked for than free_bytes; None for
+    a number of our own choice.
+    """
+    if free_bytes is not None and offload_bytes > free_bytes:
+        raise ValueError(
+            f"offload_gb must be at most the {free_bytes / 2**30:.2f} GiB of host memory that are free, got "
+            f"{offload_bytes / 2**30:.2f}; lower it"
+        )
+    records = min(plan.num_state_rows - 1, offload_bytes // 2 // plan.state_row_bytes)
+    blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
+    return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

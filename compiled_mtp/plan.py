@@ -83,10 +83,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The first drafts of a slot's next round are these, whatever was drafted; at most as many as it has."""
+    """The drafts of a slot's next round are these from number `start` on, whatever was drafted.
+
+    start + len(token_ids) is at most verify_step.
+    """
 
     slot: int
     token_ids: tuple[int, ...]
+    start: int = 0
 
 
 Move: TypeAlias = Admit | Release | Copy | Draft

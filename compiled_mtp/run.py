@@ -298,6 +298,8 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
         rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
         raise ValueError(f"{where}: {kind} must be {rule}, got {quote(str(value)[:40])}; change it")
+    if "priority" in fields:
+        prompt["priority"] = fields.pop("priority")
     try:
         return Job(where, prompt, SamplingParams(**(sampling | fields)))
     except ValueError as error:
@@ -390,7 +392,8 @@ class _Printer:
                 _say(f"--- {index} ({job.where}): {job.finish_reason}")
                 self._write(job.text + "\n")
             if job.error is not None:
-                _say(f"error: {escape(f'{job.where}: {job.error}', _MOST_ERROR_CHARACTERS)}")
+                what = "note" if job.finish_reason == "length" else "error"
+                _say(f"{what}: {escape(f'{job.where}: {job.error}', _MOST_ERROR_CHARACTERS)}")
 
     def _write(self, text: str) -> None:
         encoding = self._stdout.encoding or "utf-8"

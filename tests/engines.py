@@ -31,9 +31,9 @@ def make_engine(directory: Path, **options: Any) -> Engine:
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out
 
-    def poison_then_carry_out(plan: StepPlan) -> None:
+    def poison_then_carry_out(plan: StepPlan) -> tuple[int, ...]:
         poison_new(step, plan)
-        carry_out(plan)
+        return carry_out(plan)
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine

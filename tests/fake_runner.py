@@ -23,6 +23,7 @@ from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 
 EOS = 7
+FIRST_DRAFT = 1000
 
 
 def token_at(seed: int, index: int) -> int:
@@ -34,7 +35,8 @@ def token_at(seed: int, index: int) -> int:
 class Row:
     """The device's view of a slot, or of a host record.
 
-    The generation is that of its first launch; drafts are those that were uploaded for its next round.
+    The generation is that of its first launch; drafts are those that its next round would verify. What the
+    draft model makes is no token, and says where it stands.
     """
 
     seed: int
@@ -158,12 +160,11 @@ class FakeRunner:
                 self.rows.pop(place, None)
             elif isinstance(move, Draft):
                 assert move.slot in plan.slots, "drafts are uploaded for a round that is not this one"
-                assert 0 < len(move.token_ids) <= plan.verify_step
-                self.rows[place].drafts = list(move.token_ids)
-                self.num_uploaded += len(move.token_ids)
+                self._upload(self.rows[place], move, plan.verify_step)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
-                self.rows[place] = Row(move.sampling.seed)
+                drafts = [-1] * self.scheduler.limits.mtp_step
+                self.rows[place] = Row(move.sampling.seed, drafts=drafts)
         for update in plan.block_updates:
             self._update(update)
         assert 0 not in plan.slots
@@ -172,6 +173,17 @@ class FakeRunner:
             row = self.rows[Place("slot", slot)]
             assert row.generation in (None, generation)
             row.generation = generation
+
+    def _upload(self, row: Row, move: Draft, verify_step: int) -> None:
+        """Own tokens that are computed again, or zeros behind the drafts that there are."""
+        done, count = row.pos - len(row.prompt) + 1, len(move.token_ids)
+        assert 0 < count <= verify_step - move.start
+        if move.start == 0 and any(move.token_ids):
+            assert move.token_ids == tuple(token_at(row.seed, done + k) for k in range(count))
+            self.num_uploaded += count
+        else:
+            assert set(move.token_ids) == {0}
+        row.drafts[move.start : move.start + count] = move.token_ids
 
     def _update(self, update: BlockUpdate) -> None:
         slot, column, block_id = update
@@ -202,7 +214,9 @@ class FakeRunner:
             if sum(len(row.blocks) for row in kept) + len(copy.blocks) > self.host_blocks:
                 self.failed_copies.append(copy.copy_id)
                 return
-        self.rows[copy.target] = Row(source.seed, None, list(source.prompt), source.pos)
+        self.rows[copy.target] = Row(
+            source.seed, None, list(source.prompt), source.pos, drafts=list(source.drafts)
+        )
         columns = [block for _, block in sorted(source.blocks.items())]
         if copy.blocks:
             assert [block for block, _ in copy.blocks] == columns, "other blocks are copied than it has"
@@ -309,9 +323,8 @@ class FakeRunner:
             row, most = self.rows[Place("slot", slot)], plan.verify_step
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
             done = row.pos - len(row.prompt) + 1
-            for index, draft in enumerate(row.drafts):
-                assert draft == token_at(row.seed, done + index), "an uploaded draft is not the token"
-            accepted, row.drafts = max(accepted, len(row.drafts)), []
+            right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
+            accepted = max(accepted, (*right, False).index(False))
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.draft_step)
             counts.append(accepted)
@@ -333,15 +346,14 @@ class FakeRunner:
             token_ids.append([token_at(row.seed, i) for i in indices])
             if not is_first:
                 row.pos += count + 1
+            row.drafts[: plan.draft_step] = [FIRST_DRAFT + row.pos + k for k in range(plan.draft_step)]
         logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
         drafts = self._draft(plan) if plan.wants_drafts else []
         not_finite, all_masked = map(tuple, ends.values())
         return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
-        """Drafts that say whose they are: each is the position that it stands for."""
-        rows = [self.rows[Place("slot", slot)] for slot in plan.slots]
-        return [[row.pos + 1 + k for k in range(plan.draft_step)] for row in rows]
+        return [self.rows[Place("slot", slot)].drafts[: plan.draft_step] for slot in plan.slots]
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:

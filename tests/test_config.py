@@ -479,7 +479,7 @@ def test_resolved_numbers(directory: Path) -> None:
         EngineConfig(max_model_len=5000).resolve_max_model_len(model)
     edit(directory, {"max_position_embeddings": 262144, "dtype": "float16"})
     large = read_model_config(directory)
-    assert EngineConfig().resolve_max_model_len(large) == 4096
+    assert EngineConfig().resolve_max_model_len(large) == 262144
     with pytest.raises(
         ValueError, match="dtype must be float32 or bfloat16, got float16 from the checkpoint"
     ):

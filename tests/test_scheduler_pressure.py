@@ -6,15 +6,19 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.plan import Copy, StepPlan
+from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from compiled_mtp.scheduler.phases import RequestPhase
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream, token_at
+from tests.fake_runner import (
+    FakeRunner,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+    token_at,
+)
 
 
 class Recorder:
@@ -42,8 +46,7 @@ def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> N
         assert isinstance(window.guide, Recorder)
         num_tokens = 0 if plan.kind == "first" else row.pos - len(row.prompt) + 1
         assert window.guide.num_taken == num_tokens
-        own = [row.pos + 1 + k for k in range(plan.verify_step)]
-        assert list(window.drafts) == row.drafts + own[len(row.drafts) :]
+        assert list(window.drafts) == row.drafts[: plan.verify_step]
 
 
 def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
@@ -97,13 +100,14 @@ TRAFFIC = st.fixed_dictionaries(
         "mtp_step": st.sampled_from([0, 1, 3, 5]),
         "delay": st.integers(0, 2),
         "max_batch": st.integers(1, 5),
-        "num_blocks": st.integers(4, 24),
-        "block_size": st.sampled_from([1, 2, 4, 7]),
+        "num_blocks": st.integers(8, 45),
+        "block_size": st.sampled_from([4, 7, 16]),
         "host_records": st.integers(0, 3),
-        "host_blocks": st.integers(0, 16),
+        "host_blocks": st.integers(0, 40),
         "real_host_blocks": st.sampled_from([None, None, 0, 3]),
         "copy_delay": st.integers(0, 3),
         "has_policies": st.booleans(),
+        "tokens_ahead": st.sampled_from([0, 0, 10, 64]),
         "num_priorities": st.sampled_from([1, 3]),
         "abort_rate": st.sampled_from([0.0, 0.0, 0.05]),
         "accept": st.sampled_from([None, None, 0]),
@@ -123,10 +127,12 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
     sizes = ("mtp_step", "max_batch", "num_blocks", "block_size", "host_records", "host_blocks")
     scheduler = make_scheduler(
         max_in_flight=traffic["delay"],
-        max_model_len=60,
+        max_model_len=400,
         **{name: traffic[name] for name in sizes},
         **(policies if traffic["has_policies"] else {}),
     )
+    # With fewer than are meant to be free, requests come and go all the time.
+    scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
     runner = FakeRunner(
         scheduler,
         traffic["delay"],
@@ -138,7 +144,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
     longest, log = scheduler.limits.longest, Log()
     requests: list[Request] = []
     waiting = num_requests
-    for index in range(400 * num_requests):
+    for index in range(1500 * num_requests):
         while waiting and (rng.random() < 0.3 or not scheduler.has_unfinished()):
             waiting -= 1
             add_random(scheduler, rng, requests, traffic["num_priorities"])
@@ -150,7 +156,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
                 scheduler.abort(name)
                 scheduler.check_integrity()
         log.take(masked_step(scheduler, runner))
-        assert index < 400 * num_requests - 1, "the requests do not end"
+        assert index < 1500 * num_requests - 1, "the requests do not end"
     while runner.copies:
         runner.run(None)
         scheduler.update(None if (plan := scheduler.schedule()) is None else runner.run(plan))
@@ -168,7 +174,8 @@ def add_random(scheduler: Scheduler, rng: random.Random, requests: list[Request]
     kind = rng.choice(["plain", "plain", "guided", "logprobs"])
     fields: dict[str, Any] = {"logprobs": 2} if kind == "logprobs" else {}
     seed = len(requests)
-    request = make_request(str(seed), prompt_len, rng.randint(1, 60), seed=seed, **fields)
+    fields["ignore_eos"] = rng.random() < 0.7
+    request = make_request(str(seed), prompt_len, rng.choice([5, 50, 300]), seed=seed, **fields)
     if kind == "guided":
         request.guide = Recorder(seed)
     request.priority = rng.randrange(priorities)

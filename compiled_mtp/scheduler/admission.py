@@ -19,6 +19,7 @@ class Admission:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self.tokens_ahead = _TOKENS_AHEAD
 
     def has_room(self, holding: Holding) -> bool:
         """Whether a slot, and blocks enough, are free for a request that waits or lies in host memory."""
@@ -34,9 +35,9 @@ class Admission:
         # A chunk and a round take turns.
         chunks = -(-holding.request.prompt_len // limits.prefill_chunk) if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
-        needed = max(needed, self._blocks_soon(holding, _TOKENS_AHEAD + rows))
+        needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows))
         for other in others:
-            needed += max(self._blocks_soon(other, _TOKENS_AHEAD + rows) - len(other.block_ids), 0)
+            needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)
         return needed <= holdings.pool.num_free
 
     def _blocks_soon(self, holding: Holding, num_tokens: int) -> int:

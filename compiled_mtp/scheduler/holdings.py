@@ -13,6 +13,9 @@ from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
 from compiled_mtp.scheduler.replay import Replay
 
+# Stands where a request that sat out a round, or was away, has fewer drafts than the others.
+NO_DRAFT = 0
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -35,8 +38,9 @@ class Holding:
 
     arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
     goes before all others. is_told: the device knows who owns the slot. is_in_open_round: its round was
-    verified and its accept is still to be planned. drafts: of its next round, where its grammar asks for
-    them. is_parked: it stays in host memory until it is called back. replay: its tokens are computed again.
+    verified and its accept is still to be planned. drafts: what was drafted for its next round, where its
+    grammar asks for it, and num_drafts how many of them its last round has left on the device. is_parked: it
+    stays in host memory until it is called back. replay: its tokens are computed again.
     """
 
     request: Request
@@ -52,6 +56,7 @@ class Holding:
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
+    num_drafts: int = 0
     transfer: Transfer | None = None
     is_parked: bool = False
     replay: Replay | None = None
@@ -73,9 +78,10 @@ class Holding:
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
     def round_drafts(self, verify_step: int) -> Sequence[int]:
-        """The drafts of the round that was planned last, where its grammar asks for them."""
+        """The drafts of the round whose accept is planned, where its grammar asks for them."""
         uploaded = () if self.replay is None else self.replay.uploaded
-        return [*uploaded, *self.drafts[len(uploaded) : verify_step]]
+        known = [*uploaded, *self.drafts[len(uploaded) : verify_step]]
+        return known + [NO_DRAFT] * (verify_step - len(known))
 
     def forget_place(self) -> None:
         """Know nothing of a slot or of what was computed there: begin, or begin again."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, PlanKind, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.admission import Admission
-from compiled_mtp.scheduler.holdings import Holding, Holdings, block_table_row
+from compiled_mtp.scheduler.holdings import NO_DRAFT, Holding, Holdings, block_table_row
 from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
@@ -109,10 +109,10 @@ class Planner:
         assert len(self._unread) <= self.limits.max_in_flight, f"{len(self._unread)} results are late"
         if self.line:
             self._admit()
-        if not self._rounds_ahead and self._open_round is None:
-            self._look_ahead()
         if self.holdings.moving:
             self._plan_copies()
+        if not self._rounds_ahead and self._open_round is None:
+            self._look_ahead()
         plan = self._plan_next()
         if plan is not None:
             self._unread.append(plan)
@@ -344,6 +344,7 @@ class Planner:
 
     def _end_prefill(self, holding: Holding) -> None:
         holding.is_first_token_due = True
+        holding.num_drafts = self._draft_step
         if holding.replay is not None:
             holding.replay.plan_first()
         holding.enter(RequestPhase.RUNNING)
@@ -354,8 +355,8 @@ class Planner:
         self._rounds_ahead -= 1
         is_halved = self._wants.is_halved or (self._is_halved is not None and self._is_halved())
         verify_step, self._draft_step = self._draft_step, self._choose_depth()
-        known = [(one.slot, tuple(_upload(one, verify_step))) for one in self._replaying]
-        drafts = [Draft(slot, token_ids) for slot, token_ids in known if token_ids]
+        drafts = list(self._missing_drafts(verify_step)) if self._wants.is_guided else []
+        drafts += [upload for one in self._replaying for upload in _known_drafts(one, verify_step)]
         plan = self._make_plan(
             "verify" if is_halved else "decode",
             self.decoding_slots,
@@ -368,8 +369,19 @@ class Planner:
             members = [self.holdings.owners[slot] for slot in plan.slots]
             for holding in members:
                 holding.is_in_open_round = True
+                holding.num_drafts = plan.draft_step
             self._open_round = _OpenRound(plan, members, self._wants)
         return plan
+
+    def _missing_drafts(self, verify_step: int) -> Iterator[Draft]:
+        """What stands for the drafts that a grammar's request has not: masks follow from drafts, so that what
+        an earlier round has left on the device must not be verified.
+        """
+        for slot in self.decoding_slots:
+            holding = self.holdings.owners[slot]
+            count = verify_step - holding.num_drafts
+            if count > 0 and holding.request.guide is not None:
+                yield Draft(slot, (NO_DRAFT,) * count, holding.num_drafts)
 
     def _plan_accept(self, opened: _OpenRound) -> StepPlan:
         first = opened.plan
@@ -454,9 +466,10 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     return _Wants(True, any(request.guide is not None for request in halved), listed)
 
 
-def _upload(holding: Holding, verify_step: int) -> Sequence[int]:
+def _known_drafts(holding: Holding, verify_step: int) -> Iterator[Draft]:
     """The known tokens that a replayed request's next round is to verify."""
-    return () if holding.replay is None else holding.replay.plan_round(verify_step)
+    if holding.replay is not None and (known := holding.replay.plan_round(verify_step)):
+        yield Draft(holding.slot, tuple(known))
 
 
 def _least_output(holding: Holding, in_flight: int) -> int:

@@ -74,7 +74,11 @@ class Service:
             )
 
     async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, num_choices: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_choices: int = 1,
+        priority: int | None = None,
     ) -> list[Stream]:
         """Add num_choices requests for each prompt, all or none. Raises ApiError for what is refused."""
         count = len(prompts) * num_choices
@@ -100,7 +104,11 @@ class Service:
         ]
         try:
             return await self.engine.add_all(
-                [{"prompt_token_ids": p.token_ids, "params": one} for p in prompts for one in variants]
+                [
+                    {"prompt_token_ids": p.token_ids, "params": one, "priority": priority or 0}
+                    for p in prompts
+                    for one in variants
+                ]
             )
         except (RuntimeError, ValueError) as error:
             raise _as_sent(refusal(error)) from None
