@@ -175,18 +175,18 @@ class Holdings:
         holding.forget_place()
         holding.enter(RequestPhase.WAITING)
 
-    def count_missing(self, holding: Holding, position: int) -> int:
-        """Blocks that it still needs so that every position up to `position` can be written."""
-        needed = min(self.limits.blocks_up_to(position), self.limits.worst_case_blocks(holding.request))
+    def count_missing(self, holding: Holding, position: int, ahead: int = 0) -> int:
+        """Blocks that it still needs so that every position up to `position` can be written, and as many more
+        as it may use of those ahead.
+        """
+        limits = self.limits
+        needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(holding.request))
         return max(needed - len(holding.block_ids), 0)
 
-    def grow(self, holding: Holding, missing: int, ahead: int) -> list[BlockUpdate]:
-        """Give a request the blocks that it misses, and some ahead of its need; return their entries in the
-        block table.
-        """
+    def grow(self, holding: Holding, count: int) -> list[BlockUpdate]:
+        """Give a request `count` more blocks; return their entries in the block table."""
         owned = len(holding.block_ids)
-        most = self.limits.worst_case_blocks(holding.request) - owned
-        new = self.pool.allocate(min(missing + ahead, most))
+        new = self.pool.allocate(count)
         holding.block_ids += new
         return [BlockUpdate(holding.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 

@@ -38,8 +38,8 @@ class Preemption:
             return self._share_out(decoding)
         ahead = min(_BLOCKS_AHEAD, spare // (2 * len(decoding) or 1))
         updates = []
-        for (holding, _), need in zip(decoding, needs, strict=True):
-            updates += holdings.grow(holding, need, ahead)
+        for holding, last in decoding:
+            updates += holdings.grow(holding, holdings.count_missing(holding, last, ahead))
         low = len(decoding) * (self._soon // holdings.limits.block_size + 1)
         missing = 0
         if pool.num_free < low:
@@ -57,7 +57,7 @@ class Preemption:
             if need and (missing or need > self._holdings.pool.num_free):
                 missing += need
                 continue
-            updates += self._holdings.grow(holding, need, 0)
+            updates += self._holdings.grow(holding, need)
             ready.append(holding)
         return ready, updates, missing - self._holdings.pool.num_free
 
