@@ -52,8 +52,9 @@ _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 @dataclass(slots=True)
 class Job:
-    """One choice of a request of the prompt file: where it stands, what add_request takes, and what came of
-    it. `request` counts the requests, `choice` those of one request.
+    """One choice of a request of the prompt file: where it stands, what add_request takes (`prompt`, with its
+    kind and maybe a priority), and what came of it. `request` counts the requests, `choice` those of one
+    request.
     """
 
     where: str

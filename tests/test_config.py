@@ -362,7 +362,8 @@ def test_engine_defaults() -> None:
     assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
     assert (c.prefix_cache, c.reference_ops) == (False, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
-    assert [getattr(c, name) for name in (*unset, "max_in_flight", "num_threads")] == [None] * 8
+    unset += ("max_in_flight", "num_threads", "offload_gb")
+    assert [getattr(c, name) for name in unset] == [None] * 9
 
 
 def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -586,6 +586,14 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], tempe
     assert printed.out == "".join(line["text"] + "\n" for line in written)
 
 
+def test_a_line_may_have_a_priority(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "priority": -3, "max_tokens": 2}\n{"prompt": "b"}\n')
+    jobs = run.read_jobs(str(file), {})
+    assert [job.prompt for job in jobs] == [{"prompt": "a", "priority": -3}, {"prompt": "b"}]
+    assert jobs[0].params.max_tokens == 2
+
+
 def test_one_seed_gives_every_line_its_own_and_an_error_is_printable(
     engine: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

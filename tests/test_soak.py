@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.test_engine_machine import EngineMachine
 from tests.test_engine_requests import MIXES, check_mixes, write_small_checkpoint
+from tests.test_scheduler_pressure import TRAFFIC, run_traffic
 
 
 @pytest.mark.soak
@@ -33,5 +34,18 @@ def test_random_mixes(tmp_path: Path) -> None:
     @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
     def check(mixes: list[dict[str, Any]], mtp_step: int) -> None:
         check_mixes(tmp_path, mixes, mtp_step)
+
+    check()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_thousand_requests_on_tiny_pools() -> None:
+    """Nothing is lost: every request has its tokens, every block, slot and record is free at the end."""
+
+    @given(traffic=TRAFFIC)
+    @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(traffic: dict[str, Any]) -> None:
+        run_traffic(20, traffic)
 
     check()
