@@ -207,6 +207,7 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request, as `Engine.add_request` takes it. Leaving early aborts it.
 
@@ -218,6 +219,7 @@ class AsyncEngine:
             prompt_token_ids=prompt_token_ids,
             messages=messages,
             request_id=request_id,
+            priority=priority,
         )
         try:
             async for output in stream:

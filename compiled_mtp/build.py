@@ -32,7 +32,14 @@ from compiled_mtp.graphs.artifacts import (
 from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
-from compiled_mtp.memory import CacheShape, MemoryPlan, available_bytes, plan_memory
+from compiled_mtp.memory import (
+    CacheShape,
+    HostPlan,
+    MemoryPlan,
+    available_bytes,
+    plan_host,
+    plan_memory,
+)
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import check_finite
@@ -44,6 +51,7 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
+from compiled_mtp.ops.paged_attention.splits import count_splits
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
@@ -54,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
+# Of the host's free memory, for requests that must leave the device.
+_OFFLOAD_SHARE = 0.1
 # Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
 # a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
 _LEAST_TREE_BYTES = 1 << 30
@@ -78,6 +88,7 @@ _CONFIG_APART = frozenset(
         "prefix_cache",
         "prefix_cache_gb",
         "check_weights",
+        "offload_gb",
     }
     | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
 )
@@ -97,7 +108,7 @@ class Features:
     depths: the numbers of drafts that a round may verify or leave, in any pair; if empty, those of the
     config, of which a round verifies and leaves the same. Uncompiled, any pair up to the deepest.
     with_halves: rounds that run as two halves are compiled too. with_drafts: results carry the next round's
-    drafts. host_records, host_blocks: room for requests, and blocks, in host memory.
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory, whatever offload_gb is.
     """
 
     depths: tuple[int, ...] = ()
@@ -109,13 +120,18 @@ class Features:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a runner runs on, ready to use. formats: of the parameters that are not plain. later: what makes
-    further depths ready, if anything does."""
+    """What a runner runs on, ready to use.
+
+    max_model_len: of one request, as far as num_blocks hold it. formats: of the parameters that are not
+    plain. host: room in host memory for those who leave the device. later: what makes further depths ready,
+    if anything does.
+    """
 
     device: torch.device
     max_model_len: int
     num_blocks: int
     memory: MemoryPlan
+    host: HostPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -177,8 +193,18 @@ def build(
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     draft_ids = _draft_ids(settings)
     half_rows = max(bucket.rows for bucket in buckets) if features.with_halves else 0
-    memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows)
-    num_blocks = memory.num_blocks
+    most_rows = max(bucket.rows for bucket in buckets)
+    memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
+    num_blocks, host = memory.num_blocks, _plan_host(settings, memory)
+    max_model_len = min(settings.max_model_len, (num_blocks - 1) * config.block_size)
+    if max_model_len < settings.max_model_len:
+        logger.warning(
+            "a request ends after %d tokens, not %d: %d blocks of %d tokens hold no more",
+            max_model_len,
+            settings.max_model_len,
+            num_blocks - 1,
+            config.block_size,
+        )
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
@@ -188,10 +214,10 @@ def build(
         directory = load(settings.cache) / PROGRAMS_NAME
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
-    step = _make_step(settings, target, draft, num_blocks, draft_ids, half_rows)
+    step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
-    if features.host_records:
-        moves.allocate_host(features.host_records, features.host_blocks)
+    if host.num_records:
+        moves.allocate_host(host.num_records, host.num_blocks)
     if memory.num_checkpoints:
         moves.allocate_checkpoints(memory.num_checkpoints)
     elif config.prefix_cache:
@@ -212,9 +238,10 @@ def build(
         )
     return Assembly(
         device=settings.device,
-        max_model_len=settings.max_model_len,
+        max_model_len=max_model_len,
         num_blocks=num_blocks,
         memory=memory,
+        host=host,
         formats=settings.formats,
         step=step,
         programs=programs,
@@ -328,6 +355,7 @@ def _make_step(
     target: TargetModel,
     draft: DraftModel | None,
     num_blocks: int,
+    max_model_len: int,
     draft_ids: torch.Tensor | None,
     half_rows: int,
 ) -> Step:
@@ -337,7 +365,7 @@ def _make_step(
     slot_state = SlotState(
         slots,
         mtp_step,
-        -(-settings.max_model_len // block_size),
+        -(-max_model_len // block_size),
         model.hidden_size,
         model.vocab_size,
         settings.dtype,
@@ -349,10 +377,10 @@ def _make_step(
         kv_cache,
         StateCache(model, slots, mtp_step, settings.dtype, device),
         slot_state,
-        rotary_table(model, settings.max_model_len, device),
+        rotary_table(model, max_model_len, device),
         mtp_step,
         settings.num_valid_ids,
-        settings.max_model_len,
+        max_model_len,
         config.synthetic_acceptance,
         draft_ids,
         half_rows,
@@ -387,9 +415,9 @@ def _draft_ids(settings: _Settings) -> torch.Tensor | None:
     return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
 
 
-def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int) -> MemoryPlan:
-    """How many blocks and checkpoints fit beside the weights, the states, a draft head of its own, the rows
-    of halves and a slice of a prompt's logits.
+def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most_rows: int) -> MemoryPlan:
+    """What fits beside the weights, a draft head of its own, the rows of halves, a slice of a prompt's
+    logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
     shape = CacheShape(
@@ -413,12 +441,17 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int) -> M
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
     other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
+    block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
         other_bytes += settings.features.host_records * shape.state_row_bytes()
-        other_bytes += settings.features.host_blocks * shape.block_bytes(config.block_size)
+        other_bytes += settings.features.host_blocks * block_bytes
+        other_bytes += int((config.offload_gb or 0) * 2**30)
+    # No request is longer than all free memory.
+    longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
+    other_bytes += _length_bytes(settings, longest, most_rows)
     return plan_memory(
-        int(_free_bytes(settings.device) * _CACHE_SHARE) - other_bytes,
+        int(free_bytes * _CACHE_SHARE) - other_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
@@ -427,6 +460,29 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int) -> M
         prefix_cache_bytes=_prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
     )
+
+
+def _length_bytes(settings: _Settings, longest: int, most_rows: int) -> int:
+    """Bytes that grow with the longest request: rotary table, block tables, and on a GPU what attention's
+    splits leave of up to most_rows rows; one layer after the other has that.
+    """
+    model, block_size = settings.model, settings.config.block_size
+    tables = longest * model.rotary_dim * torch.float32.itemsize
+    tables += (settings.config.max_batch + 1 + most_rows) * -(-longest // block_size) * torch.int32.itemsize
+    if settings.device.type == "cpu":
+        return tables
+    parts = count_splits(longest) * most_rows * model.num_q_heads
+    return tables + parts * (model.head_dim + 2) * torch.float32.itemsize
+
+
+def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
+    """Room in host memory for requests that leave the device."""
+    features, asked = settings.features, settings.config.offload_gb
+    if features.host_records:
+        return HostPlan(features.host_records, features.host_blocks)
+    if asked is None:
+        return plan_host(int(available_bytes() * _OFFLOAD_SHARE), memory)
+    return plan_host(int(asked * 2**30), memory, available_bytes())
 
 
 def _prefix_cache_bytes(config: EngineConfig) -> int | None:

@@ -29,7 +29,6 @@ from compiled_mtp.model_config import ModelConfig
 ENV_PREFIX = "COMPILED_MTP_"
 # Settings of the service: not the engine's, and so not unknown to it.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
-DEFAULT_MAX_MODEL_LEN = 4096
 MOST_DRAFTS = 7
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
@@ -115,13 +114,21 @@ class EngineConfig(BaseSettings):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="the most tokens of prompt and output together; default: the checkpoint's, at most 4096",
+        description="the most tokens of prompt and output together; default: the checkpoint's limit. A pool "
+        "that holds less of one request bounds it too",
     )
     block_size: int = Field(
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
     )
     num_blocks: int | None = Field(
         default=None, ge=2, description="KV blocks; default: what free memory holds"
+    )
+    offload_gb: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
+        "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
     )
     prefill_chunk: int = Field(
         default=512,
@@ -274,10 +281,10 @@ class EngineConfig(BaseSettings):
         raise fail("dtype", "be float32 or bfloat16", got, "pass dtype='bfloat16'")
 
     def resolve_max_model_len(self, model: ModelConfig) -> int:
-        """The most tokens of one request; by default the checkpoint's limit, at most 4096."""
+        """The most tokens of one request; by default the checkpoint's limit."""
         limit = model.max_position_embeddings
         if self.max_model_len is None:
-            return min(limit, DEFAULT_MAX_MODEL_LEN)
+            return limit
         rule = f"be at most {limit}, the checkpoint's limit"
         check(self.max_model_len <= limit, "max_model_len", rule, self.max_model_len, "lower it")
         return self.max_model_len

@@ -56,9 +56,11 @@ class EngineStats:
 
     running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
     prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
-    prefix_evictions counts ends of prefixes given up for others. rounds_by_depth, empty but for mtp_step
-    "auto", counts the batch's rounds since the engine was created, by depth and then by why they had it:
-    "best", "probe" or "only" (no other depth was ready). The rest is of finished requests.
+    prefix_evictions counts ends of prefixes given up for others. offloads and withdrawals count how often a
+    request left since blocks ran short: to host memory, or to wait and be computed again. rounds_by_depth,
+    empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
+    by why they had it: "best", "probe" or "only" (no other depth was ready). The rest is of finished
+    requests.
     """
 
     running: int
@@ -75,6 +77,8 @@ class EngineStats:
     prefix_lookups: int = 0
     prefix_evictions: int = 0
     prefix_bytes: int = 0
+    offloads: int = 0
+    withdrawals: int = 0
 
 
 class Engine:
@@ -110,12 +114,15 @@ class Engine:
             max_batch=self.config.max_batch,
             num_blocks=self.runner.num_blocks,
             block_size=self.config.block_size,
-            max_model_len=self.runner.max_model_len,
+            # More than all blocks hold is for the scheduler to tell.
+            max_model_len=self.config.resolve_max_model_len(self.model_config),
             prefill_chunk=self.config.prefill_chunk,
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=depth,
             num_checkpoints=self.runner.memory.num_checkpoints,
+            host_records=self.runner.host.num_records,
+            host_blocks=self.runner.host.num_blocks,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
@@ -143,9 +150,11 @@ class Engine:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
+        Whoever has the lower priority gets its place sooner, and keeps it longer where blocks run short.
         With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
         caller's thread. Fields of `params` that were not set come from the checkpoint's
         generation_config.json. May be called from any thread. Raises ValueError, and queues nothing, for a
@@ -157,7 +166,12 @@ class Engine:
         if request_id == "":
             raise ValueError("request_id must not be empty, got ''; leave it out for one of our own")
         choices = self.front.make_request(
-            request_id or "", params, prompt=prompt, prompt_token_ids=prompt_token_ids, messages=messages
+            request_id or "",
+            params,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            priority=priority,
         )
         return self._inbox.put(choices)
 
@@ -331,6 +345,8 @@ class Engine:
             prefix_lookups=prefix.num_lookups,
             prefix_evictions=prefix.index.num_evictions,
             prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
+            offloads=self.scheduler.num_offloaded,
+            withdrawals=self.scheduler.num_withdrawn,
         )
 
     def close(self) -> None:

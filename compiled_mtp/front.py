@@ -46,6 +46,7 @@ class Front:
         prompt: str | None,
         prompt_token_ids: Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
+        priority: int = 0,
     ) -> list[Request]:
         """Return the choices of a request that fits the limits, the checkpoint's defaults filled in.
 
@@ -61,6 +62,7 @@ class Front:
             )
         check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
+        check_priority(priority)
         params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
         if prompt_token_ids is not None:
             token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
@@ -89,6 +91,7 @@ class Front:
                 index=index,
                 bad_word_ids=bad_words,
                 guide=guide.fork() if guide is not None else None,
+                priority=priority,
             )
             for index in range(params.n)
         ]
@@ -162,6 +165,14 @@ def check_num_stop_ids(request: Request) -> None:
         raise ValueError(
             f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops where "
             f"min_tokens delays them, got {len(request.stop_ids)}; use stop strings"
+        )
+
+
+def check_priority(priority: object) -> None:
+    """Raise ValueError for what is no whole number, or one that is too large to be meant."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        raise ValueError(
+            f"priority must be an integer of at most 31 bits, got {quote(priority)}; the lower one is sooner"
         )
 
 

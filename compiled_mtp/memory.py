@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _FLOAT32_BYTES = 4
+# Block 0, and one for a request.
+_LEAST_BLOCKS = 2
 # Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
 # of what is free.
 DEFAULT_PREFIX_CACHE_BYTES = 4 << 30
@@ -100,34 +102,27 @@ def plan_memory(
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
     checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
     for DEFAULT_PREFIX_CACHE_BYTES, an eighth of what is free, or what is left, whichever is least. Raises
-    ValueError with the numbers if what was given, max_batch state rows and one request of max_model_len do
-    not fit.
+    ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
+    fit.
     """
     block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
-    blocks_of_one = -(-max_model_len // block_size)
-    least_bytes = (num_blocks or blocks_of_one + 1) * block_bytes + rows * row_bytes
-    wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, shape.checkpoint_bytes())
-    if num_blocks is None:
-        room = max(free_bytes - rows * row_bytes - wanted * shape.checkpoint_bytes(), 0) // block_bytes
-        blocks = min(room, max_batch * blocks_of_one + 1)
-    else:
-        blocks = num_blocks
-    num_checkpoints = min(wanted, max(blocks - 1, 0) // blocks_per_chunk)
-    plan = MemoryPlan(blocks, rows, block_bytes, row_bytes, num_checkpoints, shape.checkpoint_bytes())
-    if num_blocks is not None and num_blocks <= blocks_of_one:
-        raise ValueError(
-            f"num_blocks must be at least {blocks_of_one + 1} for max_model_len={max_model_len} and "
-            f"block_size={block_size}, got {num_blocks}; raise it or lower max_model_len"
-        )
-    if plan.num_blocks <= blocks_of_one or plan.total_bytes > free_bytes:
-        needed = least_bytes + wanted * plan.checkpoint_bytes
-        checkpoints = f", {wanted} checkpoints of {_mib(plan.checkpoint_bytes)}" if wanted else ""
+    each_bytes = shape.checkpoint_bytes()
+    least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
+    wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
+    count = num_blocks
+    if count is None:
+        room = max(free_bytes - rows * row_bytes - wanted * each_bytes, 0) // block_bytes
+        count = max(min(room, max_batch * -(-max_model_len // block_size) + 1), _LEAST_BLOCKS)
+    needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
+    if needed > free_bytes:
+        checkpoints = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"blocks of {_mib(block_bytes)}{checkpoints}), got {_mib(free_bytes)}; "
-            f"lower max_model_len, max_batch{', prefix_cache_gb' if wanted else ''} or num_blocks"
+            f"{count} blocks of {_mib(block_bytes)}{checkpoints}), got {_mib(free_bytes)}; lower max_batch"
+            f"{', prefix_cache_gb' if wanted else ''} or num_blocks"
         )
-    return plan
+    num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
+    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes)
 
 
 def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
@@ -141,6 +136,30 @@ def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: in
             "it, or turn prefix_cache off"
         )
     return given_bytes // each_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Room in host memory for requests that leave the device: their rows, and blocks."""
+
+    num_records: int
+    num_blocks: int
+
+
+def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> HostPlan:
+    """Return what `offload_bytes` of host memory hold of what `plan` has on the device: at most all of it.
+
+    Half is for rows, as far as they need it. Raises ValueError if more is asked for than free_bytes; None for
+    a number of our own choice.
+    """
+    if free_bytes is not None and offload_bytes > free_bytes:
+        raise ValueError(
+            f"offload_gb must be at most the {free_bytes / 2**30:.2f} GiB of host memory that are free, got "
+            f"{offload_bytes / 2**30:.2f}; lower it"
+        )
+    records = min(plan.num_state_rows - 1, offload_bytes // 2 // plan.state_row_bytes)
+    blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
+    return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -83,7 +83,15 @@ class Copy:
     blocks: tuple[tuple[int, int], ...] = ()
 
 
-Move: TypeAlias = Admit | Release | Copy
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The first drafts of a slot's next round are these, at most verify_step, whatever was drafted."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+
+
+Move: TypeAlias = Admit | Release | Copy | Draft
 """What is moved before a launch; one executor carries moves out in the order of the plan."""
 
 
@@ -163,8 +171,9 @@ class StepResult:
     not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
     is not finite; token_ids holds what was drawn before that row. all_masked: likewise, since every id of
     that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of
-    the copies that are complete. logprobs: those of token_ids, where they were asked for, else empty;
-    prompt_logprobs: those of plan.next_ids. With an error none of the plan's copies is under way any more.
+    the copies that are complete; copies_failed: of those that never began, since there was no memory for
+    their target. logprobs: those of token_ids, where they were asked for, else empty; prompt_logprobs: those
+    of plan.next_ids. With an error none of the plan's copies is under way any more.
     """
 
     plan: StepPlan
@@ -172,6 +181,7 @@ class StepResult:
     not_finite: tuple[int, ...] = ()
     drafts: Sequence[Sequence[int]] = ()
     copies_done: tuple[int, ...] = ()
+    copies_failed: tuple[int, ...] = ()
     error: str | None = None
     all_masked: tuple[int, ...] = ()
     logprobs: Sequence[RowLogprobs] = ()

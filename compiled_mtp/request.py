@@ -58,6 +58,9 @@ class Guide(Protocol):
     def accept(self, token_ids: Sequence[int]) -> int:
         """Take the tokens that a round emitted; return how many of them count."""
 
+    def reset(self) -> None:
+        """Stand where the output begins, to take its tokens again."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestHistory:
@@ -146,10 +149,12 @@ class RequestOutput(NamedTuple):
     """What one step gave one request: the new tokens and text, and how it ended if it did.
 
     new_token_ids holds the token that ended the request; new_text holds its stop only with `include_stop`.
-    index is that of the choice. logprobs, None if nobody asked for them, hold an entry for each token whose
-    text is in new_text: text that is held back holds entries back, and in all there is one for each token.
-    prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for each token of the
-    prompt but the first, None in every other output and where the request ended before its prompt was read.
+    error says why it ended with "error", or what bounds it where it ends with "length" before max_tokens and
+    max_model_len. index is that of the choice. logprobs, None if nobody asked for them, hold an entry for
+    each token whose text is in new_text: text that is held back holds entries back, and in all there is one
+    for each token. prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for
+    each token of the prompt but the first, None in every other output and where the request ended before its
+    prompt was read.
     """
 
     request_id: str
@@ -172,9 +177,11 @@ class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
     index: of the choice, of those that share the request_id. bad_word_ids: what `params.bad_words` means.
-    guide: the grammar, owned by whoever steps. token_bytes: of a token's text, for log probabilities. error:
-    why the grammar ended the request. `max_output`, and seed and mtp_step of `history`, may be changed until
-    the scheduler has it. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
+    guide: the grammar, owned by whoever steps. token_bytes: of a token's text, for log probabilities.
+    priority: whoever has the lower one gets a place sooner. error: why the grammar ended the request, or why
+    it ended before max_tokens and max_model_len: length_reason. `max_output`, length_reason, and seed and
+    mtp_step of `history`, may be changed until the scheduler has it. Raises ValueError for an empty prompt
+    and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -186,9 +193,11 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     token_bytes: Callable[[int], bytes] = _no_bytes
+    priority: int = 0
     arrival_s: float = field(default_factory=time.monotonic)
     error: str | None = None
     max_output: int = field(init=False)
+    length_reason: str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     history: RequestHistory = field(init=False)
@@ -269,7 +278,7 @@ class Request:
         room = self.max_output - num_before
         if len(kept) >= room:
             kept = kept[:room]
-            self.finish_reason = "length"
+            self.finish_reason, self.error = "length", self.length_reason
         num_stopless = self.params.min_tokens - num_before
         if not self._stop_ids.isdisjoint(kept):
             kept = self._cut_at_stop_id(kept, num_stopless)
@@ -334,7 +343,7 @@ class Request:
         """The tokens up to the first stop id behind those that `min_tokens` protects; sets finish_reason."""
         for index, token_id in enumerate(token_ids):
             if index >= num_stopless and token_id in self._stop_ids:
-                self.finish_reason = "stop"
+                self.finish_reason, self.error = "stop", None
                 return token_ids[: index + 1]
         return token_ids
 
@@ -344,7 +353,7 @@ class Request:
         """
         num_kept = guide.accept(token_ids)
         if guide.is_ended:
-            self.finish_reason = "stop"
+            self.finish_reason, self.error = "stop", None
         elif guide.error is not None:
             self.finish_reason, self.error = "error", guide.error
         return token_ids[:num_kept]

@@ -53,6 +53,7 @@ class Runner:
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
         self.memory = assembly.memory
+        self.host = assembly.host
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs
@@ -61,8 +62,8 @@ class Runner:
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
-        # Launched, and not yet read.
-        self._launches: deque[tuple[StepPlan, _HostBuffer]] = deque()
+        # Launched, and not yet read; with the copies that failed.
+        self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
         # Of plans that are still to be launched, by step_id.
         self._masks: dict[int, torch.Tensor] = {}
         # Of each shape, those that no unread launch uses.
@@ -77,7 +78,7 @@ class Runner:
         """
         if plan is not None:
             try:
-                self._launches.append((plan, self._launch(plan)))
+                self._launches.append((plan, *self._launch(plan)))
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:
@@ -122,11 +123,11 @@ class Runner:
             except RuntimeError as error:  # Whoever ran a request has been told already.
                 logger.error("the device failed", exc_info=error)
 
-    def _launch(self, plan: StepPlan) -> _HostBuffer:
-        self.moves.carry_out(plan)
+    def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
+        failed = self.moves.carry_out(plan)
         output = self._start(plan)
         self.moves.save(plan)
-        return self._fetch(output)
+        return self._fetch(output), failed
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""
@@ -169,7 +170,7 @@ class Runner:
         # torch.cuda.Event would ask for the current stream in Python, at every step.
         return _HostBuffer(packed, torch.Event(self.device) if is_cuda else None)
 
-    def _finish(self, plan: StepPlan, buffer: _HostBuffer) -> StepResult:
+    def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
         if buffer.ready is not None:
             begin = time.perf_counter()
             try:
@@ -177,20 +178,26 @@ class Runner:
             except Exception as error:
                 return _failed(plan, error)
             self.waited_s += time.perf_counter() - begin
-        result = self._read(plan, buffer.packed)
+        result = self._read(plan, buffer.packed, failed)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
-    def _read(self, plan: StepPlan, packed: torch.Tensor | None) -> StepResult:
+    def _read(self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...]) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
-        copies_done = tuple([move.copy_id for move in plan.moves if isinstance(move, Copy)])
+        copy_ids = [move.copy_id for move in plan.moves if isinstance(move, Copy)]
+        copies_done = tuple([copy_id for copy_id in copy_ids if copy_id not in failed])
         prompt_logprobs = None
         if packed is not None and (count := len(plan.next_ids)):
             packed, scored = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
             prompt_logprobs = RowLogprobs(*(column[:count].tolist() for column in scored))
         if packed is None or not packed.shape[1]:
-            nothing: list[list[int]] = [[] for _ in plan.slots]
-            return StepResult(plan, nothing, copies_done=copies_done, prompt_logprobs=prompt_logprobs)
+            return StepResult(
+                plan,
+                [[] for _ in plan.slots],
+                copies_done=copies_done,
+                copies_failed=failed,
+                prompt_logprobs=prompt_logprobs,
+            )
         num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
         output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(plan.slots)
@@ -202,6 +209,7 @@ class Runner:
             tuple([i for i in undrawn if not output[i].is_masked]),
             output.drafts(count) if wants_drafts else (),
             copies_done,
+            failed,
             all_masked=tuple([i for i in undrawn if output[i].is_masked]),
             logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
             prompt_logprobs=prompt_logprobs,

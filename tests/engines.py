@@ -32,11 +32,11 @@ def make_engine(directory: Path, progress: Progress | None = None, **options: An
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out
 
-    def poison_then_carry_out(plan: StepPlan) -> None:
+    def poison_then_carry_out(plan: StepPlan) -> tuple[int, ...]:
         # Blocks that several hold, or are kept for others, have what a request resumes from.
         pool = engine.scheduler.pool
         poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
-        carry_out(plan)
+        return carry_out(plan)
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine

@@ -8,11 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Place, Release, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import (
+    Admit,
+    BlockUpdate,
+    Copy,
+    Draft,
+    Place,
+    Release,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+)
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 
 EOS = 7
+FIRST_DRAFT = 1000
 
 
 def token_at(seed: int, index: int) -> int:
@@ -22,20 +33,21 @@ def token_at(seed: int, index: int) -> int:
 
 @dataclass
 class Row:
-    """The device's view of a slot, of a host record or of a checkpoint, which has no seed. The generation is
-    that of its first launch.
+    """The device's view of a slot, of a host record or of a checkpoint, which has no seed.
 
-    num_drafts: that were left. num_kept: rounds without drafts that the draft model has still to read.
+    The generation is that of its first launch; drafts are those that its next round would verify. What the
+    draft model makes is no token, and says where it stands. num_kept: rounds without drafts that the draft
+    model has still to read.
     """
 
     seed: int | None
     generation: int | None = None
     prompt: list[int] = field(default_factory=list)
     pos: int = 0
-    num_drafts: int = 0
     num_kept: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
     marks: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
     def mark(self, position: int) -> int:
         """What a launch of this row writes at a position: of a prompt it depends on all up to there."""
@@ -49,6 +61,7 @@ class FakeRunner:
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
     broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
+    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails.
     """
 
     def __init__(
@@ -58,10 +71,15 @@ class FakeRunner:
         seed: int = 0,
         accept: int | None = None,
         copy_delay: int = 0,
+        host_blocks: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.delay = delay
         self.copy_delay = copy_delay
+        self.host_blocks = host_blocks
+        self.num_uploaded = 0
+        self.checks_uploads = True
+        self.failed_copies: list[int] = []
         self.random = random.Random(seed)
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
@@ -100,6 +118,7 @@ class FakeRunner:
         """As `Runner.drop_launches` does: nothing is under way any more."""
         self.results.clear()
         self.copies.clear()
+        self.failed_copies = []
         self.open_round = None
         self.has_failed = True
 
@@ -121,6 +140,7 @@ class FakeRunner:
             self._forget_round(plan)
             for copy in _copies(plan):
                 self.copies.pop(copy.copy_id, None)
+            self.failed_copies = []
             return StepResult(plan, error="the device is on fire")
         return result
 
@@ -137,7 +157,8 @@ class FakeRunner:
                 done.append(copy_id)
             else:
                 self.copies[copy_id] = (copy, wait - 1)
-        return replace(result, copies_done=tuple(done))
+        failed, self.failed_copies = tuple(self.failed_copies), []
+        return replace(result, copies_done=tuple(done), copies_failed=failed)
 
     def _save(self, copy: Copy) -> None:
         row = self.rows[copy.source]
@@ -164,9 +185,13 @@ class FakeRunner:
             assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
             if isinstance(move, Release):
                 self.rows.pop(place, None)
+            elif isinstance(move, Draft):
+                assert move.slot in plan.slots, "drafts are uploaded for a round that is not this one"
+                self._upload(self.rows[place], move, plan.verify_step)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
-                self.rows[place] = Row(move.sampling.seed)
+                drafts = [-1] * self.scheduler.limits.mtp_step
+                self.rows[place] = Row(move.sampling.seed, drafts=drafts)
         for update in plan.block_updates:
             self._update(update)
         assert 0 not in plan.slots
@@ -175,6 +200,15 @@ class FakeRunner:
             row = self.rows[Place("slot", slot)]
             assert row.generation in (None, generation)
             row.generation = generation
+
+    def _upload(self, row: Row, move: Draft, verify_step: int) -> None:
+        """Own tokens that are computed again."""
+        done, count = row.pos - len(row.prompt) + 1, len(move.token_ids)
+        assert 0 < count <= verify_step
+        expected = tuple(token_at(row.seed, done + k) for k in range(count))
+        assert move.token_ids == expected or not self.checks_uploads
+        self.num_uploaded += count
+        row.drafts[:count] = move.token_ids
 
     def _update(self, update: BlockUpdate) -> None:
         slot, column, block_id = update
@@ -201,9 +235,24 @@ class FakeRunner:
         busy = self._busy_places()
         assert copy.source not in busy
         assert copy.target not in busy
+        # Nobody is told that a record is free.
+        free = self.scheduler._holdings._free_records
+        for place in [place for place in self.rows if place.tier == "host" and place.number in free]:
+            del self.rows[place]
+        holders = [one for one in self.scheduler._holdings.moving if one.transfer is not None]
+        is_own = [one.transfer.target for one in holders if one.transfer].count(copy.target) == 1
+        if copy.target.tier == "host" and is_own:
+            self.rows.pop(copy.target, None)
         assert copy.target not in self.rows, "a copy goes to a place that somebody has"
         source = self.rows[copy.source]
-        self.rows[copy.target] = Row(source.seed, None, list(source.prompt), source.pos)
+        if copy.target.tier == "host" and self.host_blocks is not None:
+            kept = [row for place, row in self.rows.items() if place.tier == "host"]
+            if sum(len(row.blocks) for row in kept) + len(copy.blocks) > self.host_blocks:
+                self.failed_copies.append(copy.copy_id)
+                return
+        self.rows[copy.target] = Row(
+            source.seed, None, list(source.prompt), source.pos, drafts=list(source.drafts)
+        )
         columns = [block for _, block in sorted(source.blocks.items())]
         if copy.blocks:
             assert [block for block, _ in copy.blocks] == columns, "other blocks are copied than it has"
@@ -241,7 +290,7 @@ class FakeRunner:
         # At the time of its launch; whoever shares them came later.
         pool = self.scheduler.pool
         shared = {block for block in row.blocks.values() if pool._holders[block] > 1 or block in pool._kept}
-        for position in range(first, min(last, self.scheduler.limits.max_model_len - 1) + 1):
+        for position in range(first, min(last, self.scheduler.limits.longest - 1) + 1):
             block = row.blocks.get(position // block_size, 0)
             assert block > 0, f"{position} is not reserved"
             assert block not in busy, f"block {block} belongs to a copy"
@@ -251,7 +300,7 @@ class FakeRunner:
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
         # A launch in flight may go beyond the end of a request; nothing is written there.
-        for position in range(min(end, self.scheduler.limits.max_model_len)):
+        for position in range(min(end, self.scheduler.limits.longest)):
             block = self.kv[("slot", row.blocks[position // block_size])]
             assert block[position % block_size] == row.mark(position), f"{position} was lost"
 
@@ -318,6 +367,9 @@ class FakeRunner:
         for slot in plan.slots:
             row, most = self.rows[Place("slot", slot)], plan.verify_step
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
+            done = row.pos - len(row.prompt) + 1
+            right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
+            accepted = max(accepted, (*right, False).index(False))
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.draft_step)
             row.num_kept += not plan.draft_step and self.scheduler.limits.mtp_step > 0
@@ -330,7 +382,6 @@ class FakeRunner:
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
-            row.num_drafts = plan.draft_step
             is_first = plan.kind in ("prefill", "first")
             done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)
@@ -341,15 +392,15 @@ class FakeRunner:
             token_ids.append([token_at(row.seed, i) for i in indices])
             if not is_first:
                 row.pos += count + 1
+            missing = self.scheduler.limits.mtp_step - plan.draft_step
+            row.drafts = [FIRST_DRAFT + row.pos + k for k in range(plan.draft_step)] + [0] * missing
         logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
         drafts = self._draft(plan) if plan.wants_drafts else []
         not_finite, all_masked = map(tuple, ends.values())
         return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
-        """Drafts that say whose they are: each is the position that it stands for."""
-        rows = [self.rows[Place("slot", slot)] for slot in plan.slots]
-        return [[row.pos + 1 + k for k in range(plan.draft_step)] for row in rows]
+        return [self.rows[Place("slot", slot)].drafts[: plan.draft_step] for slot in plan.slots]
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:

@@ -364,7 +364,8 @@ def test_engine_defaults() -> None:
     assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
     assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
-    assert [getattr(c, name) for name in (*unset, "max_in_flight", "num_threads")] == [None] * 8
+    unset += ("max_in_flight", "num_threads", "offload_gb")
+    assert [getattr(c, name) for name in unset] == [None] * 9
 
 
 def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +488,7 @@ def test_resolved_numbers(directory: Path) -> None:
         EngineConfig(max_model_len=5000).resolve_max_model_len(model)
     edit(directory, {"max_position_embeddings": 262144, "dtype": "float16"})
     large = read_model_config(directory)
-    assert EngineConfig().resolve_max_model_len(large) == 4096
+    assert EngineConfig().resolve_max_model_len(large) == 262144
     with pytest.raises(
         ValueError, match="dtype must be float32 or bfloat16, got float16 from the checkpoint"
     ):

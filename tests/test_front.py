@@ -107,6 +107,18 @@ def test_ids_are_unique_whoever_asks(engine: Engine) -> None:
     assert not engine.has_unfinished_requests()
 
 
+def test_a_lower_priority_gets_its_place_sooner(engine: Engine) -> None:
+    for wrong in (True, 1.0, "1", 2**31):
+        with pytest.raises(ValueError, match="priority must be an integer of at most 31 bits, got "):
+            engine.add_request("x", PARAMS, priority=wrong)  # type: ignore[arg-type]
+    names = [engine.add_request("x", PARAMS, priority=priority) for priority in (0, 2, -1)]
+    engine.step()
+    assert [engine.scheduler.phase(name).value for name in names] == ["waiting", "waiting", "running"]
+    for name in names:
+        engine.abort(name)
+    engine.step()
+
+
 def test_an_abort_that_came_too_late_does_not_meet_the_next_of_its_name(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

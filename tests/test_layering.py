@@ -37,6 +37,7 @@ FLOORS = {
     "compiled_mtp.cache.slot_state": 3,
     "compiled_mtp.cache.kv_cache": 3,
     "compiled_mtp.cache.state_cache": 3,
+    "compiled_mtp.cache.host_tier": 3,
     "compiled_mtp.cache.moves": 3,
     "compiled_mtp.step_output": 3,
     "compiled_mtp.sampling": 0,

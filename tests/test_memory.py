@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.memory import CacheShape, available_bytes, plan_memory
+from compiled_mtp.memory import (
+    CacheShape,
+    HostPlan,
+    MemoryPlan,
+    available_bytes,
+    plan_host,
+    plan_memory,
+)
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
 SHAPE_27B = CacheShape(
@@ -56,7 +63,7 @@ def test_the_plan_fits_and_wastes_no_block(
     numbers = {"block_size": block_size, "max_batch": max_batch, "max_model_len": max_model_len}
     blocks_of_one = -(-max_model_len // block_size)
     rows = (max_batch + 1) * SHAPE_27B.state_row_bytes()
-    needed = rows + (blocks_of_one + 1) * SHAPE_27B.block_bytes(block_size)
+    needed = rows + 2 * SHAPE_27B.block_bytes(block_size)
     if needed > free_bytes:
         with pytest.raises(ValueError, match="free memory must hold"):
             plan_memory(free_bytes, SHAPE_27B, **numbers)
@@ -64,7 +71,7 @@ def test_the_plan_fits_and_wastes_no_block(
     plan = plan_memory(free_bytes, SHAPE_27B, **numbers)
     assert plan.num_state_rows == max_batch + 1
     assert plan.total_bytes <= free_bytes
-    assert blocks_of_one < plan.num_blocks <= max_batch * blocks_of_one + 1
+    assert 2 <= plan.num_blocks <= max_batch * blocks_of_one + 1
     is_full = plan.num_blocks == max_batch * blocks_of_one + 1
     assert is_full or plan.total_bytes + plan.block_bytes > free_bytes
 
@@ -72,16 +79,27 @@ def test_the_plan_fits_and_wastes_no_block(
 def test_given_num_blocks_is_taken_or_refused_with_the_numbers() -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
     assert plan_memory(2**33, SHAPE_27B, num_blocks=40, **numbers).num_blocks == 40
+    # Fewer than one request of max_model_len may use.
+    assert plan_memory(2**33, SHAPE_27B, num_blocks=16, **numbers).num_blocks == 16
     with pytest.raises(
-        ValueError, match=r"num_blocks must be at least 17 for max_model_len=1000 .* got 16; raise"
-    ):
-        plan_memory(2**33, SHAPE_27B, num_blocks=16, **numbers)
-    with pytest.raises(
-        ValueError, match=r"must hold 563.0 MiB .* \(3 state rows of 163.6 MiB.* got 100.0 MiB;"
+        ValueError, match=r"must hold 499.2 MiB .* \(3 state rows of 163.6 MiB, 2 blocks .* got 100.0 MiB;"
     ):
         plan_memory(100 * 2**20, SHAPE_27B, **numbers)
     with pytest.raises(ValueError, match="free memory must hold"):
         plan_memory(2**30, SHAPE_27B, num_blocks=1000, **numbers)
+
+
+def test_host_memory_holds_at_most_what_the_device_does() -> None:
+    plan = MemoryPlan(num_blocks=41, num_state_rows=5, block_bytes=1000, state_row_bytes=3000)
+    assert plan_host(10**6, plan) == HostPlan(4, 40)
+    # Half for rows, the rest for blocks.
+    assert plan_host(20_000, plan) == HostPlan(3, 11)
+    assert plan_host(6999, plan) == HostPlan(1, 3)
+    # A request needs both.
+    assert plan_host(5999, plan) == plan_host(0, plan, 0) == HostPlan(0, 0)
+    assert plan_host(6000, plan, 6000).num_records == 1
+    with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
+        plan_host(3 << 30, plan, 2 << 30)
 
 
 MIB = 2**20
@@ -194,7 +212,7 @@ def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
     num_blocks=st.one_of(st.none(), st.integers(2, 3000)),
     max_model_len=st.integers(2, 20_000),
 )
-def test_checkpoints_by_default_take_nothing_that_a_request_needs(
+def test_checkpoints_by_default_take_an_eighth_and_leave_room_for_a_request(
     free_bytes: int, num_blocks: int | None, max_model_len: int
 ) -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": max_model_len, "num_blocks": num_blocks}
@@ -206,14 +224,16 @@ def test_checkpoints_by_default_take_nothing_that_a_request_needs(
         return
     plan = plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, blocks_per_chunk=8, **numbers)
     assert plan.total_bytes <= free_bytes
-    assert without.num_blocks >= plan.num_blocks > -(-max_model_len // 64)
+    assert without.num_blocks >= plan.num_blocks >= 2
+    assert plan.num_checkpoints * plan.checkpoint_bytes <= free_bytes / 8
     assert plan.num_checkpoints <= (plan.num_blocks - 1) // 8
 
 
 def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
     with pytest.raises(
-        ValueError, match=r"6. checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb"
+        ValueError,
+        match=r"9671.. MiB of caches .* 6. checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
     ):
         plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
     with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):

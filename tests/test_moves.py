@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp.build import Features
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
-from compiled_mtp.plan import Admit, Copy, Place, SlotSampling, StepPlan
+from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
 from tests.drivers import BLOCKS_EACH, Driver, make_runner
 from tests.engines import prompt_of
@@ -146,13 +146,64 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> Non
 
 
 def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -> None:
-    runner = make_runner(checkpoint)
-    copy = Copy(0, Place("slot", 1), Place("host", 0))
-    result = runner.run(StepPlan(0, "move", moves=(copy,)))
-    assert result is not None
-    assert result.error is not None
-    assert result.copies_done == ()
-    assert "target must lie in a tier that was allocated, got 'host'; give the runner room" in result.error
+    runner, bare = make_runner(checkpoint, HOST), make_runner(checkpoint, offload_gb=0)
+    slot, record = Place("slot", 1), Place("host", 0)
+    wrong = (
+        (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
+        (
+            runner,
+            slot,
+            Place("checkpoint", 0),
+            (),
+            "target must lie in a tier that was allocated, got 'check",
+        ),
+        (runner, Place("slot", 0), record, (), "source must be slot 1 to 3, got 0; give the runner room for"),
+        (runner, Place("slot", 4), record, (), "source must be slot 1 to 3, got 4; give the runner room for"),
+        (runner, Place("host", -1), slot, (), "source must be host 0 to 1, got -1; give the runner room for"),
+        (runner, slot, Place("host", 2), (), "target must be host 0 to 1, got 2; give the runner room for m"),
+        (runner, slot, record, ((0, 0),), "source must have blocks 1 to 32, got 0; give the runner room for"),
+        (runner, slot, record, ((1, 16),), "target must have blocks 0 to 15, got 16; give the runner room f"),
+    )
+    for one, source, target, blocks, text in wrong:
+        result = one.run(StepPlan(0, "move", moves=(Copy(0, source, target, blocks),)))
+        assert result is not None
+        assert result.error is not None
+        assert result.copies_done == ()
+        assert text in result.error
+
+
+def test_a_copy_without_memory_fails_alone(
+    checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = begin(checkpoint)
+    assert driver.runner.moves.host is not None
+    assert driver.runner.moves.host.allocated_bytes == 0
+    monkeypatch.setattr("compiled_mtp.cache.host_tier._allocate", _refuse)
+    pairs = tuple((block, index) for index, block in enumerate(driver.blocks["a"]))
+    copy = Copy(7, Place("slot", driver.slots["a"]), Place("host", 0), pairs)
+    driver.decode("b", moves=(copy,))
+    driver.decode("b", "a")
+    (result,) = (result for result in driver.results if result.copies_failed)
+    assert (result.copies_failed, result.copies_done, result.error) == ((7,), (), None)
+    for name, tokens in driver.drain().items():
+        assert len(tokens) > 3
+        assert tokens == streams[name][: len(tokens)]
+
+
+def _refuse(like: object, count: int | None) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_uploaded_drafts_are_verified(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+    driver = Driver(make_runner(checkpoint, HOST))
+    for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
+        driver.start(name, slot, prompt)
+    for begin in (1, 5, 9):
+        known = [tuple(streams[name][begin : begin + 3]) for name in PROMPTS]
+        # The second in two parts, of which the first is right already.
+        moves = (Draft(2, known[1][1:], 1), Draft(1, known[0]), Draft(2, known[1][:1]))
+        driver.decode("a", "b", moves=moves)
+    assert driver.drain() == {name: stream[:13] for name, stream in streams.items()}
 
 
 def test_memory_for_the_host_tier_of_a_cpu_is_planned(

@@ -333,7 +333,7 @@ def test_a_stop_before_the_row_that_is_not_finite_ends_the_request_without_an_er
 
 def test_phases_follow_the_table_and_nothing_else() -> None:
     allowed = [(old, new) for old, following in TRANSITIONS.items() for new in following]
-    assert len(allowed) == 8
+    assert len(allowed) == 10
     for old, new in itertools.product(RequestPhase, RequestPhase):
         if (old, new) in allowed:
             check_transition(old, new)

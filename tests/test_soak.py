@@ -13,6 +13,7 @@ from tests.test_engine_machine import EngineMachine
 from tests.test_engine_requests import MIXES, check_mixes, write_small_checkpoint
 from tests.test_prefix import PrefixMachine, churn
 from tests.test_scheduler import SchedulerMachine
+from tests.test_scheduler_pressure import TRAFFIC, run_traffic
 
 
 @pytest.mark.soak
@@ -60,3 +61,14 @@ def test_nothing_is_lost_over_ten_thousand_requests(seed: int) -> None:
     scheduler = churn(10_000, seed)
     assert scheduler.pool.num_used == 0
     assert scheduler.prefix.num_hits > 1000
+
+
+def test_ten_thousand_requests_on_tiny_pools() -> None:
+    """Nothing is lost: every request has its tokens, every block, slot and record is free at the end."""
+
+    @given(traffic=TRAFFIC)
+    @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(traffic: dict[str, Any]) -> None:
+        run_traffic(20, traffic)
+
+    check()

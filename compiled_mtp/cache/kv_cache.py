@@ -45,7 +45,11 @@ class KVLayer(nn.Module):
     ) -> None:
         super().__init__()
         shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.register_buffer("kv", torch.zeros(shape, dtype=dtype, device=device))
+        # A CPU gives no memory before it is written, and nothing is read before it: a pool for the longest
+        # requests costs what they use. Block 0 is what padding reads.
+        kv = torch.empty(shape, dtype=dtype, device=device)
+        kv[0] = 0
+        self.register_buffer("kv", kv)
         is_fp8 = dtype == torch.float8_e4m3fn
         scale = torch.ones(shape[:-1], dtype=torch.float32, device=device) if is_fp8 else None
         self.register_buffer("kv_scale", scale)

@@ -25,7 +25,8 @@ _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 @dataclass(slots=True)
 class Job:
-    """One choice of a request: where it stands, what add_request takes, and what came of it.
+    """One choice of a request: where it stands, what add_request takes (`prompt`, with its kind and maybe a
+    priority), and what came of it.
 
     `request` counts the requests, `choice` those of one request, `index` all; `id` is the caller's name.
     """
@@ -159,6 +160,8 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     if not isinstance(value, wanted) or (is_ids and not all(type(one) is int for one in value)):
         rule = {"prompt": "a string", "messages": "a list of messages"}.get(kind, "a list of integers")
         raise ValueError(f"{where}: {kind} must be {rule}, got {quote(str(value)[:40])}; change it")
+    if "priority" in fields:
+        prompt["priority"] = fields.pop("priority")
     name = fields.pop("id", None)
     if name is not None and type(name) not in (str, int):
         raise ValueError(f"{where}: id must be a string or an integer, got {quote(name)}; change it")

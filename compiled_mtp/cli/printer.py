@@ -142,7 +142,8 @@ class Printer:
                 say(f"--- {job.index}{name} ({job.where}): {job.finish_reason}")
                 self._write(job.text + "\n")
             if job.error is not None:
-                say(f"error: {escape(f'{job.where}: {job.error}', MOST_ERROR_CHARACTERS)}")
+                what = "note" if job.finish_reason == "length" else "error"
+                say(f"{what}: {escape(f'{job.where}: {job.error}', MOST_ERROR_CHARACTERS)}")
 
     def _write(self, text: str) -> None:
         try:

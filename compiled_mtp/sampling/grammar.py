@@ -123,11 +123,16 @@ class Matcher:
         self.is_ended = False
         self.error: str | None = None
         self._start = start  # never advanced
-        self._live = start.deep_copy()
-        self._accepted: list[int] = []
         self._reasoning_end = reasoning_end
+        self.reset()
+
+    def reset(self) -> None:
+        """Stand where the output begins."""
+        self.is_ended, self.error = False, None
+        self._live = self._start.deep_copy()
+        self._accepted: list[int] = []
         # The last ids of the reasoning part, as many as its end has; None once the grammar has begun.
-        self._tail: tuple[int, ...] | None = () if reasoning_end else None
+        self._tail: tuple[int, ...] | None = () if self._reasoning_end else None
         # Drafts after which no mask can be made, and why.
         self._dead_end: tuple[list[int], str] | None = None
 

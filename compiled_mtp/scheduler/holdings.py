@@ -12,9 +12,10 @@ from compiled_mtp.request import Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
 from compiled_mtp.scheduler.prefix import PrefixCache
+from compiled_mtp.scheduler.replay import Replay
 
-# Blocks reserved beyond what the next launch may write.
-_BLOCKS_AHEAD = 8
+# Stands where a request that sat out a round, or was away, has fewer drafts than the others.
+NO_DRAFT = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,30 +37,62 @@ class Holding:
     """A request, the phase it is in, and what it holds: slot (0: none), its generation, host record (None:
     none), and blocks of the tier where it stands.
 
-    is_told: the device knows who owns the slot. is_in_open_round: its round was verified and its accept is
-    still to be planned. drafts: of its next round, where its grammar asks for them. num_kept: its rounds
-    without drafts since the draft model has last read what they keep.
+    arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
+    goes before all others. checkpoint: which one its slot is filled from at its first launch; None: it begins
+    at position 0. is_told: the device knows who owns the slot. is_in_open_round: its round was verified and
+    its accept is still to be planned. drafts: what was drafted for its next round, where its grammar asks for
+    it. num_kept: its rounds without drafts since the draft model has last read what they keep. is_parked: it
+    stays in host memory until it is called back. replay: its tokens are computed again.
     """
 
     request: Request
+    arrival: int = 0
     phase: RequestPhase = RequestPhase.WAITING
+    is_due: bool = False
     slot: int = 0
     generation: int = 0
     host_record: int | None = None
     block_ids: list[int] = field(default_factory=list)
-    committed: int = 0
     num_prefilled: int = 0
+    checkpoint: int | None = None
     is_told: bool = False
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
     num_kept: int = 0
     transfer: Transfer | None = None
+    is_parked: bool = False
+    replay: Replay | None = None
 
     def enter(self, phase: RequestPhase) -> None:
         """Go on to `phase`; raises AssertionError for one that may not follow."""
         check_transition(self.phase, phase)
         self.phase = phase
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes first, the lowest: those that are due, then by priority, then by arrival."""
+        return (0, 0, self.arrival) if self.is_due else (1, self.request.priority, self.arrival)
+
+    @property
+    def num_emitted(self) -> int:
+        """Output tokens that were read since its prompt was prefilled."""
+        replay = self.replay
+        return len(self.request.output_token_ids) if replay is None else replay.num_compared
+
+    def round_drafts(self, verify_step: int) -> Sequence[int]:
+        """The drafts of the round whose accept is planned, where its grammar asks for them."""
+        uploaded = () if self.replay is None else self.replay.uploaded
+        known = [*uploaded, *self.drafts[len(uploaded) : verify_step]]
+        return known + [NO_DRAFT] * (verify_step - len(known))
+
+    def forget_place(self) -> None:
+        """Know nothing of a slot or of what was computed there: begin, or begin again."""
+        self.slot, self.block_ids, self.num_prefilled = 0, [], 0
+        self.is_told = self.is_first_token_due = False
+        self.drafts, self.num_kept = (), 0
+        known = self.request.output_token_ids
+        self.replay = Replay(tuple(known)) if known else None
 
     @property
     def place(self) -> Place | None:
@@ -86,9 +119,9 @@ class Holdings:
     `owners` maps slots to the holdings of requests that have not ended, `moving` are those with a transfer.
     `prefix` says which blocks of others a request begins with; it keeps some when their owners have ended.
 
-    A request is admitted with its worst case of blocks, so its growth cannot fail. A launch in flight may
-    still write what was taken back: it runs before the next owner's, and its tokens are dropped by
-    generation. What a copy or the second half of a round will touch is kept until they are through.
+    A launch in flight may still write what was taken back: it runs before the next owner's, and its tokens
+    are dropped by generation. What a copy or the second half of a round will touch is kept until they are
+    through.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -105,36 +138,63 @@ class Holdings:
         self.owners: dict[int, Holding] = {}
         self._free_slots = self._all_slots()
         self._free_records = list(range(self.limits.host_records - 1, -1, -1))
-        self._committed_blocks = 0
+        # What the host tier can hold: less than it was to once an allocation has failed.
+        self._host_rooms = (self.limits.host_records, self.limits.host_blocks)
         self._untold_releases = self._all_slots() if any(self._generations) else []
         self.moving: list[Holding] = []
         # Of requests that have ended.
         self._kept: list[Holding] = []
 
-    def has_room(self, request: Request) -> bool:
-        """Whether a slot is free and the request's worst case fits beside those of the others."""
-        blocks = self._committed_blocks + self.limits.worst_case_blocks(request)
-        return bool(self._free_slots) and blocks <= self.limits.num_blocks - 1
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free_slots)
+
+    def staying(self) -> list[Holding]:
+        """Those who have a slot, or are on their way to one; not those who are on their way to the host."""
+        own = [one for one in self.owners.values() if not _is_leaving(one)]
+        return own + [one for one in self.moving if one.phase is RequestPhase.OFFLOADED]
+
+    def count_leaving(self) -> int:
+        """Blocks that are on their way to the host, and free when they are there."""
+        return sum(len(one.block_ids) for one in self.moving if _is_leaving(one))
+
+    def first_blocks(self, holding: Holding) -> int:
+        """Blocks for the prompt of a request, and the drafts after it."""
+        return self.limits.blocks_up_to(holding.request.prompt_len - 1 + self.limits.mtp_step)
 
     def admit(self, holding: Holding) -> None:
-        """Give a waiting request a slot, and promise it the blocks of its worst case."""
-        self._commit(holding, self.limits.worst_case_blocks(holding.request))
+        """Give a waiting request a slot, the prefix that others have left, and the blocks of its prompt."""
+        holding.forget_place()
         holding.slot = self._free_slots.pop()
         holding.generation = self._next_generation(holding.slot)
-        holding.num_kept = 0
+        holding.checkpoint = self.prefix.resume(holding)
+        holding.block_ids += self.pool.allocate(self.first_blocks(holding) - len(holding.block_ids))
         self.owners[holding.slot] = holding
         holding.enter(RequestPhase.PREFILLING)
 
-    def reserve(self, holding: Holding, position: int) -> list[BlockUpdate]:
-        """Give the blocks that make every position up to `position` writable, and several more, within what
-        was promised; return their block-table entries.
+    def withdraw(self, holding: Holding) -> None:
+        """Take back what a request holds, in the midst of its work: it waits, and begins anew."""
+        assert holding.transfer is None
+        assert not holding.is_in_open_round
+        del self.owners[holding.slot]
+        self.prefix.leave(holding)
+        self._free(Place("slot", holding.slot), holding.block_ids)
+        holding.forget_place()
+        holding.enter(RequestPhase.WAITING)
 
-        Most steps then hand out none, and copy nothing to the device.
+    def count_missing(self, holding: Holding, position: int, ahead: int = 0) -> int:
+        """Blocks that it still needs so that every position up to `position` can be written, and as many more
+        as it may use of those ahead.
         """
-        owned, most = len(holding.block_ids), holding.committed
-        needed = self.limits.blocks_up_to(position)
-        assert needed <= most, f"{needed} blocks are needed of {most}"
-        new = self.pool.allocate(max(min(needed + _BLOCKS_AHEAD, most) - owned, 0))
+        limits = self.limits
+        needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(holding.request))
+        return max(needed - len(holding.block_ids), 0)
+
+    def grow(self, holding: Holding, count: int) -> list[BlockUpdate]:
+        """Give a request `count` more blocks; return their entries in the block table."""
+        owned = len(holding.block_ids)
+        new = self.pool.allocate(count)
         holding.block_ids += new
         return [BlockUpdate(holding.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
@@ -158,7 +218,6 @@ class Holdings:
                 self._end_transfer(holding)
             if (place := holding.place) is not None:
                 self._free(place, holding.block_ids)
-            self._commit(holding, 0)
             holding.slot, holding.host_record, holding.block_ids = 0, None, []
 
     def move(self, holding: Holding, slot: int) -> None:
@@ -170,25 +229,30 @@ class Holdings:
         self._free_slots.remove(slot)
         self._begin_transfer(holding, Place("slot", slot), [])
 
+    def host_room(self) -> tuple[int, int]:
+        """Records and blocks of host memory that are free."""
+        records, blocks = self._host_rooms
+        used = self.limits.host_records - len(self._free_records)
+        return max(records - used, 0), max(blocks - self.host_pool.num_used, 0)
+
     def offload(self, holding: Holding) -> None:
         """Begin to bring a running request to the host. Raises ValueError if there is no room for it."""
-        needed, free = len(holding.block_ids), self.host_pool.num_free
-        if not self._free_records or needed > free:
+        needed, (records, free) = len(holding.block_ids), self.host_room()
+        if not records or needed > free:
             raise ValueError(
-                f"host tier must have a record and {needed} blocks free, got {len(self._free_records)} "
-                f"records and {free} blocks; raise host_records or host_blocks"
+                f"host tier must have a record and {needed} blocks free, got {records} "
+                f"records and {free} blocks; raise offload_gb"
             )
         blocks = self.host_pool.allocate(needed)
         self._begin_transfer(holding, Place("host", self._free_records.pop()), blocks)
 
     def resume(self, holding: Holding) -> None:
         """Begin to bring an offloaded request back. Raises ValueError if it does not fit now."""
-        if not self.has_room(holding.request):
+        if not self._free_slots or len(holding.block_ids) > self.pool.num_free:
             raise ValueError(
                 "request_id must name a request for which a slot and blocks are free, got "
                 f"{quote(holding.request.request_id)}; wait until others have ended"
             )
-        self._commit(holding, self.limits.worst_case_blocks(holding.request))
         blocks = self.pool.allocate(len(holding.block_ids))
         self._begin_transfer(holding, Place("slot", self._free_slots.pop()), blocks)
 
@@ -215,7 +279,6 @@ class Holdings:
         if not is_within:
             holding.block_ids = transfer.target_block_ids
         if transfer.target.tier == "host":
-            self._commit(holding, 0)
             holding.slot, holding.host_record = 0, transfer.target.number
             holding.enter(RequestPhase.OFFLOADED)
             return
@@ -224,6 +287,20 @@ class Holdings:
         self.owners[holding.slot] = holding
         if holding.phase is RequestPhase.OFFLOADED:
             holding.enter(RequestPhase.RUNNING)
+
+    def cancel_copies(self, copy_ids: Collection[int]) -> None:
+        """Host memory could not be had for these copies: their requests stay where they are, and the tier is
+        as large as what it holds.
+        """
+        failed = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
+        for holding, transfer in failed:
+            self._end_transfer(holding)
+            self._free(transfer.target, transfer.target_block_ids)
+            holding.is_parked = False
+        if failed:
+            used = self.limits.host_records - len(self._free_records)
+            self._host_rooms = (used, self.host_pool.num_used)
+        self.sweep()
 
     def drop_copies(self, copy_ids: Collection[int]) -> list[Holding]:
         """The plan of these copies was lost: they are not under way. Return whose they are and live."""
@@ -246,13 +323,10 @@ class Holdings:
         told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
 
-    def block_row(self, holding: Holding) -> list[BlockUpdate]:
-        """The block-table entries of what a request holds in its slot."""
-        return _row(holding.slot, holding.block_ids)
-
     def all_block_updates(self) -> list[BlockUpdate]:
-        """The block-table entries of everybody who owns a slot or is being copied to one."""
-        entries = [self.block_row(holding) for holding in self.owners.values()]
+        """The block-table entries of everybody whose slot the device knows, or who is being copied to one."""
+        told = [holding for holding in self.owners.values() if holding.is_told]
+        entries = [block_table_row(holding.slot, holding.block_ids) for holding in told]
         entries += [self._target_row(holding) for holding, _ in self._copied_to_slots()]
         return [entry for row in entries for entry in row]
 
@@ -276,8 +350,6 @@ class Holdings:
             assert got == numbers, f"{tier} numbers must be free or owned once, got {got}"
             pool.check_integrity(block_id for _, blocks in owned for block_id in blocks)
         self.prefix.check_integrity()
-        assert self._committed_blocks == sum(holding.committed for holding in everyone)
-        assert self._committed_blocks < self.limits.num_blocks
         assert {id(h) for h in self.owners.values()} == {id(h) for h in live if h.slot}
         assert [id(h) for h in self.moving] == [id(h) for h in self.moving if h.transfer is not None]
         assert len(self.moving) == len(transfers)
@@ -287,14 +359,15 @@ class Holdings:
         if phase is RequestPhase.FINISHED:
             assert holding.is_pinned, "a request that has ended holds something"
         elif phase is RequestPhase.WAITING:
-            assert (holding.place, holding.block_ids, holding.committed) == (None, [], 0)
+            assert (holding.place, holding.block_ids, holding.is_told) == (None, [], False)
+            known = () if holding.replay is None else holding.replay.known
+            assert tuple(known) == tuple(holding.request.output_token_ids), "told tokens are forgotten"
         else:
             is_offloaded = phase is RequestPhase.OFFLOADED
             assert (has_slot, has_record) == (not is_offloaded, is_offloaded), f"{phase} agrees with no place"
         if has_slot and phase is not RequestPhase.FINISHED:
             assert self.owners[holding.slot] is holding
             assert holding.generation == self._generations[holding.slot], "an owner of a slot is out of date"
-            assert len(holding.block_ids) <= holding.committed
 
     def _begin_transfer(self, holding: Holding, target: Place, blocks: list[int]) -> None:
         assert holding.place is not None
@@ -319,7 +392,7 @@ class Holdings:
         assert transfer is not None
         if transfer.target.tier == "host":
             return []
-        return _row(transfer.target.number, transfer.target_block_ids or holding.block_ids)
+        return block_table_row(transfer.target.number, transfer.target_block_ids or holding.block_ids)
 
     def _free(self, place: Place, block_ids: Iterable[int]) -> None:
         if place.tier == "host":
@@ -330,10 +403,6 @@ class Holdings:
             self._untold_releases.append(place.number)
             self.pool.free(block_ids)
 
-    def _commit(self, holding: Holding, blocks: int) -> None:
-        self._committed_blocks += blocks - holding.committed
-        holding.committed = blocks
-
     def _next_generation(self, slot: int) -> int:
         self._generations[slot] += 1
         return self._generations[slot]
@@ -342,5 +411,10 @@ class Holdings:
         return list(range(len(self._generations) - 1, 0, -1))
 
 
-def _row(slot: int, block_ids: Iterable[int]) -> list[BlockUpdate]:
+def _is_leaving(holding: Holding) -> bool:
+    return holding.transfer is not None and holding.transfer.target.tier == "host"
+
+
+def block_table_row(slot: int, block_ids: Iterable[int]) -> list[BlockUpdate]:
+    """The entries of a slot that has these blocks."""
     return [BlockUpdate(slot, column, block_id) for column, block_id in enumerate(block_ids)]

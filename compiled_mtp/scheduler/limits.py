@@ -48,24 +48,31 @@ class Limits:
     def fit(self, request: Request) -> None:
         """Set the request's output limit and mtp_step.
 
-        Raises ValueError if it could never run: its prompt leaves no room for a token, or its worst case
-        needs more blocks than there are.
+        Raises ValueError if it could never run: its prompt leaves no room for a token, in max_model_len or in
+        all blocks.
         """
-        room = self.max_model_len - request.prompt_len
-        if room < 1:
+        prompt_len = request.prompt_len
+        if prompt_len >= self.max_model_len:
             raise ValueError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got "
-                f"{request.prompt_len}; shorten it or raise max_model_len"
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {prompt_len}; "
+                "shorten it or raise max_model_len"
             )
+        pool = f"{self.num_blocks - 1} blocks of {self.block_size} tokens"
+        if prompt_len >= self.longest:
+            raise ValueError(
+                f"prompt and a token must fit into {pool}, got a prompt of {prompt_len}; shorten it or raise "
+                "num_blocks"
+            )
+        room = self.longest - prompt_len
         request.max_output = min(request.params.max_tokens, room)
-        blocks, most = self.worst_case_blocks(request), self.num_blocks - 1
-        if blocks > most:
-            raise ValueError(
-                f"prompt and max_tokens must fit into {most} blocks of {self.block_size} tokens, got "
-                f"{request.prompt_len} and {request.params.max_tokens} tokens, which need {blocks}; lower "
-                "max_tokens, shorten the prompt or raise num_blocks"
-            )
+        is_cut = room < min(request.params.max_tokens, self.max_model_len - prompt_len)
+        request.length_reason = f"{pool} hold no more of it; raise num_blocks" if is_cut else None
         request.history.mtp_step = self.mtp_step
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request, prompt and output: what max_model_len allows and all blocks hold."""
+        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
 
     def worst_case_blocks(self, request: Request) -> int:
         """Blocks for every position that any launch of this request may write.
@@ -77,5 +84,5 @@ class Limits:
         return self.blocks_up_to(last)
 
     def blocks_up_to(self, position: int) -> int:
-        """Blocks that hold positions 0 to `position`, of which none lies beyond max_model_len."""
-        return min(position, self.max_model_len - 1) // self.block_size + 1
+        """Blocks that hold positions 0 to `position`; beyond `longest` nothing is written."""
+        return min(position, self.longest - 1) // self.block_size + 1

@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class RequestPhase(Enum):
-    """A request owns a slot while it is prefilling or running, and a host record while it is offloaded."""
+    """A request owns a slot while it is prefilling or running, and a host record while it is offloaded.
+
+    One that must leave its slot and cannot be copied waits again, and its tokens are then replayed.
+    """
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -17,8 +20,8 @@ class RequestPhase(Enum):
 
 TRANSITIONS: dict[RequestPhase, frozenset[RequestPhase]] = {
     RequestPhase.WAITING: frozenset({RequestPhase.PREFILLING, RequestPhase.FINISHED}),
-    RequestPhase.PREFILLING: frozenset({RequestPhase.RUNNING, RequestPhase.FINISHED}),
-    RequestPhase.RUNNING: frozenset({RequestPhase.OFFLOADED, RequestPhase.FINISHED}),
+    RequestPhase.PREFILLING: frozenset({RequestPhase.RUNNING, RequestPhase.WAITING, RequestPhase.FINISHED}),
+    RequestPhase.RUNNING: frozenset({RequestPhase.OFFLOADED, RequestPhase.WAITING, RequestPhase.FINISHED}),
     RequestPhase.OFFLOADED: frozenset({RequestPhase.RUNNING, RequestPhase.FINISHED}),
     RequestPhase.FINISHED: frozenset(),
 }

@@ -6,19 +6,23 @@ what is possible.
 
 Rounds are planned many times a second: a look at every request tells for how many rounds nothing can end and
 every block is reserved, and until then, or until a request comes or goes, a round is planned without another.
+While a request is replayed every round is looked at, since each of them brings drafts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PlanKind, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, Place, PlanKind, StepPlan
 from compiled_mtp.request import Request
-from compiled_mtp.scheduler.holdings import Holding, Holdings
+from compiled_mtp.scheduler.admission import Admission
+from compiled_mtp.scheduler.holdings import Holding, Holdings, block_table_row
+from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
+from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
 Depth = Callable[[int, int, bool], int]
@@ -63,8 +67,13 @@ class Planner:
         self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
         self._draft_step = self._choose_depth(0, is_halved=False)
-        # By Request.key, in the order of arrival.
+        self._admission = Admission(holdings)
+        self._preemption = Preemption(holdings)
+        # By Request.key.
         self.waiting: dict[tuple[str, int], Holding] = {}
+        # Since the planner was made: requests that were sent to the host, and that lost their place.
+        self.num_offloaded = 0
+        self.num_withdrawn = 0
         self._is_prefill_next = True
         self._next_step_id = 0
         self._next_copy_id = 0
@@ -73,6 +82,11 @@ class Planner:
     def reset(self) -> None:
         """Forget every launch and everybody who is not waiting."""
         self.prefilling: Holding | None = None
+        # Whoever waits, and whoever lies in host memory and is to come back.
+        self.line = Line()
+        for holding in self.waiting.values():
+            holding.forget_place()
+            self.line.add(holding)
         # Planned, and their results not yet taken; results come in the order of the launches.
         self._unread: deque[StepPlan] = deque()
         self._open_round: _OpenRound | None = None
@@ -82,6 +96,8 @@ class Planner:
         self._rounds_ahead = 0
         # Whether the draft has read all that rounds of these slots have kept.
         self._is_caught_up = False
+        # Of them those whose tokens are replayed.
+        self._replaying: list[Holding] = []
         # What the requests of the next rounds ask for.
         self._wants = _Wants()
         # What the next plan carries.
@@ -97,7 +113,7 @@ class Planner:
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         assert len(self._unread) <= self.limits.max_in_flight, f"{len(self._unread)} results are late"
-        if self.prefilling is None and self.waiting:
+        if self.line:
             self._admit()
         if self.holdings.moving:
             self._plan_copies()
@@ -124,8 +140,25 @@ class Planner:
         self._is_install_lost = True
         self.look_again()
 
+    def enter(self, holding: Holding) -> None:
+        """A request waits. Interrupted anywhere it can be called again with another of the same key."""
+        if (old := self.waiting.get(holding.request.key)) is not None:
+            self.line.discard(old)
+        self.waiting[holding.request.key] = holding
+        self.line.add(holding)
+
+    def finish_copies(self, copy_ids: Collection[int]) -> None:
+        """These copies are complete."""
+        for holding in list(self.holdings.moving):
+            if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
+                self.holdings.finish_transfer(holding)
+                if holding.phase is RequestPhase.OFFLOADED and not holding.is_parked:
+                    self.line.add(holding)
+        self.look_again()
+
     def leave(self, holding: Holding) -> None:
         """A request ends: nothing more is planned for it."""
+        self.line.discard(holding)
         if holding.phase is RequestPhase.WAITING:
             del self.waiting[holding.request.key]
         elif holding is self.prefilling:
@@ -142,6 +175,9 @@ class Planner:
     def check_integrity(self) -> None:
         """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
         assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
+        offloaded = [one for one in self.line if one.phase is RequestPhase.OFFLOADED]
+        assert all(one.transfer is None and not one.is_parked for one in offloaded)
+        assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *offloaded)}
         owners = self.holdings.owners.values()
         prefilling = [holding for holding in owners if holding.phase is RequestPhase.PREFILLING]
         assert prefilling == ([] if self.prefilling is None else [self.prefilling])
@@ -150,11 +186,34 @@ class Planner:
         assert all(holding in members for holding in owners if holding.is_in_open_round)
 
     def _admit(self) -> None:
-        name, holding = next(iter(self.waiting.items()))
-        if self.holdings.has_room(holding.request):
-            del self.waiting[name]
-            self.holdings.admit(holding)
-            self.prefilling = holding
+        """Give places to those who come next, as long as there are any; one prompt is prefilled at a time."""
+        while (holding := self.line.first()) is not None:
+            is_new = holding.phase is RequestPhase.WAITING
+            if (is_new and self.prefilling is not None) or not self._admission.has_room(holding):
+                return
+            self.line.take(holding)
+            if is_new:
+                del self.waiting[holding.request.key]
+                self.holdings.admit(holding)
+                self.prefilling = holding
+            else:
+                self.holdings.resume(holding)
+
+    def _preempt(self, holding: Holding) -> None:
+        """Send a request away: to the host if there is room, else to wait and to be replayed."""
+        records, blocks = self.holdings.host_room()
+        if holding.phase is RequestPhase.RUNNING and records and len(holding.block_ids) <= blocks:
+            self.num_offloaded += 1
+            self.holdings.offload(holding)
+            return
+        self.num_withdrawn += 1
+        self._block_updates = [update for update in self._block_updates if update.slot != holding.slot]
+        if holding is self.prefilling:
+            self.prefilling = None
+        if holding.request.guide is not None:
+            holding.request.guide.reset()
+        self.holdings.withdraw(holding)
+        self.enter(holding)
 
     def _plan_copies(self) -> None:
         """Plan the copy of everybody on the move whose last launch has been read."""
@@ -169,26 +228,36 @@ class Planner:
 
     def _look_ahead(self) -> None:
         """Choose who decodes, reserve the blocks of their next rounds, and count these."""
-        unread = self._count_unread_rounds()
-        decoding = [
-            (holding, in_flight)
-            for holding in self.holdings.owners.values()
-            if holding.phase is RequestPhase.RUNNING
-            and holding.transfer is None
-            and _least_output(holding, in_flight := unread[holding.slot, holding.generation])
-            < holding.request.max_output
-        ]
-        for holding, in_flight in decoding:
-            self._block_updates += self.holdings.reserve(holding, self._last_write(holding, in_flight))
-        self._wants = _wants([holding.request for holding, _ in decoding])
-        self.decoding_slots = tuple(holding.slot for holding, _ in decoding)
-        self._decoding_generations = tuple(holding.generation for holding, _ in decoding)
+        while True:
+            unread = self._count_unread_rounds()
+            in_flight = {one.slot: unread[one.slot, one.generation] for one in self._decoding(unread)}
+            owners = self.holdings.owners
+            last_writes = [(owners[slot], self._last_write(owners[slot], n)) for slot, n in in_flight.items()]
+            decoding, updates, missing = self._preemption.grow(last_writes)
+            self._block_updates += updates
+            leaving = self._preemption.choose(missing) if missing > 0 else None
+            if leaving is None:
+                break
+            self._preempt(leaving)
+        self._wants = _wants([holding.request for holding in decoding])
+        self._replaying = [holding for holding in decoding if holding.replay is not None]
+        self.decoding_slots = tuple(holding.slot for holding in decoding)
+        self._decoding_generations = tuple(holding.generation for holding in decoding)
         self._is_caught_up = False
-        tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one, _ in decoding)
+        tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one in decoding)
         self._context_tokens = tokens // max(len(decoding), 1)
-        # The one that is planned next was looked at itself.
-        rounds = (self._certain_rounds(*one) for one in decoding)
+        # The one that is planned next was looked at itself. Whoever sits out is looked for at every round.
+        is_short = self._replaying or len(decoding) < len(in_flight)
+        rounds = [1] if is_short else [self._certain_rounds(one, in_flight[one.slot]) for one in decoding]
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
+
+    def _decoding(self, unread: Counter[tuple[int, int]]) -> Iterator[Holding]:
+        """Those who have a prompt behind them and a token to come."""
+        for holding in self.holdings.owners.values():
+            if holding.phase is RequestPhase.RUNNING and holding.transfer is None:
+                output = _least_output(holding, unread[holding.slot, holding.generation])
+                if output < holding.request.max_output:
+                    yield holding
 
     def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
         """Rounds whose results are not yet taken, by slot and generation."""
@@ -210,7 +279,7 @@ class Planner:
         most_output = _least_output(holding, in_flight) + in_flight * self.limits.mtp_step
         rounds = -((most_output - request.max_output) // width)
         owned = len(holding.block_ids)
-        if owned < holding.committed:
+        if owned < self.limits.worst_case_blocks(request):
             last_write = self._last_write(holding, in_flight)
             rounds = min(rounds, (owned * self.limits.block_size - 1 - last_write) // width + 1)
         return rounds
@@ -219,7 +288,7 @@ class Planner:
         """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
         request, mtp_step = holding.request, self.limits.mtp_step
         # The first token, known or not, stands right after the prompt; others are known when they are read.
-        pos = request.prompt_len + max(len(request.output_token_ids) - 1, 0)
+        pos = request.prompt_len + max(holding.num_emitted - 1, 0)
         return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
 
     def _plan_next(self) -> StepPlan | None:
@@ -251,9 +320,6 @@ class Planner:
         is_end = end == request.prompt_len
         # Its first token is a plan of its own where something is to be done with its logits.
         is_last = is_end and not request.is_halved
-        # After the last chunk the draft writes the pairs of its drafts, from slot `end` on.
-        last_write = end - 1 + (self.limits.mtp_step if is_end else 0)
-        self._block_updates += self.holdings.reserve(holding, last_write)
         holding.num_prefilled, holding.is_told = end, True
         checkpoint = self.holdings.prefix.take_checkpoint(holding)
         slot = Place("slot", holding.slot)
@@ -280,10 +346,9 @@ class Planner:
     def _start_slot(self, holding: Holding) -> list[Move]:
         """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""
         moves: list[Move] = [Admit(holding.slot, slot_sampling(holding.request))]
-        checkpoint = self.holdings.prefix.resume(holding)
-        if checkpoint is not None:
-            moves.append(self._copy(Place("checkpoint", checkpoint), Place("slot", holding.slot)))
-            self._block_updates += self.holdings.block_row(holding)
+        if holding.checkpoint is not None:
+            moves.append(self._copy(Place("checkpoint", holding.checkpoint), Place("slot", holding.slot)))
+        self._block_updates += block_table_row(holding.slot, holding.block_ids)
         return moves
 
     def _copy(self, source: Place, target: Place) -> Copy:
@@ -307,6 +372,8 @@ class Planner:
 
     def _end_prefill(self, holding: Holding) -> None:
         holding.is_first_token_due = True
+        if holding.replay is not None:
+            holding.replay.plan_first()
         holding.enter(RequestPhase.RUNNING)
         self.prefilling = None
         self.look_again()
@@ -321,6 +388,7 @@ class Planner:
             "verify" if is_halved else "decode",
             self.decoding_slots,
             self._decoding_generations,
+            [upload for one in self._replaying for upload in _known_drafts(one, depth)],
             verify_step=depth,
             draft_step=depth,
             num_drafts=num_drafts,
@@ -448,6 +516,12 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     )
 
 
+def _known_drafts(holding: Holding, verify_step: int) -> Iterator[Draft]:
+    """The known tokens that a replayed request's next round is to verify."""
+    if holding.replay is not None and (known := holding.replay.plan_round(verify_step)):
+        yield Draft(holding.slot, tuple(known))
+
+
 def _least_output(holding: Holding, in_flight: int) -> int:
     """Tokens the request will have for certain: every unread round emits one at least."""
-    return len(holding.request.output_token_ids) + holding.is_first_token_due + in_flight
+    return holding.num_emitted + holding.is_first_token_due + in_flight

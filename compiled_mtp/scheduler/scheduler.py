@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
+from compiled_mtp.scheduler.replay import drop_rows
 
 
 class GuidedWindow(NamedTuple):
@@ -26,12 +28,13 @@ class GuidedWindow(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served.
+    """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served
+    among those of one priority.
 
-    A request is admitted when its worst case (prompt, output, speculative rows) fits beside the worst cases
-    of those running; then its growth cannot fail and nothing is ever preempted. host_records and host_blocks
-    are what `offload` may fill. Raises ValueError for a number that is too small. For use from one thread;
-    `limits` and `has_id` from any.
+    A request is admitted when its prompt fits, and what it and all others need for a while (`Admission`).
+    When blocks run short the last of all leaves (`Preemption`): to host memory, which holds host_records
+    requests and host_blocks blocks, or, where nothing can be copied, to wait and to be replayed (`Replay`).
+    Raises ValueError for a number that is too small. For use from one thread; `limits` and `has_id` from any.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Scheduler:
         self._planner = Planner(self._holdings, depth, is_halved)
         # By id, the choices that have not ended.
         self._live: dict[str, list[Holding]] = {}
+        self._arrivals = itertools.count()
         self._outputs: list[RequestOutput] = []
 
     def add(self, *choices: Request) -> None:
@@ -77,9 +81,10 @@ class Scheduler:
             raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
         for request in choices:
             self.limits.fit(request)
-        holdings = [Holding(request) for request in choices]
+        holdings = [Holding(request, next(self._arrivals)) for request in choices]
         # In this order: interrupted in between, the request can be added again.
-        self._planner.waiting.update({holding.request.key: holding for holding in holdings})
+        for holding in holdings:
+            self._planner.enter(holding)
         self._live[name] = holdings
 
     def abort(self, request_id: str) -> None:
@@ -133,19 +138,25 @@ class Scheduler:
         self._planner.look_again()
 
     def offload(self, request_id: str) -> None:
-        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`.
+        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`,
+        unless there turns out to be no memory for it.
 
         It leaves the plans, its last result is read, then it is copied. Raises ValueError for a request that
         does not decode and where the host tier has no room.
         """
-        self._holdings.offload(self._find(request_id, RequestPhase.RUNNING))
+        holding = self._find(request_id, RequestPhase.RUNNING)
+        self._holdings.offload(holding)
+        holding.is_parked = True
         self._planner.look_again()
 
     def resume(self, request_id: str) -> None:
         """Bring an offloaded request back into a slot and blocks. Raises ValueError for another request, and
         while there is no room.
         """
-        self._holdings.resume(self._find(request_id, RequestPhase.OFFLOADED))
+        holding = self._find(request_id, RequestPhase.OFFLOADED)
+        self._holdings.resume(holding)
+        self._planner.line.discard(holding)
+        holding.is_parked = False
 
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
@@ -160,8 +171,11 @@ class Scheduler:
         if result is None:
             return
         plan = result.plan
+        if result.copies_failed:
+            self._holdings.cancel_copies(result.copies_failed)
+            self._planner.look_again()
         if result.copies_done:
-            self._take_copies(result.copies_done)
+            self._planner.finish_copies(result.copies_done)
         if result.error is not None:
             self._take_error(plan, result.error)
             return
@@ -178,9 +192,7 @@ class Scheduler:
             holding = self._holdings.owners.get(owner[0])
             if holding is None or holding.generation != owner[1] or holding.request.guide is None:
                 continue
-            row, missing = index * (plan.verify_step + 1), plan.verify_step - len(holding.drafts)
-            # As the device has them.
-            drafts = (*holding.drafts[: plan.verify_step], *[0] * missing)
+            row, drafts = index * (plan.verify_step + 1), holding.round_drafts(plan.verify_step)
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
@@ -231,6 +243,16 @@ class Scheduler:
         return len(self._planner.waiting)
 
     @property
+    def num_offloaded(self) -> int:
+        """Times that a request was sent to host memory since blocks ran short."""
+        return self._planner.num_offloaded
+
+    @property
+    def num_withdrawn(self) -> int:
+        """Times that a request lost its place since blocks ran short; most of them are then replayed."""
+        return self._planner.num_withdrawn
+
+    @property
     def running(self) -> dict[int, Request]:
         """The requests whose prompts have been planned to their ends, by the slot that each owns."""
         owners = self._holdings.owners.items()
@@ -276,12 +298,6 @@ class Scheduler:
             )
         return holding
 
-    def _take_copies(self, copy_ids: Collection[int]) -> None:
-        for holding in list(self._holdings.moving):
-            if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
-                self._holdings.finish_transfer(holding)
-        self._planner.look_again()
-
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
         holding = self._holdings.owners.get(plan.slots[0])
         if holding is not None and holding.generation == plan.generations[0]:
@@ -308,7 +324,12 @@ class Scheduler:
             if plan.wants_drafts:
                 holding.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
-            kept, text = request.append(new, num_drafts, now_s, logprobs=logprobs)
+            own_drafts = num_drafts
+            if holding.replay is not None:
+                new, own_drafts, logprobs = self._drop_known(holding, new, num_drafts, logprobs)
+                if not new:
+                    continue
+            kept, text = request.append(new, own_drafts, now_s, logprobs=logprobs)
             reason, entries = request.finish_reason, request.take_logprobs()
             fields = (
                 *(request.request_id, kept, text, request.metrics),
@@ -328,14 +349,47 @@ class Scheduler:
             return
         request = holding.request
         kept, text = result.token_ids[index], ""
+        logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
+        if holding.replay is not None:
+            kept, num_drafts, logprobs = self._drop_known(holding, kept, num_drafts, logprobs)
+            if request.finish_reason is not None:
+                return
         if num_drafts is not None:
-            logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
         if request.finish_reason is None:
             error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
             self._end(holding, "error", error, kept, text)
         else:
             self._end(holding, request.finish_reason, request.error, kept, text)
+
+    def _drop_known(
+        self,
+        holding: Holding,
+        token_ids: list[int],
+        num_drafts: int | None,
+        logprobs: RowLogprobs | None,
+    ) -> tuple[list[int], int | None, RowLogprobs | None]:
+        """Compare the tokens of a result with those that were told already; what is left of the result.
+
+        Ends a request that does not come again as it was.
+        """
+        replay, request = holding.replay, holding.request
+        assert replay is not None
+        try:
+            known = replay.compare(token_ids)
+        except ValueError as error:
+            self._end(holding, "error", str(error))
+            return [], num_drafts, None
+        if request.guide is not None:
+            request.guide.accept(token_ids[:known])
+        if replay.is_over:
+            holding.replay = None
+            self._planner.look_again()
+        if logprobs is not None:
+            logprobs = drop_rows(logprobs, known)
+        # A round that brought known tokens counts as one of fewer drafts.
+        num_left = None if num_drafts is None else max(num_drafts - known, 0)
+        return token_ids[known:], num_left, logprobs
 
     def _take_error(self, plan: StepPlan, error: str) -> None:
         self._planner.lose(plan)

@@ -72,7 +72,9 @@ class Service:
                 param="tools",
             )
 
-    async def start(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Stream]:
+    async def start(
+        self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None = None
+    ) -> list[Stream]:
         """Add a request for each prompt, all or none. Raises ApiError for what is refused."""
         count = len(prompts) * params.n
         if count > self.config.max_choices:
@@ -93,7 +95,10 @@ class Service:
             )
         try:
             return await self.engine.add_all(
-                [{"prompt_token_ids": prompt.token_ids, "params": params} for prompt in prompts]
+                [
+                    {"prompt_token_ids": prompt.token_ids, "params": params, "priority": priority or 0}
+                    for prompt in prompts
+                ]
             )
         except (RuntimeError, ValueError) as error:
             raise _as_sent(refusal(error)) from None

@@ -129,7 +129,7 @@ class OpenAIHandlers:
         self._service.check_model(body.model)
         params = self._params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
         prompts = [await self._encode(one) for one in _prompts_of(body.prompt, self._service)]
-        streams = await self._service.start(prompts, params)
+        streams = await self._service.start(prompts, params, body.priority)
         choices = [_Choice(index, OutputParser()) for index in range(len(streams) * params.n)]
         answer = _Answer(body, "cmpl", "text_completion", Usage(_count(prompts)), self._service)
         return await self._respond(request, answer, choices, streams)
@@ -153,7 +153,7 @@ class OpenAIHandlers:
         if "max_tokens" not in params.model_fields_set:
             room = max(1, self._service.max_model_len - len(prompt.token_ids))
             params = params.model_copy(update={"max_tokens": room})
-        streams = await self._service.start([prompt], params)
+        streams = await self._service.start([prompt], params, body.priority)
         choices = [_Choice(i, self._service.parser(prompt, schemas)) for i in range(params.n)]
         answer = _Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
         return await self._respond(request, answer, choices, streams)

@@ -76,6 +76,7 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    priority: int | None = Field(default=None, description="the lower one is sooner; default: 0")
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream says what its rounds drafted and accepted"
     )

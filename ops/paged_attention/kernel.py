@@ -20,11 +20,11 @@ import triton.language as tl
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
+from compiled_mtp.ops.paged_attention.splits import count_splits
 from compiled_mtp.ops.paged_attention.verify_kernel import (
     FIRST_SPLITS,
     NEXT_SPLITS,
     combine_kernel,
-    count_splits,
     verify_kernel,
 )
 

@@ -18,9 +18,6 @@ UNSPECIALIZED = (
     "num_splits",
     "num_keys",
 )
-# (first key beyond, keys a split): short splits first, since a short context has few programs at work and
-# waits for its longest; long ones later, since every split costs a write and a read of its partial sums.
-SPLIT_SIZES = ((1024, 64), (4096, 128), (32768, 256), (1 << 31, 1024))
 # Splits of which combine loads the parts before it knows how many there are, and then at a time.
 FIRST_SPLITS = 16
 NEXT_SPLITS = 32
@@ -40,15 +37,6 @@ def split_begin(split):
     key = tl.where(split < 40, 1024 + (split - 16) * 128, 4096 + (split - 40) * 256)
     key = tl.where(split < 152, key, 32768 + (split - 152) * 1024)
     return tl.where(split < 16, split * 64, key)
-
-
-def count_splits(num_keys: int) -> int:
-    """Splits that `num_keys` keys from position 0 reach into."""
-    count, begin = 0, 0
-    for end, size in SPLIT_SIZES:
-        count += max(0, -(-(min(num_keys, end) - begin) // size))
-        begin = end
-    return count
 
 
 @triton.jit

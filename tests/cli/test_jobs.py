@@ -119,3 +119,11 @@ def test_prompts_of_flags(engine: type[FakeEngine], capsys: pytest.CaptureFixtur
     assert run_main("--prompt", "fine", "--prompt", "x" * 41) == 2
     assert capsys.readouterr().err.startswith("error: prompt 1: prompt must be shorter")
     assert len(made) == 1
+
+
+def test_a_line_may_have_a_priority(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "priority": -3, "max_tokens": 2}\n{"prompt": "b"}\n')
+    jobs = read_jobs(str(file), {})
+    assert [job.prompt for job in jobs] == [{"prompt": "a", "priority": -3}, {"prompt": "b"}]
+    assert jobs[0].params.max_tokens == 2

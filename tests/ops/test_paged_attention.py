@@ -229,7 +229,7 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
 
 
 def test_splits_cover_every_key_once(interpreter):
-    from compiled_mtp.ops.paged_attention.verify_kernel import count_splits
+    from compiled_mtp.ops.paged_attention.splits import count_splits
 
     sizes = [64] * 16 + [128] * 24 + [256] * 112 + [1024] * 10
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -97,6 +97,7 @@ class ScriptedEngine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Any = None,
+        priority: int = 0,
         request_id: str | None = None,
     ) -> str:
         """Take a request as the engine does."""

@@ -1,0 +1,14 @@
+"""Where the verify route cuts keys into splits: sizes by absolute position, and how many there are."""
+
+# (first key beyond, keys a split): short splits first, since a short context has few programs at work and
+# waits for its longest; long ones later, since every split costs a write and a read of its partial sums.
+SPLIT_SIZES = ((1024, 64), (4096, 128), (32768, 256), (1 << 31, 1024))
+
+
+def count_splits(num_keys: int) -> int:
+    """Splits that `num_keys` keys from position 0 reach into."""
+    count, begin = 0, 0
+    for end, size in SPLIT_SIZES:
+        count += max(0, -(-(min(num_keys, end) - begin) // size))
+        begin = end
+    return count
