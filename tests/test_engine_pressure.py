@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from functools import cache
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -118,3 +121,23 @@ def test_what_the_pool_alone_cannot_hold_ends_with_length_and_says_so(checkpoint
     assert output.error == "5 blocks of 16 tokens hold no more of it; raise num_blocks"
     with pytest.raises(ValueError, match="prompt and a token must fit into 5 blocks of 16 tokens, got a p"):
         engine.add_request(prompt_token_ids=[1] * 80)
+
+
+def test_a_checkpoint_of_long_requests_starts_with_little_memory(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["max_position_embeddings"] = 262_144
+    file.write_text(json.dumps(config))
+    before = _resident_bytes()
+    engine = Engine(EngineConfig(model=tmp_path, device="cpu"))
+    # As far as memory goes: 262,144 tokens of a machine with 2 GiB for them.
+    assert engine.runner.max_model_len > 4096
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert len(engine.generate([[1, 2, 3]], params)[0].new_token_ids) == 3
+    # The rotary table has 64 MiB of it; pages have none before they are written.
+    assert _resident_bytes() - before < 400 << 20
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_mtp.build import _length_bytes
 from compiled_mtp.memory import (
     CacheShape,
     HostPlan,
@@ -100,6 +104,16 @@ def test_host_memory_holds_at_most_what_the_device_does() -> None:
     assert plan_host(6000, plan, 6000).num_records == 1
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
         plan_host(3 << 30, plan, 2 << 30)
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])
+def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
+    # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
+    model = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
+    config = SimpleNamespace(max_batch=32, block_size=64)
+    settings: Any = SimpleNamespace(model=model, config=config, device=torch.device(device))
+    tables = 2**18 * 64 * 4 + (33 + 128) * 4096 * 4
+    assert _length_bytes(settings, 2**18, 128) == tables + parts * 258 * 4
 
 
 MIB = 2**20

@@ -80,8 +80,9 @@ def _measure(options: argparse.Namespace, num_blocks: int) -> tuple[dict[str, An
         prompt = [rng.randrange(vocab_size) for _ in range(options.prompt_tokens)]
         params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=int(name))
         engine.add_request(prompt_token_ids=prompt, params=params, request_id=name)
-    begin, ended = time.perf_counter(), set[str]()
+    begin, ended, steps = time.perf_counter(), set[str](), 0
     while engine.has_unfinished_requests():
+        steps += 1
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids
             if len(tokens[output.request_id]) >= options.new_tokens and output.finish_reason is None:
@@ -96,6 +97,7 @@ def _measure(options: argparse.Namespace, num_blocks: int) -> tuple[dict[str, An
     line = {
         "num_blocks": num_blocks - 1,
         "tokens_per_s": round(sum(map(len, streams)) / seconds, 1),
+        "steps": steps,
         "offloads": stats.offloads,
         "withdrawals": stats.withdrawals,
         "tokens_a_move": round(sum(map(len, streams)) / moves, 1) if moves else None,

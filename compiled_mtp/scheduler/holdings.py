@@ -288,9 +288,9 @@ class Holdings:
         if holding.phase is RequestPhase.OFFLOADED:
             holding.enter(RequestPhase.RUNNING)
 
-    def cancel_copies(self, copy_ids: Collection[int]) -> None:
-        """Host memory could not be had for these copies: their requests stay where they are, and the tier is
-        as large as what it holds.
+    def cancel_copies(self, copy_ids: Collection[int]) -> list[Holding]:
+        """Host memory could not be had for these copies: their requests, which are returned, stay where they
+        are, and the tier is as large as what it holds.
         """
         failed = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
         for holding, transfer in failed:
@@ -301,6 +301,7 @@ class Holdings:
             used = self.limits.host_records - len(self._free_records)
             self._host_rooms = (used, self.host_pool.num_used)
         self.sweep()
+        return [holding for holding, _ in failed]
 
     def drop_copies(self, copy_ids: Collection[int]) -> list[Holding]:
         """The plan of these copies was lost: they are not under way. Return whose they are and live."""

@@ -82,7 +82,7 @@ class Planner:
     def reset(self) -> None:
         """Forget every launch and everybody who is not waiting."""
         self.prefilling: Holding | None = None
-        # Whoever waits, and whoever lies in host memory and is to come back.
+        # Whoever waits, and whoever lies in host memory, or is on its way there, and is to come back.
         self.line = Line()
         for holding in self.waiting.values():
             holding.forget_place()
@@ -152,8 +152,12 @@ class Planner:
         for holding in list(self.holdings.moving):
             if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
                 self.holdings.finish_transfer(holding)
-                if holding.phase is RequestPhase.OFFLOADED and not holding.is_parked:
-                    self.line.add(holding)
+        self.look_again()
+
+    def cancel_copies(self, copy_ids: Collection[int]) -> None:
+        """There is no memory for these copies: their requests go on where they are."""
+        for holding in self.holdings.cancel_copies(copy_ids):
+            self.line.discard(holding)
         self.look_again()
 
     def leave(self, holding: Holding) -> None:
@@ -175,9 +179,11 @@ class Planner:
     def check_integrity(self) -> None:
         """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
         assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
-        offloaded = [one for one in self.line if one.phase is RequestPhase.OFFLOADED]
-        assert all(one.transfer is None and not one.is_parked for one in offloaded)
-        assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *offloaded)}
+        away = [one for one in self.line if one.phase is not RequestPhase.WAITING]
+        for one in away:
+            assert not one.is_parked
+            assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
+        assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *away)}
         owners = self.holdings.owners.values()
         prefilling = [holding for holding in owners if holding.phase is RequestPhase.PREFILLING]
         assert prefilling == ([] if self.prefilling is None else [self.prefilling])
@@ -189,6 +195,8 @@ class Planner:
         """Give places to those who come next, as long as there are any; one prompt is prefilled at a time."""
         while (holding := self.line.first()) is not None:
             is_new = holding.phase is RequestPhase.WAITING
+            if holding.transfer is not None:
+                return  # Still on its way out: nobody passes it meanwhile.
             if (is_new and self.prefilling is not None) or not self._admission.has_room(holding):
                 return
             self.line.take(holding)
@@ -205,6 +213,7 @@ class Planner:
         if holding.phase is RequestPhase.RUNNING and records and len(holding.block_ids) <= blocks:
             self.num_offloaded += 1
             self.holdings.offload(holding)
+            self.line.add(holding)
             return
         self.num_withdrawn += 1
         self._block_updates = [update for update in self._block_updates if update.slot != holding.slot]

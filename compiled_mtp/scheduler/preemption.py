@@ -32,14 +32,18 @@ class Preemption:
         are missing now or within the next few rounds.
         """
         holdings, pool = self._holdings, self._holdings.pool
-        needs = [holdings.count_missing(holding, last) for holding, last in decoding]
-        spare = pool.num_free - sum(needs)
-        if spare < 0:
-            return self._share_out(decoding)
-        ahead = min(_BLOCKS_AHEAD, spare // (2 * len(decoding) or 1))
+        wants = [holdings.count_missing(holding, last, _BLOCKS_AHEAD) for holding, last in decoding]
+        if 2 * sum(wants) > pool.num_free:
+            needs = [holdings.count_missing(holding, last) for holding, last in decoding]
+            spare = pool.num_free - sum(needs)
+            if spare < 0:
+                return self._share_out(decoding)
+            ahead = min(_BLOCKS_AHEAD, spare // (2 * len(decoding)))
+            wants = [holdings.count_missing(holding, last, ahead) for holding, last in decoding]
         updates = []
-        for holding, last in decoding:
-            updates += holdings.grow(holding, holdings.count_missing(holding, last, ahead))
+        for (holding, _), count in zip(decoding, wants, strict=True):
+            if count:
+                updates += holdings.grow(holding, count)
         low = len(decoding) * (self._soon // holdings.limits.block_size + 1)
         missing = 0
         if pool.num_free < low:

@@ -172,8 +172,7 @@ class Scheduler:
             return
         plan = result.plan
         if result.copies_failed:
-            self._holdings.cancel_copies(result.copies_failed)
-            self._planner.look_again()
+            self._planner.cancel_copies(result.copies_failed)
         if result.copies_done:
             self._planner.finish_copies(result.copies_done)
         if result.error is not None:
