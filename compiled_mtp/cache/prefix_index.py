@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
+import itertools
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.cache.block_pool import BlockPool
@@ -153,20 +155,28 @@ class PrefixIndex:
             self._free_place(chunk)
 
     def reclaim(self, count: int) -> None:
-        """Give up chunks, leaves first, until `count` more blocks of the pool are empty."""
+        """Give up chunks, leaves first and of these the one that was used longest ago, until `count` more
+        blocks of the pool are empty.
+        """
         wanted = self._pool.num_empty + count
+        order = itertools.count()
+        leaves = [self._turn(chunk, order) for chunk in self._chunks.values() if not chunk.num_children]
+        heapq.heapify(leaves)
         while self._pool.num_empty < wanted:
-            leaves = sorted(
-                (chunk for chunk in self._chunks.values() if not chunk.num_children),
-                key=lambda leaf: leaf.last_use,
-            )
-            # A leaf that a request holds gives no block: it goes when idle ones lie before such alone.
-            idle = [leaf for leaf in leaves if not self._pool.is_held(leaf.block_ids[0])]
-            for leaf in idle or leaves[:1]:
-                if self._pool.num_empty >= wanted:
-                    return
-                self.num_evictions += 1
-                self._give_up(leaf)
+            leaf = heapq.heappop(leaves)[-1]
+            self.num_evictions += 1
+            self._give_up(leaf)
+            above = leaf.parent
+            while above is not None and not above.is_entered:
+                above = above.parent
+            if above is not None and not above.num_children:
+                heapq.heappush(leaves, self._turn(above, order))
+
+    def _turn(self, leaf: Chunk, order: Iterator[int]) -> tuple[bool, int, int, Chunk]:
+        """When a leaf goes. One that a request holds gives no block: it goes when idle ones lie above such
+        alone.
+        """
+        return self._pool.is_held(leaf.block_ids[0]), leaf.last_use, next(order), leaf
 
     def check_integrity(self, pending: Collection[Chunk]) -> None:
         """Raise AssertionError unless every checkpoint is free or had once, by a chunk that is entered or
