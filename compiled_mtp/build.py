@@ -72,7 +72,10 @@ _LEAST_TREE_BYTES = 1 << 30
 # cores, and on busy ones at many times.
 _LEAST_THREADED_BYTES = 64 << 20
 # What the saved programs of a graph_cache were traced from, beside this file.
-_TRACED = ("cache", "graphs", "model_config.py", "models", "ops", "programs.py", "step.py", "step_output.py")
+_TRACED = (
+    *("cache", "graphs", "model_config.py", "models", "ops"),
+    *("programs.py", "prompt_logprobs.py", "step.py", "step_output.py"),
+)
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
 # dtype, max_model_len, batch_sizes, num_blocks, graph_mode and num_threads.
 _CONFIG_APART = frozenset(

@@ -184,7 +184,7 @@ def test_drafts_that_are_taken_or_not_change_no_token(checkpoint: Path, is_right
 
 def test_the_trained_model_accepts_drafts_under_a_grammar_and_gives_the_same_tokens() -> None:
     names = [name for name in GRAMMARS if name != "reasoning"]  # which its tokenizer cannot write
-    keys = [(name, temperature) for name in names for temperature in (0.0, 1.0)]
+    keys = [(name, float(index % 2)) for index, name in enumerate(names)]
     prompts, params = [prompt_of(name) for name, _ in keys], [params_of(*key) for key in keys]
     outputs = {
         mtp_step: make_engine(MODEL, mtp_step=mtp_step, max_batch=len(keys)).generate(prompts, params)

@@ -28,7 +28,8 @@ from tests.sampling.grammars import (
 
 MAX_TOKENS = 300
 # A model of this size copies its last node for ever; a nudge makes a recursion end after a few.
-ENDS_A_LIST = {TOKENIZER.encode(text)[0]: 4.5 for text in ("null", " null")}
+NUDGE = 6.0
+ENDS_A_LIST = {TOKENIZER.encode(text)[0]: NUDGE for text in ("null", " null")}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ class Case:
     def params(self) -> SamplingParams:
         bias = dict(ENDS_A_LIST) if "$defs" in self.schema else {}
         if self.end_bias is not None:
-            bias[END_THINK] = self.end_bias
+            bias[END_THINK] = self.end_bias + (NUDGE if bias else 0.0)
         return SamplingParams(
             max_tokens=MAX_TOKENS,
             temperature=self.temperature,
