@@ -387,6 +387,8 @@ def _count_blocks(settings: _Settings, draft_head_rows: int, half_rows: int) -> 
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
     other_bytes += half_rows * model.vocab_size * torch.float32.itemsize
+    # What rounds of depth 0 keep for the draft.
+    other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
         other_bytes += settings.features.host_records * shape.state_row_bytes()
