@@ -219,7 +219,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def check(bench: Bench, arguments: argparse.Namespace) -> None:
     """Raise AssertionError unless auto gives depth 0's tokens, also with another depth every second round."""
-    case = make_case("random ids" if arguments.shape else "code", 1, arguments)
+    case = make_case("random ids", 1, arguments)
     _, expected = bench.decode(Way(0), case, None, CHECKED_TOKENS)
     assert bench.decode(Way(None), case, None, CHECKED_TOKENS)[1] == expected, "tokens depend on the depth"
     numbers = iter(range(1 << 20))

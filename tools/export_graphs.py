@@ -2,6 +2,8 @@
 
     python tools/export_graphs.py --model PATH --out FILE --mtp-step 3 --max-batch 8
 
+With --mtp-step auto every depth of --mtp-depths is in the file; an engine starts with one and loads the
+others beside its first steps.
 Takes the fields of EngineConfig as flags, but for compile and graph_cache; the engine that loads the file
 must be given the same values.
 --graph-mode is "replay" unless given: of "reduce-overhead" only the generated code can be saved, and every
