@@ -444,6 +444,8 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
     other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
+    # What rounds of depth 0 keep for the draft.
+    other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
     block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.

@@ -106,7 +106,7 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Number of shapes that `warm_up` compiles."""
+        """Number of shapes that `warm_up` compiles unless it is told a depth, and that `save` writes."""
         halves = len(self._verify) + len(self._accept) if self.with_halves else 0
         rounds = len(self._decode) + halves + len(self._catch_up)
         return rounds + len(self._prefill) + len(self._first_token)

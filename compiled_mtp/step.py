@@ -141,7 +141,7 @@ class Step(nn.Module):
         pairs = (slots.kept_ids[places], slots.kept_hidden[places])
         kv = self.kv_cache.draft
         self.draft.write_keys(self.target.embed.weight, *pairs, rows, kv, self.cos_sin)
-        slots.num_kept[index] = 0
+        slots.num_kept[index] = torch.zeros_like(pos)
 
     def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
         """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches

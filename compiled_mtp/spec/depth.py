@@ -25,11 +25,16 @@ _UNTRIED = 0.8
 _BELIEF_WEIGHT = 8.0
 # A new measurement's share in the time of its depth, and in those of the others in its class: what slows one
 # down, a neighbour of the machine or a longer context, mostly slows them all.
-_TIME_SHARE, _COMMON_SHARE = 0.1, 0.03
+_TIME_SHARE, _COMMON_SHARE = 0.1, 0.05
 # Rounds before a depth's own time is believed; until then it is taken to be a little faster than it is
-# estimated to be, so that it is tried where that could pay.
+# estimated to be, so that it is tried where that could pay. Rounds count less and less while the depth does
+# not run: what was measured beside a busy neighbour is measured again one day.
 _TRIES, _HOPE = 3, 0.93
-# What one more draft adds to a round's time, of a round without drafts, where nothing has been measured.
+_BELIEVED, _MOST_COUNT, _COUNT_FADE = 2.5, 20.0, 0.985
+# The weight, in rounds, of a straight line through the times of all depths beside a depth's own; that of the
+# slope such lines have had, in rounds times the square of a distance in depth.
+_LINE_WEIGHT, _SLOPE_WEIGHT = 3.0, 20.0
+# What one more draft adds to a round, as a part of one without drafts, before anything is measured.
 _USUAL_SLOPE = 0.12
 # Another depth is taken only if it promises this much more: two that are as good would alternate.
 _MARGIN = 1.01
@@ -70,12 +75,14 @@ class _Rate:
 
 
 class _Time:
-    """Seconds of a round, and of how many rounds; beside them the sum of rounds that are not yet taken in."""
+    """Seconds of a round, and what weight in rounds they have; the first few of them, and the sum of those
+    that are not yet taken in."""
 
-    __slots__ = ("count", "new_count", "new_s", "seconds")
+    __slots__ = ("count", "first", "new_count", "new_s", "seconds")
 
-    def __init__(self, seconds: float, count: int) -> None:
+    def __init__(self, seconds: float, count: float = 1.0) -> None:
         self.seconds, self.count = seconds, count
+        self.first = [seconds] * min(round(count), _TRIES)
         self.new_s, self.new_count = 0.0, 0
 
 
@@ -95,6 +102,25 @@ def first_depth(depths: Iterable[int]) -> int:
     return drafting[len(drafting) // 2]
 
 
+def _line(times: Mapping[int, _Time], usual: float) -> tuple[float, float]:
+    """Seconds at depth 0 and of one more draft, by the straight line nearest to the times, by their weights.
+
+    usual: what a draft adds to a round without drafts, as a part of it, where the times say little of that.
+    """
+    weight = sum_x = sum_y = sum_xx = sum_xy = 0.0
+    for depth, known in times.items():
+        count, seconds = known.count, known.seconds
+        weight += count
+        sum_x += count * depth
+        sum_y += count * seconds
+        sum_xx += count * depth * depth
+        sum_xy += count * depth * seconds
+    x, y = sum_x / weight, sum_y / weight
+    slope = sum_xy - x * sum_y + _SLOPE_WEIGHT * usual * y / (1 + usual * x)
+    slope = max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0)
+    return y - slope * x, slope
+
+
 class DepthController:
     """Chooses one depth a round for the whole batch, from `depths` that are ready to run.
 
@@ -112,9 +138,8 @@ class DepthController:
         self._rates = [_Rate() for _ in range(self.depths[-1])]
         self._times: dict[_Class, dict[int, _Time]] = {}
         for (depth, bucket), seconds in (times_s or {}).items():
-            self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds, _TRIES)
-        # Until another depth has been timed.
-        self._likenesses: dict[tuple[int, _Class], tuple[_Time | None, float]] = {}
+            self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds, _MOST_COUNT)
+        self._usual_slope = _USUAL_SLOPE
         # The tokens of rounds that are not yet taken in, by their number of drafts.
         self._rounds_of: dict[int, list[Sequence[Sequence[int]]]] = {}
         self._held = 0
@@ -147,11 +172,11 @@ class DepthController:
             times = self._times[bucket, context] = {}
         known = times.get(depth)
         if known is None:
-            times[depth] = _Time(seconds, 1)
-            self._likenesses.clear()
-        elif known.count < _TRIES:
+            times[depth] = _Time(seconds)
+        elif len(known.first) < _TRIES:
             # The first may make something ready, and any may be held up by a neighbour of the machine.
-            known.seconds, known.count = min(known.seconds, seconds), known.count + 1
+            known.first.append(seconds)
+            known.seconds, known.count = sorted(known.first)[len(known.first) // 2], known.count + 1
         else:
             # One that was held up says nothing about the depth.
             known.new_s += min(seconds, 2 * known.seconds)
@@ -168,7 +193,7 @@ class DepthController:
             self._learn()
             self._compare(place)
             known = self._times.get(place, {}).get(self.depth)
-            is_known = known is not None and known.count >= _TRIES
+            is_known = known is not None and known.count >= _BELIEVED
             self._held = (_HELD_ROUNDS if is_known else _TRIED_ROUNDS) - 1
         return self._probe() if not self.depth and self.reason != "only" else self.depth
 
@@ -186,14 +211,17 @@ class DepthController:
                     self._rates[index].add(seen - ended, seen)
                 seen -= ended
         self._rounds_of.clear()
-        for times in self._times.values():
+        for place, times in self._times.items():
             for known in times.values():
                 if known.new_count:
                     change = known.new_s / known.new_count / known.seconds - 1
                     for other in times.values():
                         share = _TIME_SHARE if other is known else _COMMON_SHARE
                         other.seconds *= 1 + (1 - (1 - share) ** known.new_count) * change
+                    known.count = min(known.count + known.new_count, _MOST_COUNT)
                     known.new_s, known.new_count = 0.0, 0
+                elif place == self._place:
+                    known.count *= _COUNT_FADE
 
     def _compare(self, place: _Class) -> None:
         """Go over to the depth that promises most."""
@@ -217,55 +245,34 @@ class DepthController:
         """Of each depth the tokens a second that one request is expected to gain in a bucket and class of
         contexts; 0 while no time is known."""
         place = (bucket, context)
-        times = self._times.get(place, {})
+        times = self._times.get(place) or self._nearest(place)
+        if not times:
+            return dict.fromkeys(self.depths, 0.0)
+        rates, (base, slope) = self._rates, _line(times, self._usual_slope)
+        if len(times) > 1 and base > 0:
+            self._usual_slope = slope / base
         speeds, total, reached, believed, drafts = {}, 1.0, 1.0, _UNTRIED, 0
-        rates = self._rates
         for depth in self.depths:
             while drafts < depth:
                 believed = rates[drafts].value(believed)
                 reached *= believed
                 total += reached
                 drafts += 1
-            known = times.get(depth)
-            if known is not None and known.count >= _TRIES:
-                speeds[depth] = total / known.seconds
-            else:
-                seconds = self._estimate(depth, place)
-                speeds[depth] = total / seconds if seconds else 0.0
+            seconds, count, known = base + slope * depth, 0.0, times.get(depth)
+            if known is not None:
+                count = known.count
+                seconds = (count * known.seconds + _LINE_WEIGHT * seconds) / (count + _LINE_WEIGHT)
+            speeds[depth] = total / (seconds if count >= _BELIEVED else _HOPE * seconds)
         return speeds
 
-    def _estimate(self, depth: int, place: _Class) -> float:
-        """A round's time at a depth that is not known well enough: 0 for nothing to tell it from."""
-        key = (depth, place)
-        if key not in self._likenesses:
-            self._likenesses[key] = self._liken(depth, place)
-        known, ratio = self._likenesses[key]
-        return 0.0 if known is None else known.seconds * ratio
-
-    def _liken(self, depth: int, place: _Class) -> tuple[_Time | None, float]:
-        """The known time that a depth's goes with, and how much of it it is likely to be."""
-        own = self._times.get(place, {})
-        others = [self._times[one] for one in self._nearest(place)]
-        if not own:
-            # Nothing was ever timed there: as elsewhere, where everything is slower or faster alike.
-            return next((times[depth] for times in others if depth in times), None), 1.0
-        measured = sorted((known for known in own if known != depth), key=lambda known: abs(known - depth))
-        if not measured:
-            return own[depth], 1.0
-        anchor, scale = measured[0], own[measured[0]].seconds
-        for times in others:
-            if anchor in times and depth in times:
-                return own[anchor], _HOPE * times[depth].seconds / times[anchor].seconds
-        if len(measured) > 1:
-            slope = (own[measured[1]].seconds / scale - 1) / (measured[1] - anchor)
-            return own[anchor], _HOPE * max(1 + slope * (depth - anchor), 0.5)
-        return own[anchor], _HOPE * (1 + _USUAL_SLOPE * depth) / (1 + _USUAL_SLOPE * anchor)
-
-    def _nearest(self, place: _Class) -> list[_Class]:
-        """The other classes that were timed, those of the same bucket first, by the distance in context."""
+    def _nearest(self, place: _Class) -> Mapping[int, _Time]:
+        """The times of the class that is most like one where nothing was timed: of the same bucket if there
+        is one, at the least distance in context."""
+        if not self._times:
+            return {}
         bucket, context = place
-        others = [one for one in self._times if one != place]
-        return sorted(others, key=lambda one: (one[0] != bucket, abs(one[1] - context)))
+        nearest = min(self._times, key=lambda one: (one[0] != bucket, abs(one[1] - context)))
+        return self._times[nearest]
 
     def _probe(self) -> int:
         """0, or now and then the shallowest depth that drafts: at depth 0 nothing else tells what drafts are

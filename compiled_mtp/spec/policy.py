@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compiled_mtp.plan import Copy, StepPlan, StepResult
 from compiled_mtp.spec.depth import DepthController, Reason, context_class
@@ -17,11 +17,14 @@ class DepthPolicy:
 
     depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
     round's time runs from its launch, or from the result before it if that came later, to its own result:
-    with a launch in flight the device goes from one to the next without a pause. For the thread that steps;
-    `rounds` may be called by any.
+    with a launch in flight the device goes from one to the next without a pause. `clock` gives seconds. For
+    the thread that steps; `rounds` may be called by any.
     """
 
-    def __init__(self, depths: Iterable[int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, depths: Iterable[int], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
         self.controller = DepthController(depths)
         self._sizes = sizes
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
@@ -52,11 +55,11 @@ class DepthPolicy:
     def launch(self, plan: StepPlan) -> None:
         """`plan` is about to be launched."""
         if plan.kind in ("decode", "verify"):
-            self._launched_s[plan.step_id] = time.perf_counter()
+            self._launched_s[plan.step_id] = self._clock()
 
     def read(self, result: StepResult) -> None:
         """Learn from a result that has come right now."""
-        plan, now_s = result.plan, time.perf_counter()
+        plan, now_s = result.plan, self._clock()
         begin_s = max(self._launched_s.pop(plan.step_id, now_s), self._last_s)
         half, self._half, self._last_s = self._half, None, now_s
         if result.error is not None:

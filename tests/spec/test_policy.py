@@ -7,44 +7,29 @@ from typing import Any
 import pytest
 
 from compiled_mtp.plan import Copy, Place, StepPlan, StepResult
-from compiled_mtp.spec import policy as policy_module
 from compiled_mtp.spec.policy import DepthPolicy
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(policy_module.time, "perf_counter", made.perf_counter)
-    return made
 
 
 class Rig:
     """A policy, a clock, and what the controller was told."""
 
-    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.policy = clock, DepthPolicy((0, 3), (1, 2, 8))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.policy = DepthPolicy((0, 3), (1, 2, 8), clock=lambda: self.now_s)
         self.times: list[tuple[Any, ...]] = []
         self.rounds: list[tuple[Any, ...]] = []
         monkeypatch.setattr(self.policy.controller, "record_time", lambda *a: self.times.append(a))
         monkeypatch.setattr(self.policy.controller, "record_round", lambda *a: self.rounds.append(a))
 
     def plan(self, step_id: int, kind: Any = "decode", after_s: float = 0.0, **fields: Any) -> StepPlan:
-        self.clock.now_s += after_s
+        self.now_s += after_s
         depth = {"verify_step": 3, "draft_step": 3, "num_drafts": 3}
         plan = StepPlan(step_id, kind, (1, 2, 3), (0, 0, 0), **(depth | fields))
         self.policy.launch(plan)
         return plan
 
     def read(self, plan: StepPlan, after_s: float, **fields: Any) -> None:
-        self.clock.now_s += after_s
+        self.now_s += after_s
         self.policy.read(StepResult(plan, **({"token_ids": [[1], [1, 2], []]} | fields)))
 
     @property
@@ -53,8 +38,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(clock, monkeypatch)
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
 
 
 def test_a_rounds_time_runs_from_its_launch_if_nothing_was_in_flight(rig: Rig) -> None:
