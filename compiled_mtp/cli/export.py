@@ -6,7 +6,8 @@ starts without compiling.
 Takes the fields of EngineConfig as flags, but for compile and graph_cache; the engine that loads the file
 must be given the same values. --graph-mode is "replay" unless given: of "reduce-overhead" only the generated
 code can be saved, and every start traces the model again. Prints one JSON line: the file, its bytes, the
-number of shapes and the seconds it took. --out is written whole or not.
+number of shapes and the seconds it took. --out is written whole or not. With --mtp-step auto every depth of
+--mtp-depths is in the file; an engine starts with one and loads the others beside its first steps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from compiled_mtp.plan import Copy, StepPlan, StepResult
+from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
 from compiled_mtp.spec.depth import DepthController, Reason, context_class
 
 _REASONS: tuple[Reason, ...] = ("best", "probe", "only")
@@ -32,9 +32,9 @@ class DepthPolicy:
         # Of each number of requests, in whole rounds and in halves.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._launched_s: dict[int, float] = {}
-        # The last result that was read, and when; of a round whose first half was, when that began.
+        # When a result was read last; of a round whose first half was, when that began, and who is replayed.
         self._last_s = 0.0
-        self._half: tuple[int, float] | None = None
+        self._half: tuple[int, float, frozenset[int]] | None = None
 
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
@@ -65,14 +65,20 @@ class DepthPolicy:
         if result.error is not None:
             return
         if plan.kind == "verify":
-            self._half = (plan.step_id + 1, begin_s)
+            self._half = (plan.step_id + 1, begin_s, _replayed(plan))
             return
+        replayed = _replayed(plan)
         if plan.kind == "accept":
             # With a chunk between the halves the time is not the round's.
-            begin_s = half[1] if half is not None and half[0] == plan.step_id else now_s
+            is_next = half is not None and half[0] == plan.step_id
+            begin_s, replayed = half[1:] if half is not None and is_next else (now_s, replayed)
         elif plan.kind != "decode":
             return
-        self.controller.record_round(plan.num_drafts, result.token_ids)
+        token_ids = result.token_ids
+        if replayed:
+            rows = zip(plan.slots, token_ids, strict=True)
+            token_ids = [new for slot, new in rows if slot not in replayed]
+        self.controller.record_round(plan.num_drafts, token_ids)
         if now_s > begin_s and not _is_disturbed(plan):
             bucket = self._bucket(len(plan.slots), plan.kind == "accept")
             self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
@@ -93,6 +99,11 @@ class DepthPolicy:
             size = self._sizes[bisect_left(self._sizes, num_requests)]
             bucket = self._buckets[key] = (size, is_halved)
         return bucket
+
+
+def _replayed(plan: StepPlan) -> frozenset[int]:
+    """The slots whose drafts are tokens that they had before: that these are right says nothing."""
+    return frozenset(move.slot for move in plan.moves if isinstance(move, Draft))
 
 
 def _is_disturbed(plan: StepPlan) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.plan import Copy, Place, StepPlan, StepResult
+from compiled_mtp.plan import Copy, Draft, Place, StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
 
@@ -109,3 +109,12 @@ def test_first_tokens_ask_without_counting_and_a_depth_that_becomes_ready_is_cou
     policy.choose(1, 10, is_halved=True)
     assert policy.rounds()[0] == {"best": 0, "probe": 0, "only": 0}
     assert policy.rounds()[3]["best"] == 1
+
+
+def test_tokens_that_a_request_had_before_say_nothing_of_drafts(rig: Rig) -> None:
+    moves = (Draft(2, (5, 6)),)
+    rig.read(rig.plan(0, moves=moves), after_s=0.01)
+    rig.read(rig.plan(1, "verify", moves=moves), after_s=0.01, token_ids=[[], [], []])
+    rig.read(rig.plan(2, "accept"), after_s=0.01)
+    rig.read(rig.plan(3), after_s=0.01)
+    assert [tokens for _, tokens in rig.rounds] == [[[1], []], [[1], []], [[1], [1, 2], []]]
