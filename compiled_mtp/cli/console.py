@@ -133,7 +133,9 @@ class Progress:
         if sys.stderr.isatty():
             bar = self._bars.get(what)
             if bar is None:
-                bar = self._bars[what] = tqdm(desc=what, total=total, file=sys.stderr, leave=False)
+                # Bytes are shown as millions.
+                options = {"unit": "", "unit_scale": total > 10**6}
+                bar = self._bars[what] = tqdm(desc=what, total=total, file=sys.stderr, leave=False, **options)
             bar.update(done - bar.n)
             if done >= total:
                 self._bars.pop(what).close()

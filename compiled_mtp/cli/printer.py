@@ -39,7 +39,8 @@ class Bar:
     def __init__(self, num_jobs: int) -> None:
         self._bar: Any = None
         if num_jobs > 1 and sys.stderr.isatty():
-            self._bar = tqdm(total=num_jobs, desc="requests", file=sys.stderr, leave=False)
+            form = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self._bar = tqdm(total=num_jobs, desc="requests", file=sys.stderr, leave=False, bar_format=form)
         self._begin_s = self._shown_s = time.perf_counter()
         self._num_tokens = self._num_rounds = self._num_first = 0
 
