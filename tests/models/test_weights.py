@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 import tracemalloc
 from dataclasses import fields
 from pathlib import Path
@@ -15,16 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
-from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.layout import Stored
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS
-from compiled_mtp.models.weights import check_weights, has_mtp, load_weights, read_formats
+from compiled_mtp.models.weight_format import FP8
+from compiled_mtp.models.weights import has_mtp, load_weights, read_formats
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
+from tests.models.stored_files import file_of, layout_of, rewrite
 
 CPU = torch.device("cpu")
 
@@ -96,10 +91,6 @@ def expected(config: ModelConfig, directory: Path) -> dict[str, torch.Tensor]:
     return want
 
 
-def layout_of(config: ModelConfig, names: tuple[str, ...] = ()) -> dict[str, Stored]:
-    return MODEL_FAMILIES[config.family].layout(config, names, NO_FORMATS)
-
-
 def check_loads(directory: Path, dtype: torch.dtype = torch.float32) -> None:
     config = read_model_config(directory)
     parameters = allocate(config, dtype=dtype)
@@ -127,12 +118,6 @@ def test_every_layout_fills_every_parameter(tmp_path: Path, kwargs: dict[str, An
 
 def test_fp8_rounds_once_to_bfloat16(tmp_path: Path) -> None:
     check_loads(write_checkpoint(tmp_path, "qwen3_next", fp8_scale=torch.float32), torch.bfloat16)
-
-
-@pytest.fixture
-def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep FP8 as on a GPU, with the references."""
-    monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
 
 
 def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
@@ -308,16 +293,6 @@ def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
     assert all(p.isfinite().all() for p in parameters.values())
 
 
-def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Replace, add or (None) drop tensors of model.safetensors, by their full names."""
-    tensors = load_file(directory / "model.safetensors")
-    for name, tensor in change.items():
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, directory / "model.safetensors")
-
-
 def dequantized(directory: Path, name: str) -> dict[str, torch.Tensor | None]:
     """What `rewrite` needs to store one FP8 weight of model.safetensors in bfloat16."""
     return {name: read_stored(directory)[name].to(torch.bfloat16), name + "_scale_inv": None}
@@ -410,12 +385,6 @@ def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
     with pytest.raises(ValueError, match="must hold safetensors files"):
         has_mtp(tmp_path)
-
-
-def file_of(header: Any, rest: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file; `length` is what it says of its header."""
-    content = json.dumps(header).encode()
-    return (len(content) if length is None else length).to_bytes(8, "little") + content + rest
 
 
 def one_tensor(**changes: Any) -> dict[str, Any]:
@@ -546,125 +515,3 @@ def test_as_many_parameters_as_published() -> None:
     layout = layout_of(config)
     assert len(layout) == 75_944
     assert sum(math.prod(stored.shape) for stored in layout.values()) == 81_324_862_720
-
-
-def check_error(directory: Path, free_bytes: int = 2**40) -> str:
-    """The message of the one error that comes before anything is allocated, within a second."""
-    begin = time.perf_counter()
-    config = read_model_config(directory)
-
-    def check() -> None:
-        formats = read_formats(config, directory, CPU)
-        check_weights(config, directory, formats, torch.float32, with_mtp=True, free_bytes=free_bytes)
-
-    with pytest.raises(ValueError, match=r"^\w[\w ]* must ") as error:
-        check()
-    assert time.perf_counter() - begin < 1.0
-    assert len(str(error.value)) < 3000
-    assert str(error.value).isprintable()
-    return str(error.value)
-
-
-def edit_text(directory: Path, changes: dict[str, Any]) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    config.get("text_config", config).update(changes)
-    path.write_text(json.dumps(config))
-
-
-@pytest.mark.usefixtures("keeps")
-@pytest.mark.parametrize("family", ["dense", "moe", "next"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 10**9}, "misfitting tensors: "),
-        ({"vocab_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [1000000000, 256]"),
-        ({"num_attention_heads": 10**9}, "o_proj.weight of shape [256, 512] for [256, 256000000000]"),
-        (
-            {"num_hidden_layers": 4000, "layer_types": None},
-            "num_hidden_layers must be the number of stored layers (4), got 4000; fix config.json or",
-        ),
-        (
-            {"linear_num_key_heads": 10**9, "linear_num_value_heads": 10**9},
-            "linear_num_value_heads must be at most ",
-        ),
-    ],
-)
-def test_sizes_are_compared_before_anything_is_allocated(
-    tmp_path: Path, family: str, changes: dict[str, Any], message: str
-) -> None:
-    directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family])
-    edit_text(directory, changes)
-    assert message in check_error(directory)
-
-
-def test_a_number_of_experts_is_compared_before_they_are_counted(tmp_path: Path) -> None:
-    for name, experts in (("a", "stacked"), ("b", "per_expert")):
-        directory = write_checkpoint(tmp_path / name, "qwen3_5_moe", trunk_experts=experts)
-        edit_text(directory, {"num_experts": 10**9})
-        assert "num_experts must be at most 8, as stored, got 1000000000; fix" in check_error(directory)
-
-
-def test_weights_that_do_not_fit_memory_are_one_line(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    config = read_model_config(directory)
-    needed = sum(math.prod(stored.shape) for stored in layout_of(config).values()) * 4
-    message = check_error(directory, needed - 1)
-    assert re.match(r"free memory must hold 0\.0 GiB of weights, got 0\.0 GiB for .*; use a smaller", message)
-    check_weights(config, directory, {}, torch.float32, with_mtp=True, free_bytes=needed)
-
-
-def test_an_engine_compares_before_it_allocates(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    edit_text(directory, {"intermediate_size": 10**9})
-    with pytest.raises(ValueError, match=r"gate_proj.weight of shape \[192, 128\] for \[1000000000, 128\]"):
-        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
-    edit_text(directory, {"intermediate_size": 192})
-    stretch(directory, 2**33)
-    with pytest.raises(ValueError, match=r"^free memory must .*; use a smaller model or more memory$"):
-        Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
-
-
-def stretch(directory: Path, vocab_size: int) -> None:
-    """Give the checkpoint that vocabulary, in a sparse file of terabytes."""
-    edit_text(directory, {"vocab_size": vocab_size})
-    file = directory / "model.safetensors"
-    content = file.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    header.pop("__metadata__")
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            entry["shape"][0] = vocab_size
-        begin, size = end, math.prod(entry["shape"]) * {"F32": 4, "BF16": 2}[entry["dtype"]]
-        end = begin + size
-        entry["data_offsets"] = [begin, end]
-    text = file_of(header)
-    with file.open("wb") as stream:
-        stream.write(text)
-        stream.truncate(len(text) + end)
-
-
-def test_a_prefix_is_named_and_the_first_few_tensors(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    config = read_model_config(directory)
-    tensors = load_file(directory / "model.safetensors")
-    save_file({f"base_model.model.{n}": w for n, w in tensors.items()}, directory / "model.safetensors")
-    with pytest.raises(ValueError, match="must hold exactly") as error:
-        load_weights(config, directory, {}, with_mtp=False)
-    message = str(error.value)
-    stored = [n for n in read_headers(directory) if "visual" not in n]
-    assert f"unused tensors: {', '.join(list(read_headers(directory))[:5])} and " in message
-    assert message.count("base_model.model.") == 6
-    assert len(stored) > 10
-    assert message.endswith(
-        "; the names begin with base_model.model.model.language_model., PEFT's: save the model without it"
-    )
-
-
-def test_names_of_tensors_are_escaped_and_bounded(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    rewrite(directory, {"\x1b[2J\n" + "x" * 100_000: torch.zeros(1)})
-    message = check_error(directory)
-    assert "unused tensors: \\x1b[2J\\nxxx" in message
-    assert "x... (100005 characters) in " in message

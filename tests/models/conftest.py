@@ -1,0 +1,11 @@
+"""What tests of several files here use."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep FP8 as on a GPU, with the references."""
+    monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
