@@ -1,0 +1,95 @@
+"""On a GPU: what resumes, leaves, comes back, is replayed or drafted at any depth gives the same tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from tests.engines import prompt_of
+
+pytestmark = pytest.mark.gpu
+
+DEFAULT = Path(__file__).parents[2] / "compiled_mtp" / "default_model"
+DEVICE = "cuda"
+LONGEST = 512
+BASE = {
+    "prefill_chunk": 64,
+    "block_size": 64,
+    "max_model_len": LONGEST,
+    "max_batch": 4,
+    "batch_sizes": (1, 4),
+}
+MODES: tuple[dict[str, Any], ...] = ({"compile": "off"}, {"compile": "on", "graph_mode": "replay"})
+# Six prompts of which three begin alike, beyond two chunks.
+PROMPTS = tuple(prompt_of(150, 1, 4000)[:140] + prompt_of(9, n, 4000) for n in range(3)) + tuple(
+    prompt_of(30 + 40 * n, 10 + n, 4000) for n in range(3)
+)
+PARAMS = [
+    SamplingParams(max_tokens=70, temperature=0.7 * (n % 2), seed=n, ignore_eos=True, logprobs=n % 3 or None)
+    for n in range(len(PROMPTS))
+]
+
+
+def make(**options: Any) -> Engine:
+    return Engine(EngineConfig(model=DEFAULT, device=DEVICE, **(BASE | options)))
+
+
+@cache
+def alone() -> list[RequestOutput]:
+    """What each gives by itself, with nothing to resume from and no drafts."""
+    engine = make(mtp_step=0, max_batch=1, batch_sizes=(1,), prefix_cache=False, compile="off")
+    outputs = [engine.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    engine.close()
+    return outputs
+
+
+def check(outputs: list[RequestOutput], *, is_same_program: bool) -> None:
+    """The same tokens; where the programs are the same, the same log probabilities to the bit."""
+    for output, expected in zip(outputs, alone(), strict=True):
+        assert output.new_token_ids == expected.new_token_ids
+        assert not is_same_program or output.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
+def test_a_prompt_that_comes_again_resumes_and_gives_the_same(mode: dict[str, Any]) -> None:
+    engine = make(mtp_step=3, **mode)
+    for repeat in range(2):
+        outputs = engine.generate(PROMPTS, PARAMS)
+        check(outputs, is_same_program=mode == MODES[0])
+        cached = [output.metrics.cached_tokens for output in outputs]
+        assert cached[3:] == [(len(prompt) - 1) // 64 * 64 * repeat for prompt in PROMPTS[3:]]
+        assert cached[0] == 128 * repeat
+    assert engine.stats().prefix_hits >= len(PROMPTS) - 1
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
+@pytest.mark.parametrize("offload_gb", [1.0, 0.0])
+@pytest.mark.parametrize("mtp_step", [0, 3])
+def test_requests_leave_and_come_back_or_are_replayed(
+    mode: dict[str, Any], offload_gb: float, mtp_step: int
+) -> None:
+    """Blocks for one and a half of the longest."""
+    engine = make(mtp_step=mtp_step, num_blocks=8, offload_gb=offload_gb, **mode)
+    engine.scheduler._planner._admission.tokens_ahead = 0
+    check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
+    stats = engine.stats()
+    assert (stats.offloads > 0, stats.withdrawals > 0) == (offload_gb > 0, offload_gb == 0)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_used == 0
+    engine.close()
+
+
+def test_any_depth_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(mtp_step="auto", mtp_depths=(0, 1, 3), compile="off")
+    depths = iter([3, 0, 0, 0, 0, 0, 1, 3, 0, 3] * 100)
+    monkeypatch.setattr(engine.scheduler._planner, "_depth", lambda *_: next(depths))
+    check(engine.generate(PROMPTS, PARAMS), is_same_program=True)
+    engine.close()
