@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compiled_mtp.errors import quote
+from compiled_mtp.errors import check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # What it comes from waits for torch.
@@ -242,19 +242,14 @@ class AsyncEngine:
         with self._lock:
             self._check_open(num_choices)
             self._num_open += num_choices
-            adding = [
-                self._adders.submit(self._add_now, stream, request)
-                for stream, request in zip(streams, requests, strict=True)
-            ]
+            # One job, so that they are numbered in their order.
+            adding = self._adders.submit(self._add_in_order, streams, requests)
         try:
-            results = await asyncio.gather(*map(asyncio.wrap_future, adding), return_exceptions=True)
-            errors = [result for result in results if isinstance(result, BaseException)]
-            if errors:
-                raise errors[0]
+            await asyncio.wrap_future(adding)
         except BaseException:
-            for stream, future in zip(streams, adding, strict=True):
+            for stream in streams:
                 stream.abort()
-                if future.cancelled():  # Nobody will begin with it.
+                if adding.cancelled():  # Nobody will begin with it.
                     self._forget(stream)
             raise
         return streams
@@ -282,6 +277,11 @@ class AsyncEngine:
     def _check_open(self, num_more: int) -> None:
         if (error := self._stopped or self._closing) is not None:
             raise EngineStoppedError(*error.args)
+        if num_more > self.max_open:
+            raise ValueError(
+                f"n must be at most {self.max_open} (max_open) over all requests, got {num_more}; ask for "
+                "fewer"
+            )
         if self._num_open + num_more > self.max_open:
             running = max(1, self.stats.running)
             raise QueueFullError(
@@ -295,8 +295,17 @@ class AsyncEngine:
             if self._stopped is None:
                 self._inbox.put(lambda: self._abort_now(stream))
 
+    def _add_in_order(self, streams: Sequence[Stream], requests: Sequence[Mapping[str, Any]]) -> None:
+        """Queue requests, in one of the threads for it, up to the first that is refused."""
+        for index, (stream, request) in enumerate(zip(streams, requests, strict=True)):
+            try:
+                self._add_now(stream, request)
+            except BaseException:
+                for rest in streams[index + 1 :]:
+                    self._forget(rest)
+                raise
+
     def _add_now(self, stream: Stream, request: Mapping[str, Any]) -> None:
-        """Queue a request, in one of the threads for it."""
         name = request.get("request_id")
         if name is None:
             name = f"request-{uuid.uuid4().hex[:16]}"
@@ -384,7 +393,8 @@ class AsyncEngine:
                     self._abort_now(stream)
 
     def _abort_now(self, stream: Stream) -> None:
-        if stream.request_id in self._streams:
+        # Its id may be another's by now.
+        if self._streams.get(stream.request_id) is stream:
             # One that has just ended is unknown to the engine; its last output is on its way.
             with contextlib.suppress(ValueError):
                 self._engine.abort(stream.request_id)
@@ -409,6 +419,8 @@ class AsyncEngine:
 
 def _count_choices(request: Mapping[str, Any]) -> int:
     params = request.get("params")
+    check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
+    check_type("request_id", request.get("request_id"), str, "leave it out for one of our own")
     return 1 if params is None else int(params.n)
 
 

@@ -92,6 +92,7 @@ _CONFIG_APART = frozenset(
         "prefix_cache_gb",
         "check_weights",
         "offload_gb",
+        "mask_threads",
     }
     | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
 )
@@ -451,7 +452,10 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         # The host tier lies in the same memory.
         other_bytes += settings.features.host_records * shape.state_row_bytes()
         other_bytes += settings.features.host_blocks * block_bytes
-        other_bytes += int((config.offload_gb or 0) * 2**30)
+        if config.offload_gb is not None:
+            other_bytes += int(config.offload_gb * 2**30)
+        elif not settings.features.host_records:
+            other_bytes += int(free_bytes * _OFFLOAD_SHARE)
     # No request is longer than all free memory.
     longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
     other_bytes += _length_bytes(settings, longest, most_rows)

@@ -230,6 +230,12 @@ class EngineConfig(BaseSettings):
         check(bool(value), "mtp_depths", "name a depth", value, "give numbers from 0 to 7")
         return value
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _keep_relative(cls, value: Any) -> Any:
+        # A path drops the "./" that says that it is no repository of the Hub.
+        return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
+
     @field_validator("model")
     @classmethod
     def _expand_home(cls, value: Path) -> Path:

@@ -16,7 +16,8 @@ import torch
 from compiled_mtp.build import Progress
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.front import Front, check_type
+from compiled_mtp.errors import check_type
+from compiled_mtp.front import Front
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
@@ -246,6 +247,7 @@ class Engine:
         other streams and `step` may be used; `step` returns none of its outputs. A stream that is left
         before its end ends its request with the next step.
         """
+        check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         request_id, unfinished = self._inbox.new_id(), 1 if params is None else params.n
         self._streams[request_id] = waiting = deque[RequestOutput]()
         try:

@@ -57,3 +57,9 @@ def check(ok: bool, name: str, rule: str, got: object, remedy: str) -> None:
     """Raise that error unless `ok`."""
     if not ok:
         raise fail(name, rule, got, remedy)
+
+
+def check_type(name: str, value: object, kind: type, remedy: str) -> None:
+    """Raise ValueError unless `value` is None or a `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {quote(value)}; {remedy}")

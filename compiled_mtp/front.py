@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.errors import quote
+from compiled_mtp.errors import check_type, quote
 from compiled_mtp.guidance import Guidance
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import Request, SamplingParams
@@ -174,12 +174,6 @@ def check_priority(priority: object) -> None:
         raise ValueError(
             f"priority must be an integer of at most 31 bits, got {quote(priority)}; the lower one is sooner"
         )
-
-
-def check_type(name: str, value: object, kind: type, remedy: str) -> None:
-    """Raise ValueError unless `value` is None or a `kind`."""
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {quote(value)}; {remedy}")
 
 
 def _as_id(value: Any) -> int:

@@ -113,6 +113,8 @@ class Programs:
 
     def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
+        # Nobody accepts a half that lies before a whole round: its requests have ended.
+        self._verified = None
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
         state_index = self._upload_slots(bucket, slots)
         return self._call(self._decode[bucket], (state_index, verify_step, draft_step))

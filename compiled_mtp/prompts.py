@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from compiled_mtp.errors import quote
+from compiled_mtp.errors import check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
 Chat = Sequence[Mapping[str, Any]]
@@ -34,18 +34,33 @@ def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list, got the text {quote(prompts)}; put it into a list")
     if prompts is None:
-        prompts = [messages] if _is_chat(messages) else messages
+        return _as_chats(messages)
     try:
         return list(prompts)
     except TypeError:
         raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one") from None
 
 
+def _as_chats(messages: Any) -> list[Prompt]:
+    is_listed = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
+    chats: list[Any] = list(messages) if is_listed and not _is_chat(messages) else [messages]
+    for chat in chats:
+        if not _is_chat(chat):
+            raise ValueError(
+                f"messages must be a chat or a list of chats, got {quote(chat)}; give each message a role"
+            )
+    return chats
+
+
 def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:
     """Parameters for each prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, Iterable) or isinstance(params, Mapping | str):
+        raise ValueError(f"params must be SamplingParams or a list, got {quote(params)}; make some")
     params = list(params)
+    for one in params:
+        check_type("params", one, SamplingParams, "make each with SamplingParams(...)")
     if len(params) != len(prompts):
         raise ValueError(
             f"params must be one or as many as prompts, got {len(params)} for {len(prompts)}; match them"

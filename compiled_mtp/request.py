@@ -257,6 +257,11 @@ class Request:
         """
         return self.params.prompt_logprobs is not None and self.index == 0
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether those of its prompt are still to be told."""
+        return self._prompt_logprobs is not None
+
     def append(
         self,
         token_ids: list[int],

@@ -28,7 +28,7 @@ class LaterDepths:
     """Loads programs for `owner`, in their order, on a thread of its own.
 
     `take` is for the thread that steps; is_free says whether a program may be adopted now. One that cannot be
-    loaded ends the loading with a warning: the depths that are ready go on.
+    loaded or made ready ends the loading with a warning: the depths that are ready go on.
     """
 
     def __init__(self, programs: Sequence[LaterProgram], owner: Any, is_free: Callable[[], bool]) -> None:
@@ -46,7 +46,13 @@ class LaterDepths:
         if not self._loaded or not self._is_free():
             return None
         program, loaded = self._loaded.popleft()
-        program.adopt(loaded)
+        try:
+            program.adopt(loaded)
+        except Exception as error:  # Of a CUDA graph that has no memory, say: who decodes is not to end.
+            logger.warning("depth %d and those after it are not used: %s", program.depth, error)
+            self._is_closed = True
+            self._loaded.clear()
+            return None
         self._num_left[program.depth] -= 1
         return None if self._num_left[program.depth] else program.depth
 

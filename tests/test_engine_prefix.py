@@ -161,8 +161,8 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
 
 def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
-    tier, memory = engine.runner.moves._tiers["checkpoint"], engine.runner.memory
-    taken = sum(rows.nbytes for rows in tier.rows.values())
+    checkpoints, memory = engine.runner.moves._checkpoints, engine.runner.memory
+    taken = sum(rows.nbytes for rows in checkpoints.values())
     assert taken == memory.num_checkpoints * memory.checkpoint_bytes > 0
     engine.generate([PROMPT], SAMPLED)
     kept = 3 * memory.checkpoint_bytes + 12 * memory.block_bytes

@@ -127,10 +127,9 @@ def test_rounds_are_the_same_with_and_without_a_hit(delay: int) -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 def test_of_two_equal_chunks_the_first_stays(delay: int) -> None:
     scheduler, runner = make(delay, max_batch=2)
-    # With a result outstanding the second cannot know of the first.
-    requests = [make_request(name, 20, 1, ord(name)) for name in "ab"]
-    cached = run(scheduler, runner, *requests)
-    assert cached == [0, 0 if delay else 16]
+    # The second is computed whole too: its log probabilities are asked for.
+    requests = [make_request(name, 20, 1, ord(name), prompt_logprobs=0) for name in "ab"]
+    assert run(scheduler, runner, *requests) == [0, 0]
     assert scheduler.pool.num_kept == 4
     assert scheduler._holdings.prefix.index.num_checkpoints_used == 2
 
@@ -199,6 +198,52 @@ def test_a_prompt_with_log_probabilities_is_computed_whole_and_still_leaves_its_
         make_request(name, 20, 4, **fields) for name, fields in (("a", whole), ("b", whole), ("c", {}))
     ]
     assert [run(scheduler, runner, request)[0] for request in requests] == [0, 0, 16]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("num_choices", [2, 3])
+def test_choices_share_the_prompt_that_the_first_of_them_computes(delay: int, num_choices: int) -> None:
+    scheduler, runner = make(delay)
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    choices = [Request("a", list(range(100, 133)), params, index=index) for index in range(num_choices)]
+    scheduler.add(*choices)
+    stream(scheduler, runner)
+    assert [one.history.cached_tokens for one in choices] == [0] + [32] * (num_choices - 1)
+
+
+def test_a_prefix_that_is_shared_takes_room_once() -> None:
+    # The prompt has 19 blocks of 4, of which 18 are of whole chunks: alone each would need most of the pool.
+    scheduler, runner = make(1, num_blocks=45, max_model_len=400, num_checkpoints=9, max_batch=4)
+    requests = [request_of(str(index), list(range(100, 175)), 9, index) for index in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    most = 0
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+        most = max(most, scheduler.num_running)
+    assert most == 3
+    assert scheduler.num_withdrawn == 0
+
+
+def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:
+    scheduler = make_scheduler(
+        max_in_flight=0, num_blocks=41, block_size=8, max_model_len=300, max_batch=2, num_checkpoints=8
+    )
+    runner = FakeRunner(scheduler, 0, accept=1)
+    prompt = list(range(100, 140))
+    requests = [request_of("a", prompt, 250, 1), request_of("b", prompt, 250, 2, prompt_logprobs=1)]
+    for request in requests:
+        scheduler.add(request)
+    told_at: list[int] = []
+    while scheduler.has_unfinished():
+        for output in step(scheduler, runner):
+            if output.prompt_logprobs is not None:
+                told_at.append(len(runner.plans))
+    assert scheduler.num_withdrawn > 0
+    (told,) = told_at
+    assert not any(plan.next_ids for plan in runner.plans[told:])
+    assert [request.history.cached_tokens for request in requests] == [0, 0]
+    assert scheduler.prefix.num_lookups == 1
 
 
 def test_blocks_that_a_request_needs_are_given_up_the_oldest_first() -> None:

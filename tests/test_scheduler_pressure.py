@@ -366,3 +366,11 @@ def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
     assert [len(tokens) for tokens in log.tokens.values()] == [300] * 8
     assert scheduler.num_offloaded > 1
     assert scheduler.num_withdrawn > 0
+
+
+def test_whoever_is_replayed_comes_back_when_what_it_had_fits() -> None:
+    """Else it would be sent away again before it has gained a token."""
+    scheduler, runner = start(131, [(20, 900)] * 3, max_in_flight=1, block_size=8, max_batch=4)
+    runner.accept = 1
+    run_all(scheduler, runner)
+    assert 0 < scheduler.num_withdrawn <= 5

@@ -6,10 +6,12 @@ import random
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.prompts import as_prompts, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
@@ -198,3 +200,21 @@ def test_an_engine_of_a_path_is_closed_by_with(checkpoint: Path) -> None:
         assert len(engine.generate(["return"], PARAMS)[0].new_token_ids) == 12
     with pytest.raises(ValueError, match="engine must be open, got one that was closed"):
         engine.add_request("x")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"messages": "hi"}, "messages must be a chat or a list of chats, got 'hi'; give"),
+        ({"messages": ["hi", "yo"]}, "messages must be a chat or a list of chats, got 'hi'; give"),
+        ({"messages": [[1, 2]]}, r"messages must be a chat or a list of chats, got \[1, 2\]; give"),
+        ({"prompts": ["x"], "params": {"temperature": 0}}, "params must be SamplingParams or a list, got"),
+        ({"prompts": ["x"], "params": [{"temperature": 0}]}, "params must be a SamplingParams, got"),
+    ],
+)
+def test_what_is_no_chat_and_no_parameters_is_refused(call: dict[str, Any], message: str) -> None:
+    def prepare() -> None:
+        match_params(as_prompts(call.get("prompts"), call.get("messages")), call.get("params"))
+
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prepare()

@@ -55,6 +55,10 @@ class BlockPool:
         """Whether somebody holds the block."""
         return self._holders[block_id] > 0
 
+    def count_sole(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks have one holder."""
+        return sum(self._holders[block_id] == 1 for block_id in block_ids)
+
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, each to one holder."""
         assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} are free"

@@ -103,6 +103,17 @@ class PrefixIndex:
             known.append(chunk)
         return known
 
+    def count_held(self, keys: Sequence[bytes]) -> int:
+        """Blocks, held by requests, of the row of chunks that a prompt of these keys would resume behind."""
+        count = held = 0
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                break
+            count += sum(map(self._pool.is_held, chunk.block_ids))
+            held = count if chunk.checkpoint is not None else held
+        return held
+
     def use(self, chunks: Sequence[Chunk]) -> list[int]:
         """Share the blocks of a row of chunks, behind which a prompt resumes; return them in their order."""
         block_ids = [block_id for chunk in chunks for block_id in chunk.block_ids]

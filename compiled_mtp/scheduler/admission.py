@@ -27,7 +27,9 @@ class Admission:
         if not holdings.has_slot:
             return False
         is_waiting = holding.phase is RequestPhase.WAITING
-        needed = holdings.first_blocks(holding) if is_waiting else len(holding.block_ids)
+        # What a prefix shares with those who have a place takes nothing more.
+        shared = holdings.prefix.count_held(holding) if is_waiting else 0
+        needed = holdings.first_blocks(holding) - shared if is_waiting else len(holding.block_ids)
         others = holdings.staying()
         if needed > holdings.pool.num_free or not others:
             # Alone it may have everything: `Limits.fit` has seen to it that this is enough.
@@ -35,7 +37,7 @@ class Admission:
         # A chunk and a round take turns.
         chunks = -(-holding.request.prompt_len // limits.prefill_chunk) if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
-        needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows))
+        needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows) - shared)
         for other in others:
             needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)
         return needed <= holdings.pool.num_free
@@ -43,5 +45,7 @@ class Admission:
     def _blocks_soon(self, holding: Holding, num_tokens: int) -> int:
         """Blocks that a request has, `num_tokens` tokens from now, or at its end."""
         limits, request = self._holdings.limits, holding.request
-        last = request.prompt_len + holding.num_emitted + num_tokens
+        # One that is replayed needs soon what it had.
+        num_output = max(holding.num_emitted, len(request.output_token_ids))
+        last = request.prompt_len + num_output + num_tokens
         return min(limits.blocks_up_to(last), limits.worst_case_blocks(request))

@@ -39,10 +39,11 @@ class Holding:
 
     arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
     goes before all others. checkpoint: which one its slot is filled from at its first launch; None: it begins
-    at position 0. is_told: the device knows who owns the slot. is_in_open_round: its round was verified and
-    its accept is still to be planned. drafts: what was drafted for its next round, where its grammar asks for
-    it. num_kept: its rounds without drafts since the draft model has last read what they keep. is_parked: it
-    stays in host memory until it is called back. replay: its tokens are computed again.
+    at position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows
+    who owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
+    what was drafted for its next round, where its grammar asks for it. num_kept: its rounds without drafts
+    since the draft model has last read what they keep. is_parked: it stays in host memory until it is called
+    back. replay: its tokens are computed again.
     """
 
     request: Request
@@ -55,6 +56,7 @@ class Holding:
     block_ids: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     checkpoint: int | None = None
+    prefix_keys: list[bytes] | None = None
     is_told: bool = False
     is_first_token_due: bool = False
     is_in_open_round: bool = False
@@ -157,7 +159,8 @@ class Holdings:
 
     def count_leaving(self) -> int:
         """Blocks that are on their way to the host, and free when they are there."""
-        return sum(len(one.block_ids) for one in self.moving if _is_leaving(one))
+        leaving = (one for one in self.moving if _is_leaving(one))
+        return sum(self.pool.count_sole(one.block_ids) for one in leaving)
 
     def first_blocks(self, holding: Holding) -> int:
         """Blocks for the prompt of a request, and the drafts after it."""

@@ -197,7 +197,9 @@ class Planner:
             is_new = holding.phase is RequestPhase.WAITING
             if holding.transfer is not None:
                 return  # Still on its way out: nobody passes it meanwhile.
-            if (is_new and self.prefilling is not None) or not self._admission.has_room(holding):
+            if is_new and (self.prefilling is not None or self.holdings.prefix.is_expected(holding)):
+                return
+            if not self._admission.has_room(holding):
                 return
             self.line.take(holding)
             if is_new:
@@ -347,7 +349,7 @@ class Planner:
             prompt_len=request.prompt_len,
             # The last row of a chunk gives the first token of the next, that of the prompt nothing of it.
             next_ids=tuple(request.prompt_token_ids[start + 1 : end + 1])
-            if request.has_prompt_logprobs
+            if request.wants_prompt_logprobs
             else (),
             saves=saves,
         )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.cache.prefix_index import Chunk, PrefixIndex, chain_key, root_key
-from compiled_mtp.request import Request
 from compiled_mtp.scheduler.limits import Limits
 
 if TYPE_CHECKING:
@@ -55,26 +54,47 @@ class PrefixCache:
         its block_ids and num_prefilled, and the request's cached_tokens.
         """
         assert not holding.block_ids
-        request = holding.request
-        keys = self._keys_of(request)
+        request, is_first = holding.request, holding.replay is None
+        if is_first:
+            request.history.cached_tokens = 0
+        keys = self._keys_of(holding)
         if not keys:
             return None
         known = self.index.match(keys)
         rest = (request.prompt_len - 1) // self.chunk
         leaves_a_way = bool(known) and len(known) < len(keys) and known[-1].num_children > 0
         self._trails[holding] = _Trail(keys, rest, len(known) if leaves_a_way else 0)
-        if request.has_prompt_logprobs:
+        if request.wants_prompt_logprobs:
             return None
-        self.num_lookups += 1
+        self.num_lookups += is_first
         path = known[:rest]
         while path and path[-1].checkpoint is None:
             path.pop()
         if not path:
             return None
         holding.block_ids = self.index.use(path)
-        holding.num_prefilled = request.history.cached_tokens = len(path) * self.chunk
-        self.num_hits += 1
+        holding.num_prefilled = len(path) * self.chunk
+        if is_first:
+            request.history.cached_tokens = holding.num_prefilled
+            self.num_hits += 1
         return path[-1].checkpoint
+
+    def is_expected(self, holding: Holding) -> bool:
+        """Whether a prompt that begins as this one does has been computed, and is entered once its first
+        token is read: whoever waits for that shares it.
+        """
+        keys = self._keys_of(holding)
+        return bool(keys) and any(
+            one.is_first_token_due and trail.keys[:1] == keys[:1] and self.index.find(trail.keys[-1]) is None
+            for one, trail in self._trails.items()
+        )
+
+    def count_held(self, holding: Holding) -> int:
+        """Blocks of its prefix that it would share with requests that have a place."""
+        request = holding.request
+        if request.wants_prompt_logprobs:
+            return 0
+        return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
 
     def take_checkpoint(self, holding: Holding) -> int | None:
         """Where the state is to be copied that a chunk leaves which is planned now; None: nowhere."""
@@ -110,12 +130,13 @@ class PrefixCache:
         self.index.check_integrity([chunk for trail in self._trails.values() for chunk in trail.chunks])
         assert all(holding.block_ids for holding in self._trails), "a trail of a request that holds nothing"
 
-    def _keys_of(self, request: Request) -> list[bytes]:
-        """The keys of a prompt's whole chunks."""
-        if not self.index.num_checkpoints:
-            return []
-        keys, before = [], root_key(request.params.cache_salt)
-        for end in range(self.chunk, request.prompt_len + 1, self.chunk):
-            before = chain_key(before, request.prompt_token_ids[end - self.chunk : end])
-            keys.append(before)
-        return keys
+    def _keys_of(self, holding: Holding) -> list[bytes]:
+        """The keys of a prompt's whole chunks, computed once."""
+        if holding.prefix_keys is None:
+            request, before = holding.request, root_key(holding.request.params.cache_salt)
+            holding.prefix_keys = keys = []
+            last = request.prompt_len if self.index.num_checkpoints else 0
+            for end in range(self.chunk, last + 1, self.chunk):
+                before = chain_key(before, request.prompt_token_ids[end - self.chunk : end])
+                keys.append(before)
+        return holding.prefix_keys

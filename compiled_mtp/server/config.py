@@ -49,7 +49,7 @@ class ServerConfig(BaseSettings):
         default=30.0, gt=0, description="seconds that a client may leave the connection full"
     )
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
-    max_open: int = Field(default=128, ge=1, description="requests that run or wait at a time")
+    max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
     stream_buffer: int = Field(
         default=1024, ge=1, description="outputs of a request that nobody has read, before it is aborted"
     )

@@ -54,7 +54,10 @@ def test_tokens_of_the_engine_itself() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         while async_engine.num_open:
             await asyncio.sleep(0.01)
-        with pytest.raises(QueueFullError, match="must have room for 144 more, got 0 of 128"):
+        # That would never fit, whoever ends.
+        with pytest.raises(
+            ValueError, match=r"n must be at most 128 \(max_open\) .*, got 144; ask for fewer"
+        ):
             await async_engine.add_all(
                 [{"prompt": "x", "params": SamplingParams(n=16)} for _ in range(9)],
             )
@@ -130,7 +133,7 @@ def test_a_request_that_takes_long_to_prepare_delays_nobody(
         may_go.set()
         while async_engine.num_open:
             await asyncio.sleep(0.001)
-        assert engine.aborted == ["slow"]
+        assert set(engine.aborted) == {"slow"}
         may_go.clear()
         adding = asyncio.create_task(async_engine.add(prompt_token_ids=[7]))
         await asyncio.sleep(0.01)
@@ -141,6 +144,42 @@ def test_a_request_that_takes_long_to_prepare_delays_nobody(
         assert async_engine.num_open == 0
 
     asyncio.run(run())
+
+
+def test_an_abort_that_comes_late_ends_nobody_else_of_the_same_id(engine: ScriptedEngine) -> None:
+    engine.step_s = 0.05
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        other = await async_engine.add(prompt_token_ids=[1])
+        with pytest.raises(ValueError, match="prompt must have at least one token"):
+            await async_engine.add(prompt_token_ids=[], request_id="job")
+        job = await async_engine.add(prompt_token_ids=[1], request_id="job")
+        outputs = [output async for output in job]
+        assert outputs[-1].finish_reason == "stop"
+        assert await read(other) == engine.script
+        for wrong, name in (({"params": {"n": 2}}, "params"), ({"request_id": ["a"]}, "request_id")):
+            with pytest.raises(ValueError, match=f"^{name} must be a "):
+                await async_engine.add(prompt_token_ids=[1], **wrong)
+        assert async_engine.num_open == 0
+        async_engine.close()
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_call_are_added_in_their_order(engine: ScriptedEngine) -> None:
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        streams = await async_engine.add_all([{"prompt_token_ids": [index + 1]} for index in range(40)])
+        await asyncio.gather(*map(read, streams))
+        with pytest.raises(ValueError, match="prompt must have"):
+            await async_engine.add_all([{"prompt_token_ids": ids} for ids in ([1], [], [2], [3])])
+        while async_engine.num_open:
+            await asyncio.sleep(0.001)
+        async_engine.close()
+
+    asyncio.run(run())
+    assert [ids for ids, _ in engine.seen] == [[index + 1] for index in range(40)] + [[1]]
 
 
 def test_a_full_queue_pushes_back(engine: ScriptedEngine) -> None:
