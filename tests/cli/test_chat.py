@@ -260,7 +260,7 @@ class Session:
         return self.shown.index(text, after) + len(text)
 
     def interrupt(self, text: str, after: int) -> int:
-        """Press Ctrl-C until `text` is shown: readline may miss one that comes just before it waits for keys."""
+        """Press Ctrl-C until `text` is shown: readline may miss one that comes right before it waits."""
         for _ in range(20):
             self.process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + 3
