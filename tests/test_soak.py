@@ -63,6 +63,8 @@ def test_nothing_is_lost_over_ten_thousand_requests(seed: int) -> None:
     assert scheduler.prefix.num_hits > 1000
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_ten_thousand_requests_on_tiny_pools() -> None:
     """Nothing is lost: every request has its tokens, every block, slot and record is free at the end."""
 
