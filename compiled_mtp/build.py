@@ -196,19 +196,11 @@ def build(
     unit = _row_unit(settings, target)
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     draft_ids = _draft_ids(settings)
-    half_rows = max(bucket.rows for bucket in buckets) if features.with_halves else 0
     most_rows = max(bucket.rows for bucket in buckets)
+    half_rows = most_rows if features.with_halves else 0
     memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
     num_blocks, host = memory.num_blocks, _plan_host(settings, memory)
-    max_model_len = min(settings.max_model_len, (num_blocks - 1) * config.block_size)
-    if max_model_len < settings.max_model_len:
-        logger.warning(
-            "a request ends after %d tokens, not %d: %d blocks of %d tokens hold no more",
-            max_model_len,
-            settings.max_model_len,
-            num_blocks - 1,
-            config.block_size,
-        )
+    max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
@@ -219,13 +211,7 @@ def build(
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
-    moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
-    if host.num_records:
-        moves.allocate_host(host.num_records, host.num_blocks)
-    if memory.num_checkpoints:
-        moves.allocate_checkpoints(memory.num_checkpoints)
-    elif config.prefix_cache:
-        logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
+    moves = _make_moves(settings, step, memory, host)
     programs = Programs(
         step,
         buckets,
@@ -255,18 +241,40 @@ def build(
     )
 
 
+def _bound_length(settings: _Settings, num_blocks: int) -> int:
+    """max_model_len, or what all blocks hold where that is less."""
+    block_size, longest = settings.config.block_size, settings.max_model_len
+    room = (num_blocks - 1) * block_size
+    if room < longest:
+        text = "a request ends after %d tokens, not %d: %d blocks of %d tokens hold no more"
+        logger.warning(text, room, longest, num_blocks - 1, block_size)
+    return min(longest, room)
+
+
+def _make_moves(settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan) -> Moves:
+    moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
+    if host.num_records:
+        moves.allocate_host(host.num_records, host.num_blocks)
+    if memory.num_checkpoints:
+        moves.allocate_checkpoints(memory.num_checkpoints)
+    elif settings.config.prefix_cache:
+        logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
+    return moves
+
+
 def _later(config: EngineConfig, programs: Programs, saved: Path | None) -> LaterDepths | None:
     """What makes the other depths of mtp_step "auto" ready: 0 first, since nothing is slower than it."""
     if config.mtp_step != "auto" or not programs.is_compiled:
         return None
-    others = [depth for depth in config.depths if depth != first_depth(config.depths)]
-    if saved is None and others:
-        logger.warning(
-            "mtp_step auto keeps to depth %d: compiled, the others come from a graph_cache; make one with "
-            "tools/export_graphs.py --mtp-step auto",
-            first_depth(config.depths),
-        )
+    first = first_depth(config.depths)
+    others = [depth for depth in config.depths if depth != first]
     if saved is None:
+        if others:
+            logger.warning(
+                "mtp_step auto keeps to depth %d: compiled, the others come from a graph_cache; make one "
+                "with `compiled-mtp export --mtp-step auto`",
+                first,
+            )
         return None
     shapes = [shape for depth in others for shape in programs.shapes(depth) if shape.depth == depth]
     later = [LaterProgram(s.depth or 0, saved / s.name, partial(programs.adopt, s)) for s in shapes]
