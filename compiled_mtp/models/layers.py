@@ -78,7 +78,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(*shape, dtype=weight_dtype, device=device)
         scale = empty_parameter(*scale_shape(shape), dtype=torch.float32, device=device) if is_fp8 else None
         self.register_parameter("weight_scale", scale)
-        self.num_parts = count_parts(self.weight, dtype)
+        self.num_parts = count_parts(self.weight)
 
     def forward(self, x: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         return linear(x, self.weight, self.weight_scale, False, is_prefill)

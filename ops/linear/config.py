@@ -1,13 +1,18 @@
 """Which tile a product runs with: a measured table per (architecture, N, K, dtype) and a rule for the rest.
 
-The parts of K alone decide a row's bits, and they depend on the weight, never on the number of rows. The tile
+The parts of K alone decide a row's bits: each is summed from zero in one order, and they are added as a tree,
+((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). They depend on the weight, never on the number of rows. The tile
 follows the rows: 16 to 128 were measured to give the same bits (tests/gpu/test_linear.py checks).
+
+A product before a norm (`linear_parts`) has `share_count(K)` parts, its shares, whatever the table says, so
+that any number of programs, or of GPUs that hold a piece of the weight each, may sum a subtree.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +20,13 @@ import torch
 
 from compiled_mtp.ops.device import device_of
 
+MAX_SIDE_BY_SIDE = 4
 PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
+# Of a thread's 255.
+MAX_SUM_REGISTERS = 128
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -27,8 +35,9 @@ class LinearConfig:
     """One launch configuration.
 
     block_m, block_n: rows and weight rows of a tile. block_k: columns of one chain a step.
-    split, chains: K is cut into split * chains parts. `split` programs take `chains` of them each, side by
-    side (one chain of tensor-core products is bound by latency), or one after the other when `sequential`.
+    split, chains: powers of two; K is cut into split * chains parts. `split` programs take `chains` of them
+    each, side by side (one chain of tensor-core products is bound by latency), or one after the other when
+    `sequential`.
     prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
 
     Where block_k is a whole part, all of a program's weights are loaded at once, before the previous kernel
@@ -49,15 +58,10 @@ class LinearConfig:
         """Columns of one part of K, a multiple of PART_UNIT."""
         return -(-k // (self.split * self.chains * PART_UNIT)) * PART_UNIT
 
-    def programs_along_k(self, k: int) -> int:
-        """Programs that share a tile; fewer than `split` where K is short."""
-        return -(-k // (self.part_length(k) * self.chains))
-
     def is_even(self, k: int) -> bool:
         """Whether every step of every chain is whole."""
         length = self.part_length(k)
-        is_whole = k == length * self.chains * self.programs_along_k(k)
-        return is_whole and length % self.block_k == 0
+        return k == length * self.chains * self.split and length % self.block_k == 0
 
     def is_one_step(self, k: int) -> bool:
         """Whether a program takes all its columns in one step, without a loop."""
@@ -77,6 +81,15 @@ def dtype_name(weight_dtype: torch.dtype) -> str:
     return next(name for name, dtype in NAMED_DTYPES.items() if dtype == weight_dtype)
 
 
+def share_count(k: int) -> int:
+    """Equal shares of K, whole blocks of PART_UNIT columns, that a product before a norm is cut into.
+
+    Eight where they come out even. Of the released shapes 0.8B's down (3,584 columns, 28 blocks) and experts
+    of 512 have four.
+    """
+    return next((count for count in (8, 4, 2) if k % (count * PART_UNIT) == 0), 1)
+
+
 def block_rows(rows: int) -> int:
     """Rows of a tile for `rows` rows in all."""
     return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
@@ -90,7 +103,10 @@ def read_table() -> dict[str, dict[str, list[int]]]:
 
 
 def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> LinearConfig:
-    """The configuration of up to 16 rows; its parts of K hold for any number of rows."""
+    """The configuration of up to 16 rows; its parts of K hold for any number of rows.
+
+    n, k: of the whole weight, here and below, also where a device holds a piece of it.
+    """
     entry = read_table().get(arch, {}).get(f"{n}x{k} {dtype_name(weight_dtype)}")
     if entry is not None:
         block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes = entry
@@ -107,6 +123,33 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     return LinearConfig(16, block_n, block_k, 4, 4 if block_n < 64 else 3, split, chains, 512)
 
 
+def with_shares(config: LinearConfig, shares: int, split: int) -> LinearConfig:
+    """The configuration for `shares` parts in `split` programs, with about as many bytes on their way."""
+    chains = shares // split
+    if (config.split, config.chains) == (split, chains):
+        return config
+    stages = max(3, config.num_stages * config.chains // chains)
+    return replace(
+        config,
+        block_k=min(config.block_k, PART_UNIT),
+        num_stages=min(config.num_stages, stages),
+        split=split,
+        chains=chains,
+        sequential=chains > MAX_SIDE_BY_SIDE,
+    )
+
+
+def shared_split(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> int:
+    """The table's number of programs for a product before a norm; else as many as fill the processors."""
+    config, shares = narrow_config(arch, n, k, weight_dtype), share_count(k)
+    if config.split * config.chains == shares:
+        return config.split
+    split = 1
+    while split < shares and -(-n // config.block_n) * split < MIN_PROGRAMS:
+        split *= 2
+    return split
+
+
 @functools.lru_cache(maxsize=4096)
 def linear_config(
     arch: str,
@@ -117,12 +160,21 @@ def linear_config(
     weight_dtype: torch.dtype,
     block_m: int,
     prefill: bool,
+    split: int = 0,
+    pieces: int = 1,
 ) -> LinearConfig:
     """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory.
 
-    With `prefill` the bits may differ from those of other tiles.
+    With `prefill` the bits may differ from those of other tiles. With `split` the product is one before a
+    norm, of 1 / `pieces` of the columns, in that many programs.
     """
     config = narrow_config(arch, n, k, weight_dtype)
+    if split:
+        config = with_shares(config, share_count(k) // pieces, split)
+    elif prefill:
+        config = replace(config, chains=1, block_k=min(config.block_k, PART_UNIT))
+    # Sums that wait while a program goes through its parts one after the other, and the one that grows.
+    sums = config.chains.bit_length()
     fp8 = weight_dtype == torch.float8_e4m3fn
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
@@ -147,6 +199,7 @@ def linear_config(
         tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
         if block_m == 128:
             tiles[:1] = [(128, 128, 8), (128, 64, 4)]
+        tiles = [tile for tile in tiles if sums * block_registers(*tile) <= MAX_SUM_REGISTERS]
         programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
         tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
         config = replace(
@@ -168,20 +221,53 @@ def linear_config(
     return replace(config, num_stages=stages)
 
 
-def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
-    """The configuration of a product on x's device; `is_long`: a prefill of many rows."""
+def block_registers(block_m: int, block_n: int, num_warps: int) -> int:
+    """Registers of a thread for one tile of sums."""
+    return block_m * block_n // (32 * num_warps)
+
+
+def choose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    whole_shape: Sequence[int] | None,
+    is_long: bool,
+    split: int = 0,
+) -> LinearConfig:
+    """The configuration of a product on x's device; `is_long`: a prefill of many rows.
+
+    whole_shape: [N, K] of the weight of which `weight` is a piece, None if it is whole. split: as for
+    `linear_config`.
+    """
     device = device_of(x.device.index)
-    shape = (*weight.shape, x.dtype, weight.dtype)
-    return linear_config(device.arch, device.shared_bytes, *shape, block_rows(x.shape[0]), is_long)
+    n, k = whole_shape or weight.shape
+    return linear_config(
+        device.arch,
+        device.shared_bytes,
+        n,
+        k,
+        x.dtype,
+        weight.dtype,
+        block_rows(x.shape[0]),
+        is_long,
+        split,
+        k // weight.shape[1],
+    )
 
 
-def count_parts(weight: torch.Tensor, x_dtype: torch.dtype) -> int:
-    """Into how many parts of K `linear_parts` cuts a product with this weight; 1 on a CPU."""
+def part_counts(weight: torch.Tensor, whole_shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The numbers of parts that `linear_parts` can give for this weight; 1 alone on a CPU."""
+    if weight.device.type != "cuda":
+        return (1,)
+    k = weight.shape[1]
+    shares = share_count(whole_shape[1] if whole_shape else k) * k // (whole_shape[1] if whole_shape else k)
+    return tuple(count for count in (1, 2, 4, 8) if count <= shares)
+
+
+def count_parts(weight: torch.Tensor, whole_shape: Sequence[int] | None = None) -> int:
+    """In how many parts `linear_parts` is fastest with this weight; 1 on a CPU. No count changes a bit."""
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
-    n, k = weight.shape
-    config = linear_config(
-        device.arch, device.shared_bytes, n, k, x_dtype, weight.dtype, block_rows(1), False
-    )
-    return config.programs_along_k(k)
+    n, k = whole_shape or weight.shape
+    split = shared_split(device.arch, n, k, weight.dtype)
+    return max(1, split * weight.shape[1] // k)

@@ -1,18 +1,26 @@
 """x @ weight.T for few rows: the weight is read once, at the speed of memory.
 
-A row's bits depend on the weight's K split and on the order in which the parts are summed, and both are fixed
-by the weight's shape (config.py).
+A row's bits depend on the parts that K is cut into and on the order in which they are added, and both are
+fixed by the whole weight's shape (config.py).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 
 from compiled_mtp.ops.device import SHARED_BYTES, device_of
-from compiled_mtp.ops.linear.config import NAMED_DTYPES, LinearConfig, choose, linear_config, read_table
+from compiled_mtp.ops.linear.config import (
+    NAMED_DTYPES,
+    LinearConfig,
+    choose,
+    linear_config,
+    read_table,
+    shared_split,
+)
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
 from compiled_mtp.ops.variants import KernelVariant
 
@@ -50,7 +58,7 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
     if weight.stride(0) * item % 16:
         return 0
     length = config.part_length(k) * config.chains
-    shortest = k - (k - 1) // length * length
+    shortest = max(0, k - (config.split - 1) * length)
     return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
 
 
@@ -60,6 +68,7 @@ def launch(
     weight_scale: torch.Tensor | None,
     out_float32: bool,
     prefill: bool,
+    whole_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     rows = x.shape[0]
     is_long = prefill and rows > SKINNY_ROWS
@@ -67,15 +76,28 @@ def launch(
         if out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
-    return launch_config(choose(x, weight, is_long), x, weight, weight_scale, out_float32)
+    return launch_config(choose(x, weight, whole_shape, is_long), x, weight, weight_scale, out_float32)
 
 
-def launch_gated(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
-    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, gated=True)
+def launch_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    whole_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    config = choose(x, weight, whole_shape, False)
+    return launch_config(config, x, weight, weight_scale, False, gated=True)
 
 
-def launch_parts(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None) -> torch.Tensor:
-    return launch_config(choose(x, weight, False), x, weight, weight_scale, False, keep_parts=True)
+def launch_parts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    count: int,
+    whole_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    config = choose(x, weight, whole_shape, False, count)
+    return launch_config(config, x, weight, weight_scale, False, keep_parts=True)
 
 
 def launch_config(
@@ -91,14 +113,14 @@ def launch_config(
     (rows, k), n = x.shape, weight.shape[0]
     shape = (rows, n // 2 if gated else n)
     if keep_parts:
-        shape = (config.programs_along_k(k), *shape)
+        shape = (config.split, *shape)
         out_float32 = shape[0] > 1
     out = torch.empty(shape, dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
     part_length = config.part_length(k)
-    split = config.programs_along_k(k)
+    split = config.split
     partials = counters = None
     if split > 1 and not keep_parts:
         assert tiles <= MAX_TILES, "a weight this wide must not be split"
@@ -130,7 +152,7 @@ def launch_config(
         SEQUENTIAL=config.sequential,
         EVEN_K=config.is_even(k),
         FP8=weight_scale is not None,
-        SPLIT=split > 1,
+        SPLIT=1 if keep_parts else split,
         PDL=has_pdl,
         PREFETCH_PARTS=prefetch_parts(config) if piece and not config.is_one_step(k) else 0,
         GATED=gated,
@@ -158,8 +180,9 @@ def variants() -> list[KernelVariant]:
         **kind: bool,
     ) -> None:
         x_dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
+        split = shared_split(arch, n, k, weight_dtype) if kind.get("keep_parts") else 0
         config = linear_config(
-            arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill
+            arch, SHARED_BYTES[int(arch[3:-1]), 0], n, k, x_dtype, weight_dtype, block_m, prefill, split
         )
         variant = describe(config, k, x_dtype, weight_dtype, pdl=arch != "sm_80", **kind)
         result[variant.name] = variant
@@ -198,13 +221,12 @@ def describe(
     """The variant that `launch_config` compiles for a weight of K columns."""
     names = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32"}
     fp8 = weight_dtype == torch.float8_e4m3fn
-    split = config.programs_along_k(k) > 1
     parts = prefetch_parts(config) if pdl and config.prefetch_bytes and not config.is_one_step(k) else 0
     pointers = {"x": f"*{names[x_dtype]}", "weight": f"*{names[weight_dtype]}", "out": f"*{names[x_dtype]}"}
     pointers |= {"weight_scale": "*fp32"} if fp8 else {}
-    if split and keep_parts:
+    if keep_parts and config.split > 1:
         pointers["out"] = "*fp32"
-    elif split:
+    elif config.split > 1:
         pointers |= {"partials": "*fp32", "counters": "*i32"}
     strides = ("n", "k", "x_stride", "weight_stride", "part_length")
     absent = dict.fromkeys({"weight_scale", "partials", "counters"} - set(pointers))
@@ -213,7 +235,7 @@ def describe(
     chains += "-one-step" * config.is_one_step(k)
     return KernelVariant(
         name=f"{names[weight_dtype]}-{tile}{chains}"
-        + "-split" * split
+        + f"-split{config.split}" * (config.split > 1)
         + "-pdl" * pdl
         + "-gated" * gated
         + "-parts" * keep_parts,
@@ -227,7 +249,7 @@ def describe(
             "SEQUENTIAL": config.sequential,
             "EVEN_K": config.is_even(k),
             "FP8": fp8,
-            "SPLIT": split,
+            "SPLIT": 1 if keep_parts else config.split,
             "PDL": pdl,
             "PREFETCH_PARTS": parts,
             "GATED": gated,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.linear.config import share_count
+from compiled_mtp.ops.numerics import add_tree, silu
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
@@ -20,6 +23,7 @@ def linear_reference(
     weight_scale: torch.Tensor | None,
     out_float32: bool,
     prefill: bool,
+    whole_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
@@ -47,23 +51,31 @@ def linear_reference(
 
 
 def linear_silu_mul_reference(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    whole_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     gate, up = linear_reference(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
 
 
 def linear_parts_reference(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, count: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    count: int,
+    whole_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     if count == 1:
         return linear_reference(x, weight, weight_scale, False, False)[None]
-    # Of any length: what the parts are is the kernel's choice, their sum is not.
-    length = -(-x.shape[1] // (count * FP8_BLOCK)) * FP8_BLOCK
-    parts = []
-    for first in range(0, count * length, length):
+    k = whole_shape[1] if whole_shape else x.shape[1]
+    length = k // share_count(k)
+    shares = []
+    for first in range(0, x.shape[1], length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        parts.append(linear_reference(x[:, columns], weight[:, columns], scale, True, False))
-    return torch.stack(parts)
+        shares.append(linear_reference(x[:, columns], weight[:, columns], scale, True, False))
+    size = len(shares) // count
+    return torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])

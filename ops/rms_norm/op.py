@@ -16,7 +16,7 @@ from compiled_mtp.ops.rms_norm.reference import (
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
 MAX_WIDTH = 32768
-MAX_PARTS = 16
+PART_COUNTS = (1, 2, 4, 8)
 
 
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -65,8 +65,8 @@ def _check_add_rms_norm(
     kept_rows: torch.Tensor | None = None,
 ) -> None:
     if x.dim() == 3:
-        if not 1 <= x.shape[0] <= MAX_PARTS:
-            raise fail("x", f"have 1 to {MAX_PARTS} parts", x.shape[0], "pass linear_parts' result")
+        if x.shape[0] not in PART_COUNTS:
+            raise fail("x", f"have one of {PART_COUNTS} parts", x.shape[0], "pass linear_parts' result")
         _check(x[0], weight)
         dtypes = (x.dtype,) if x.shape[0] == 1 else (torch.float32, torch.bfloat16)
         if x.shape[0] > 1:
@@ -159,11 +159,12 @@ def add_rms_norm(
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
     x, residual: [M, H] of one dtype, float32 or bfloat16, rows at any stride. weight: [H]. x may also be
-    what `linear_parts` gives, [P, M, H]: float32 parts to be added up in their order and rounded to
-    residual's dtype first, or with P = 1 the sum in that dtype. kept_rows [N] int64, if given, names the rows
-    that are wanted, in that order (each below M, not checked: it would cost a synchronisation). Returns
-    (norm, new residual), [M, H] or [N, H]. On a GPU the residual and kept_rows are read while the operator
-    before still runs: neither may be that one's result (ops.device says what lies between).
+    what `linear_parts` gives, [P, M, H]: P of 2, 4 or 8 float32 parts, to be added as the tree
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
+    that dtype. kept_rows [N] int64, if given, names the rows that are wanted, in that order (each below M,
+    not checked: it would cost a synchronisation). Returns (norm, new residual), [M, H] or [N, H]. On a GPU
+    the residual and kept_rows are read while the operator before still runs: neither may be that one's result
+    (ops.device says what lies between).
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     return _add_rms_norm(x, residual, weight, eps, kept_rows)

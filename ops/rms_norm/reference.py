@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from compiled_mtp.ops.numerics import add_tree
+
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x_f32 = x.float()
@@ -22,10 +24,7 @@ def add_rms_norm_reference(
     if kept_rows is not None:
         x, residual = x.index_select(-2, kept_rows), residual[kept_rows]
     if x.dim() == 3:
-        total = x[0]
-        for part in x[1:]:
-            total = total + part
-        x = total.to(residual.dtype)
+        x = add_tree(x).to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
