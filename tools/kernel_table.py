@@ -2,6 +2,7 @@
 
     python tools/kernel_table.py --capabilities 90                 # every configuration, as JSON
     python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
+    python tools/kernel_table.py --products --capabilities 90      # which tensor-core instructions they hold
     python tools/kernel_table.py --record                          # rewrite the table of this Triton version
 
 The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
@@ -10,6 +11,7 @@ The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import json
 import os
@@ -17,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ def variants_of(operator: str, capability: int, first: bool) -> Iterator[Any]:
             yield variant
 
 
-def compile_variant(variant: Any, capability: int) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+def compile_variant(variant: Any, capability: int) -> Any:
+    """What Triton makes of one configuration."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -59,14 +61,30 @@ def compile_variant(variant: Any, capability: int) -> dict[str, int]:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned},
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def inspect(compiled: Any, tool: str, flag: str) -> str:
+    """What one of the tools of Triton's own package says of a compiled kernel."""
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage = subprocess.run(
-            [tool, "-res-usage", cubin.name], check=True, capture_output=True, text=True
-        ).stdout
+        path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        return subprocess.run([path, flag, cubin.name], check=True, capture_output=True, text=True).stdout
+
+
+def products_of(variant: Any, capability: int) -> dict[str, int]:
+    """How many instructions of each class of tensor-core product (HMMA, HGMMA, QGMMA) one kernel holds."""
+    code = inspect(compile_variant(variant, capability), "nvdisasm", "-c")
+    return dict(collections.Counter(re.findall(r"\b([A-Z]*MMA)\.", code)))
+
+
+def resources_of(variant: Any, capability: int) -> dict[str, int]:
+    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    compiled = compile_variant(variant, capability)
+    usage = inspect(compiled, "cuobjdump", "-res-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     return {
         "registers": found["REG"],
@@ -75,8 +93,10 @@ def compile_variant(variant: Any, capability: int) -> dict[str, int]:
     }
 
 
-def compile_table(operators: list[str], capabilities: list[int], first: bool) -> dict[str, Any]:
-    """Resources, or {"error": text}, keyed by "operator/variant@sm_NN"."""
+def compile_table(
+    operators: list[str], capabilities: list[int], first: bool, describe: Callable[[Any, int], dict[str, int]]
+) -> dict[str, Any]:
+    """What `describe` finds, or {"error": text}, keyed by "operator/variant@sm_NN"."""
     table: dict[str, Any] = {}
     for operator in operators:
         for capability in capabilities:
@@ -85,7 +105,7 @@ def compile_table(operators: list[str], capabilities: list[int], first: bool) ->
                 if key in table:
                     raise ValueError(f"variant names must differ, got {key} twice; rename one")
                 try:
-                    table[key] = compile_variant(variant, capability)
+                    table[key] = describe(variant, capability)
                 except Exception as error:  # one bad kernel must not hide the others
                     table[key] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
     return table
@@ -103,9 +123,13 @@ def main() -> None:
     parser.add_argument("--operators", nargs="*", default=operators_with_kernels())
     parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
     parser.add_argument("--first", action="store_true", help="one configuration a kernel")
+    parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
     args = parser.parse_args()
-    table = compile_table(args.operators, args.capabilities, args.first)
+    if args.products and args.record:
+        parser.error("--record must stand alone: the table holds resources; drop --products")
+    describe = products_of if args.products else resources_of
+    table = compile_table(args.operators, args.capabilities, args.first, describe)
     if not args.record:
         print(json.dumps(table))
         return

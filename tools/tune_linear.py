@@ -43,11 +43,11 @@ from compiled_mtp.ops.linear.config import (
     dtype_name,
     linear_config,
     read_table,
-    share_count,
     with_shares,
 )
 from compiled_mtp.ops.linear.kernel import launch_config
 from compiled_mtp.ops.rms_norm import rms_norm
+from compiled_mtp.ops.shares import share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)

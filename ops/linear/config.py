@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.shares import SHARE_UNIT, share_count
 
 MAX_SIDE_BY_SIDE = 4
-PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
@@ -41,7 +41,7 @@ class LinearConfig:
     prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
 
     Where block_k is a whole part, all of a program's weights are loaded at once, before the previous kernel
-    has finished; block_k may then exceed PART_UNIT, and there may be any number of chains.
+    has finished; block_k may then exceed SHARE_UNIT, and there may be any number of chains.
     """
 
     block_m: int
@@ -55,8 +55,8 @@ class LinearConfig:
     sequential: bool = False
 
     def part_length(self, k: int) -> int:
-        """Columns of one part of K, a multiple of PART_UNIT."""
-        return -(-k // (self.split * self.chains * PART_UNIT)) * PART_UNIT
+        """Columns of one part of K, a multiple of SHARE_UNIT."""
+        return -(-k // (self.split * self.chains * SHARE_UNIT)) * SHARE_UNIT
 
     def is_even(self, k: int) -> bool:
         """Whether every step of every chain is whole."""
@@ -79,15 +79,6 @@ NAMED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torc
 def dtype_name(weight_dtype: torch.dtype) -> str:
     """The name of a weight's dtype in the table."""
     return next(name for name, dtype in NAMED_DTYPES.items() if dtype == weight_dtype)
-
-
-def share_count(k: int) -> int:
-    """Equal shares of K, whole blocks of PART_UNIT columns, that a product before a norm is cut into.
-
-    Eight where they come out even. Of the released shapes 0.8B's down (3,584 columns, 28 blocks) and experts
-    of 512 have four.
-    """
-    return next((count for count in (8, 4, 2) if k % (count * PART_UNIT) == 0), 1)
 
 
 def block_rows(rows: int) -> int:
@@ -131,7 +122,7 @@ def with_shares(config: LinearConfig, shares: int, split: int) -> LinearConfig:
     stages = max(3, config.num_stages * config.chains // chains)
     return replace(
         config,
-        block_k=min(config.block_k, PART_UNIT),
+        block_k=min(config.block_k, SHARE_UNIT),
         num_stages=min(config.num_stages, stages),
         split=split,
         chains=chains,
@@ -172,7 +163,7 @@ def linear_config(
     if split:
         config = with_shares(config, share_count(k) // pieces, split)
     elif prefill:
-        config = replace(config, chains=1, block_k=min(config.block_k, PART_UNIT))
+        config = replace(config, chains=1, block_k=min(config.block_k, SHARE_UNIT))
     # Sums that wait while a program goes through its parts one after the other, and the one that grows.
     sums = config.chains.bit_length()
     fp8 = weight_dtype == torch.float8_e4m3fn
@@ -184,7 +175,7 @@ def linear_config(
         config = replace(
             config,
             block_m=32,
-            block_k=min(config.block_k, PART_UNIT),
+            block_k=min(config.block_k, SHARE_UNIT),
             sequential=True,
             num_stages=4,
         )
@@ -252,15 +243,6 @@ def choose(
         split,
         k // weight.shape[1],
     )
-
-
-def part_counts(weight: torch.Tensor, whole_shape: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The numbers of parts that `linear_parts` can give for this weight; 1 alone on a CPU."""
-    if weight.device.type != "cuda":
-        return (1,)
-    k = weight.shape[1]
-    shares = share_count(whole_shape[1] if whole_shape else k) * k // (whole_shape[1] if whole_shape else k)
-    return tuple(count for count in (1, 2, 4, 8) if count <= shares)
 
 
 def count_parts(weight: torch.Tensor, whole_shape: Sequence[int] | None = None) -> int:

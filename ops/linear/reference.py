@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.linear.config import share_count
-from compiled_mtp.ops.numerics import add_tree, silu
+from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.shares import add_tree, share_count
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.

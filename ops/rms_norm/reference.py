@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.ops.numerics import add_tree
+from compiled_mtp.ops.shares import add_tree
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

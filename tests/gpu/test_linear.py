@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul, part_counts
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.linear.reference import linear_reference
-from compiled_mtp.ops.numerics import add_tree
 from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.shares import add_tree, part_counts
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_launch, check_row_invariance, rel_l2
 
@@ -156,11 +156,11 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
-    assert count_parts(weight) in part_counts(weight)
+    assert count_parts(weight) in part_counts(k, k)
     wanted = add_rms_norm(linear_parts(x, weight, scale, 1), residual, factor, 1e-6)
     exact = x.double() @ (weight.double() if scale is None else dequantize(weight, scale).double()).T
     assert rel_l2(linear_parts(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
-    for count in part_counts(weight):
+    for count in part_counts(k, k):
         for rows in range(1, 257):
             parts = linear_parts(x[:rows], weight, scale, count)
             got = add_rms_norm(parts, residual[:rows], factor, 1e-6)
@@ -179,9 +179,7 @@ def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, pieces: in
         for first in range(0, k, length):
             columns = slice(first, first + length)
             piece_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
-            count = max(1, count_parts(weight[:, columns], (n, k)))
-            if count == 1:
-                count = max(part_counts(weight[:, columns], (n, k)))
+            count = max(part_counts(length, k))
             piece = linear_parts(x[:rows, columns], weight[:, columns], piece_scale, count, (n, k))
             parts.append(add_tree(piece.float()))
         whole = linear_parts(x[:rows], weight, scale, 8)

@@ -8,20 +8,18 @@ import torch
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
-    PART_UNIT,
     LinearConfig,
     block_rows,
     choose,
     linear_config,
     read_table,
-    share_count,
 )
 from compiled_mtp.ops.linear.reference import (
     linear_parts_reference,
     linear_reference,
     linear_silu_mul_reference,
 )
-from compiled_mtp.ops.numerics import add_tree
+from compiled_mtp.ops.shares import SHARE_UNIT, add_tree, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
 
@@ -297,7 +295,7 @@ def test_one_split_for_every_number_of_rows() -> None:
             }
             configs += shared
         for config in configs:
-            assert config.is_one_step(k) or PART_UNIT % config.block_k == 0
+            assert config.is_one_step(k) or SHARE_UNIT % config.block_k == 0
             assert config.num_stages * config.stage_bytes(2, dtype.itemsize) <= 227 * 1024
             if dtype == torch.float8_e4m3fn:
                 # A tile must lie in one block of scales, and a step must be one block.
