@@ -108,7 +108,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: 
         (7168, 1024, [16, 256, 4, 2, 1, 4, 0]),
         (2560, 4096, [16, 128, 2, 2, 8, 4, 0]),
         (2560, 4096, [32, 512, 8, 2, 4, 2, 0]),
-        (24576, 4096, [16, 512, 4, 2, 1, 8, 0]),
+        (9216, 2048, [32, 256, 8, 2, 1, 8, 0]),
     ],
 )
 def test_one_step_has_the_bits_of_every_number_of_rows(
