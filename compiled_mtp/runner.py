@@ -221,7 +221,7 @@ class Runner:
         self._host_buffers[launch.output.shape].append((launch.output, launch.ready))
         if plan.kind == "prefill":
             return StepResult(plan, [[values[0]] if plan.is_last else []])
-        tokens = [row[1 : 1 + row[0]] for row in values[: len(plan.slots)]]
+        tokens = [row[2 : 2 + row[0]] for row in values[: len(plan.slots)]]
         return StepResult(plan, tokens)
 
     def _load(

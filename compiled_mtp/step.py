@@ -23,8 +23,8 @@ from compiled_mtp.models.layers import Rows
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.sample import sample
-from compiled_mtp.ops.window import accept_window, place_chain, place_rows, read_window
+from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
+from compiled_mtp.ops.window import Cursors, accept_window, place_chain, place_rows, read_window
 
 
 class Step(nn.Module):
@@ -72,34 +72,39 @@ class Step(nn.Module):
     def decode(self, state_index: torch.Tensor) -> torch.Tensor:
         """Verify S drafts of each request and draft S new ones.
 
-        state_index [B] int32, 0 for padding. Returns [B, 1 + W] int64: num_new, then the W sampled tokens
-        of which the first num_new are the request's. num_new is 0 for padding. Mutates the caches and the
-        slots' cursors, last tokens and drafts.
+        state_index [B] int32, 0 for padding. Returns [B, 2 + W] int64: num_new, num_finite, then the
+        W sampled tokens of which the first num_new are the request's (`Accepted`). Both are 0 for padding.
+        Mutates the caches and the slots' cursors, last tokens and drafts.
         """
         slots, mtp_step = self.slots, self.mtp_step
         place = (mtp_step, self.kv_cache.block_size, self.max_model_len)
-        base, pos, tokens, positions, kv_slots, sampled_positions, table = read_window(
-            state_index, slots.base, slots.pos, slots.last_token, slots.drafts, slots.block_table, *place
-        )
+        cursors = Cursors(slots.base, slots.pos, slots.last_token)
+        window = read_window(state_index, cursors, slots.drafts, slots.block_table, *place)
         # 1. One forward of the target over [last token, d_1 .. d_S] at positions p .. p + S.
-        rows = Rows(positions, kv_slots, table, state_index, pos, base, pos, is_prefill=False)
-        hidden = self.target(tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
+        rows = Rows(
+            window.positions, window.kv_slots, window.block_table, state_index, window.pos, window.base,
+            window.pos, is_prefill=False,
+        )  # fmt: skip
+        hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         # 2. y_k is the request's token at position p + k + 1, given that the k drafts before it are right.
-        sampled = self._sample(self.target.logits(hidden), tokens, sampled_positions, state_index)
+        logits = self.target.logits(hidden)
+        sampled = self._sample(logits, window.tokens, window.sampled_positions, state_index)
         # 3. Keep the leading drafts that agree; y_{num_accepted} is the bonus token.
         # 4. Commit. The GDN layers have just folded their state up to the old `pos`.
-        result, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots = accept_window(
-            tokens, sampled, state_index, pos, table, slots.base, slots.pos, slots.last_token,
-            *place, self.hash_limit,
+        accepted = accept_window(
+            window.tokens, sampled.token, sampled.is_finite, state_index, window.pos, window.block_table,
+            cursors, *place, self.hash_limit,
         )  # fmt: skip
         # 5. and 6. Make the draft's KV true for every row, then draft from the accepted one.
         if self.draft is not None:
-            rows = replace(rows, positions=positions, slot_mapping=kv_slots)
-            drafted = self._draft_forward(sampled, hidden, rows, accepted_row)
-            drafts = self._draft_chain(drafted, bonus, rows, chain_positions, chain_slots)
+            rows = replace(rows, positions=accepted.positions, slot_mapping=accepted.kv_slots)
+            drafted = self._draft_forward(sampled.token, hidden, rows, accepted.accepted_row)
+            drafts = self._draft_chain(
+                drafted, accepted.bonus, rows, accepted.chain_positions, accepted.chain_slots
+            )
             index, is_live = state_index.to(torch.int64), state_index > 0
             slots.drafts[index] = torch.where(is_live[:, None], drafts, 0)
-        return result
+        return accepted.packed
 
     def prefill(
         self,
@@ -139,7 +144,7 @@ class Step(nn.Module):
         index = state_index.to(torch.int64)
         hidden, pos = slots.last_hidden[index], slots.pos[index]
         logits = self.target.logits(hidden, is_prefill=True)
-        token = self._sample(logits, slots.last_token[index], pos, state_index)
+        token = self._sample(logits, slots.last_token[index], pos, state_index).token
         slots.last_token[index] = token
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
@@ -189,7 +194,7 @@ class Step(nn.Module):
                 hidden = self._draft_forward(token, hidden, chained)
             logits = linear(hidden, head, None, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
-            token = self._sample(logits, token, chain_positions[i, :batch], rows.state_index)
+            token = self._sample(logits, token, chain_positions[i, :batch], rows.state_index).token
             if self.draft_ids is not None:
                 token = self.draft_ids[token]
             drafts.append(token)
@@ -201,28 +206,10 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         state_index: torch.Tensor,
-    ) -> torch.Tensor:
-        slots = self.slots
-        return sample(
-            logits,
-            tokens,
-            positions,
-            state_index,
-            slots.temperature,
-            slots.top_p,
-            slots.min_p,
-            slots.repetition_penalty,
-            slots.presence_penalty,
-            slots.frequency_penalty,
-            slots.top_k,
-            slots.seed,
-            slots.output_counts,
-            slots.prompt_seen,
-            slots.bias,
-            slots.min_position,
-            slots.stop_ids,
-            min(self.num_valid_ids, logits.shape[1]),
-        )[0]
+    ) -> Sampled:
+        tables = SamplingTables(*(getattr(self.slots, name) for name in SamplingTables._fields))
+        num_valid_ids = min(self.num_valid_ids, logits.shape[1])
+        return sample(logits, tokens, positions, state_index, tables, num_valid_ids)
 
     def _rows(
         self,

@@ -1,6 +1,9 @@
-"""Checks that operators make on metadata: shapes, dtypes, devices. They read no tensor values."""
+"""The errors of operators: what is wrong with an argument's shape, dtype or layout."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -10,29 +13,29 @@ def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{name} must {rule}, got {got}; {remedy}")
 
 
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], remedy: str) -> None:
-    """Raise ValueError unless `tensor` has `shape`; None stands for any size."""
-    actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(
-        want is not None and want != have for want, have in zip(shape, actual, strict=False)
-    ):
-        wanted = "[" + ", ".join("*" if n is None else str(n) for n in shape) + "]"
-        raise fail(name, f"have shape {wanted}", list(actual), remedy)
+def wrong_shape(
+    name: str, tensor: torch.Tensor, dims: tuple[str, ...], sizes: Mapping[str, Any], remedy: str
+) -> ValueError:
+    """`tensor` has not the shape `dims`; what `sizes` does not know stands as it is."""
+
+    def wanted(dim: str) -> str:
+        if dim == "...":
+            return dim
+        try:
+            return str(eval(dim, {}, dict(sizes)))
+        except (NameError, SyntaxError):
+            return dim
+
+    shape = ", ".join(" or ".join(map(wanted, dim.split("|"))) for dim in dims)
+    return fail(name, f"have shape [{shape}]", list(tensor.shape), remedy)
 
 
-def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], remedy: str) -> None:
-    """Raise ValueError unless `tensor.dtype` is one of `dtypes`."""
-    if tensor.dtype not in dtypes:
-        raise fail(name, f"have dtype {' or '.join(str(d) for d in dtypes)}", tensor.dtype, remedy)
+def wrong_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> ValueError:
+    """`tensor` has none of `dtypes`."""
+    return fail(name, f"have dtype {' or '.join(map(str, dtypes))}", tensor.dtype, "cast it")
 
 
-def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the last dimension of `tensor` has stride 1 (earlier strides are free)."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise fail(name, "have a last dimension of stride 1", list(tensor.stride()), "make it contiguous")
-
-
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless `tensor` lies in one piece, in order."""
-    if not tensor.is_contiguous():
-        raise fail(name, "be contiguous", list(tensor.stride()), "pass a contiguous tensor")
+def wrong_layout(name: str, tensor: torch.Tensor, is_contiguous: bool) -> ValueError:
+    """`tensor` does not lie as a kernel reads it."""
+    rule = "be contiguous" if is_contiguous else "have a last dimension of stride 1"
+    return fail(name, rule, list(tensor.stride()), "make it contiguous")

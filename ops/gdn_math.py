@@ -1,4 +1,4 @@
-"""What the GDN references share: the gated delta rule on records, and the gated norm.
+"""What the GDN specifications and CPU routes share: the gated delta rule on records, and the gated norm.
 
 A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). Applying it is `S <- exp(g) S + u
 k^T`, whether the token is being stepped over or folded in later, so that both ways reach the same bits.
@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
+from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import sigmoid, silu
+
+
+def check_gdn_heads(Hk: int, Hv: int, gate_activation: str) -> None:
+    """Raise ValueError for what no GDN layer has."""
+    if Hv % Hk:
+        raise fail("num_v_heads", "be a multiple of num_k_heads", (Hv, Hk), "check the config")
+    if gate_activation not in ("silu", "sigmoid"):
+        raise fail("gate_activation", "be 'silu' or 'sigmoid'", repr(gate_activation), "map swish to silu")
 
 
 def apply_record(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, exp_g: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ def gated_norm_kernel(
     lane = tl.arange(0, DV)[None, :]
     weight = tl.load(norm_weight + lane)  # no kernel writes it
     if PDL:
-        # In this order, which makes the kernel one that others may count on (ops.device): calls of gdn_verify
+        # In this order, which makes the kernel one that others may count on: calls of gdn_verify
         # may follow one another with nothing else between.
         gdc_wait()
         gdc_launch_dependents()
@@ -183,7 +183,7 @@ def check_head_dims(head_k_dim: int, head_v_dim: int) -> None:
 def tile_constants(
     num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, ring: int
 ) -> dict[str, int]:
-    """The constexpr arguments of gdn_verify and gdn_commit; they depend on the layer's shape alone."""
+    """The constexpr arguments of gdn_verify; they depend on the layer's shape alone."""
     check_head_dims(head_k_dim, head_v_dim)
     return {
         "NK": num_k_heads,

@@ -1,4 +1,4 @@
-"""How an operator reaches torch: a schema, a reference for the CPU, a launcher for CUDA, a fake for tracing.
+"""How an operator reaches torch: all of it follows from one annotated specification.
 
 `torch.library.Library.define/impl` is used rather than `custom_op` because a call costs 3 us instead of 11
 (20 inside a compiled graph), and rather than `triton_op` because an opaque operator also compiles on a CPU.
@@ -6,66 +6,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
+
+from compiled_mtp.ops.signature import Signature
 
 NAMESPACE = "compiled_mtp"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # Registration is process-wide in torch, so the choice of implementation is too.
 _ON_REFERENCE: set[str] = set()
-_OVERLOADS: dict[str, Any] = {}
+_OPERATORS: dict[str, Operator[..., Any]] = {}
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def register(
-    name: str,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    check: Callable[..., None],
-    mutates: Sequence[str] = (),
-    launch: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """Define `compiled_mtp::<name>` with the schema of `reference` and return what calls it, checked.
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that an operator launches with `launch_pdl`, so that it may start while the one before runs.
 
-    `reference` runs on the CPU; `launch` runs on CUDA (`reference` when it is None). Both take the same
-    arguments, mutate only the arguments named in `mutates` and return fresh tensors, which `fake` allocates
-    with the same shapes, dtypes and strides. `check` raises ValueError for arguments that do not fit.
+    Each of its programs executes `gdc_wait()` on every path, because the end of a kernel stands for the end
+    of all before it. Only after that does it touch what another kernel writes or reads, except for the
+    operator's arguments `reads_early` and `stores_early`: those must be older than the last fence before it.
+    A fence is a kernel that is launched plainly, or `is_fence`: it waits before it executes
+    `gdc_launch_dependents()`. What is launched after a fence starts once everything before the fence (not
+    the fence itself) is complete. tests/test_fences.py compares this with the kernel's source, and checks
+    the order of a whole step.
     """
 
-    def checked_fake(*args: Any) -> Any:
-        check(*args)
-        return fake(*args)
+    kernel: str
+    reads_early: tuple[str, ...] = ()
+    stores_early: tuple[str, ...] = ()
+    is_fence: bool = False
 
-    schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
-    _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, reference, "CPU")
-    if launch is None:
-        _LIBRARY.impl(name, reference, "CUDA")
-    else:
-        kernel = launch
 
-        def on_cuda(*args: Any) -> Any:
-            return reference(*args) if name in _ON_REFERENCE else kernel(*args)
+class Operator(Generic[P, R]):
+    """What `operator` makes: a function, with these attributes.
 
+    reference: the specification. launch: the kernel, called directly, whatever the device. launches: what it
+    launches with `launch_pdl`; empty where all its launches are plain.
+    """
+
+    reference: Callable[P, R]
+    launch: Callable[P, R]
+    launches: tuple[Launch, ...]
+    overload: Any
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        raise NotImplementedError
+
+
+def operator(
+    *,
+    mutates: tuple[str, ...] = (),
+    launches: tuple[Launch, ...] = (),
+    check: Callable[..., None] | None = None,
+    fake: Callable[..., Any] | None = None,
+    has_cpu_route: bool = False,
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Register an annotated specification as `compiled_mtp::<name>`; models call what this returns.
+
+    It stands in `ops/<folder>/reference.py`. On CUDA the folder's kernel.py runs, imported on first use:
+    `launch(args)`, or `launch_<name>(args)` where the operator is not called as its folder, with a NamedTuple
+    of the arguments. On a CPU it is the specification itself or, with `has_cpu_route`, the function of the
+    same name in cpu.py. All mutate only what `mutates` names and return fresh tensors. Each call is checked
+    against the annotations (ops/signature.py), and by `check`, which raises ValueError for what is no shape,
+    dtype or layout. `fake` allocates results whose shape or dtype depends on a value. Both name, as their
+    parameters, the arguments and dimensions that they need.
+    """
+
+    def register(function: Callable[P, R]) -> Operator[P, R]:
+        specification: Callable[..., Any] = function
+        signature, name = Signature(function), function.__name__
+        package = function.__module__.rpartition(".")[0]
+        is_own_folder = package.rpartition(".")[2] == name
+
+        @functools.cache
+        def kernel() -> Callable[..., Any]:
+            # Without a GPU nothing needs Triton.
+            entry = "launch" if is_own_folder else f"launch_{name}"
+            return cast(Callable[..., Any], getattr(importlib.import_module(f"{package}.kernel"), entry))
+
+        @functools.cache
+        def cpu_route() -> Callable[..., Any]:
+            return cast(Callable[..., Any], getattr(importlib.import_module(f"{package}.cpu"), name))
+
+        def on_cpu(*flat: Any) -> Any:
+            implementation = cpu_route() if has_cpu_route else specification
+            return implementation(*(nest(*flat) if signature.records else flat))
+
+        def on_cuda(*flat: Any) -> Any:
+            return specification(*nest(*flat)) if name in _ON_REFERENCE else kernel()(nest(*flat))
+
+        _LIBRARY.define(signature.schema(mutates))
+        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        call, made_fake, nest = signature.functions(overload, check, fake)
+        plain = not (signature.records or has_cpu_route)
+        _LIBRARY.impl(name, function if plain else on_cpu, "CPU")
         _LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=_LIBRARY)
-    overload = _OVERLOADS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        torch.library.register_fake(f"{NAMESPACE}::{name}", made_fake, lib=_LIBRARY)
+        made = cast(Operator[P, R], functools.update_wrapper(call, function))
+        del made.__wrapped__  # type: ignore[attr-defined]
+        made.reference = function
+        made.launch = lambda *args, **kwargs: kernel()(signature.bound(*args, **kwargs))
+        made.launches = launches
+        made.overload = overload
+        _OPERATORS[name] = made
+        return made
 
-    def call(*args: Any) -> Any:
-        # Traced calls are checked by the fake: Dynamo would interpret every check, which takes longer than
-        # all the rest of a start from a cache.
-        if not torch.compiler.is_compiling():
-            check(*args)
-        return overload(*args)
+    return register
 
-    return call
+
+def operators() -> dict[str, Operator[..., Any]]:
+    """Every operator registered so far, by name."""
+    return dict(_OPERATORS)
 
 
 def overloads() -> tuple[Any, ...]:
     """Every operator registered so far, as torch calls it."""
-    return tuple(_OVERLOADS.values())
+    return tuple(made.overload for made in _OPERATORS.values())
 
 
 def use_reference(names: Iterable[str]) -> None:
@@ -74,8 +137,8 @@ def use_reference(names: Iterable[str]) -> None:
     Raises ValueError for a name that no operator has.
     """
     chosen = set(names)
-    unknown = sorted(chosen - _OVERLOADS.keys())
+    unknown = sorted(chosen - _OPERATORS.keys())
     if unknown:
-        raise ValueError(f"reference_ops must name operators, got {unknown}; known are {sorted(_OVERLOADS)}")
+        raise ValueError(f"reference_ops must name operators, got {unknown}; known are {sorted(_OPERATORS)}")
     _ON_REFERENCE.clear()
     _ON_REFERENCE.update(chosen)

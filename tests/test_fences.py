@@ -1,14 +1,15 @@
-"""What kernels read before they wait is older than the last fence (`ops/device.py`), throughout a step.
+"""What kernels read before they wait is older than the last fence (`Launch`), throughout a step.
 
 A race between two launches would show on a GPU only, and there perhaps once in a million steps. So the order
-is checked: which arguments a kernel touches early is read from its source, and when they were written from a
-step that is recorded operator by operator. Kernels of torch and of Inductor, which are fences, count as none
-here: they may be fused or moved.
+is checked: what a kernel touches early is declared with its operator and compared with its source, and when
+that was written is read from a step that is recorded operator by operator. Kernels of torch and of Inductor,
+which are fences, count as none here: they may be fused or moved.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,52 +18,26 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_mtp.ops.registry import NAMESPACE
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
+from compiled_mtp.ops.rms_norm import add_rms_norm
 from tests import tiny
 
 OPS = Path(__file__).parents[1] / "ops"
-# The launches of an operator in decode, by kernel. In prefill some take a kernel that is a plain launch, or
-# one of torch's: what holds for these holds for those.
-LAUNCHES = {
-    "linear": ("linear_kernel",),
-    "linear_parts": ("linear_kernel",),
-    "linear_silu_mul": ("linear_kernel",),
-    "rms_norm": ("rms_norm_kernel",),
-    "add_rms_norm": ("add_rms_norm_kernel",),
-    "pair_norm": ("pair_norm_kernel",),
-    "spec_conv1d": ("spec_conv1d_kernel",),
-    "gdn_verify": ("gdn_verify_kernel", "gated_norm_kernel"),
-    "qk_norm_rope_kv_write": ("qk_norm_rope_kv_write_kernel",),
-    "paged_attention": ("verify_kernel", "combine_kernel"),
-    "silu_mul": ("silu_mul_kernel",),
-    "sample": ("tile_kernel", "finish_kernel"),
-    "accept_window": ("accept_window_kernel",),
-}
-PLAIN = {"read_window", "moe_router", "moe_experts", "conv_prefill", "gdn_prefill"}
-# Named before the wait, but only to compute an address.
-ADDRESSES = {"pair_norm_kernel": {"out"}}
-STORED_EARLY = {"gdn_verify_kernel": {"state"}}
-NUMBERS = {"block_size", "first_key", "max_blocks", "num_requests", "part_length", "prefetch_bytes", "k", "n"}
-NUMBERS |= {
-    "hash_limit",
-    "num_keys",
-    "num_splits",
-    "pairs",
-    "query_len",
-    "row",
-    "rows",
-    "window",
-    "eps",
-    "end",
-}
+# Arguments of kernels that are neither tensors nor end in _stride.
+NUMBERS = {
+    "block_size", "end", "eps", "first_key", "hash_limit", "k", "max_blocks", "n", "num_keys", "num_requests",
+    "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows", "scale_log2",
+}  # fmt: skip
 
 
 @dataclass
 class Kernel:
-    """Whether a kernel is a fence, and the arguments that it names before it waits."""
+    """Whether a kernel is a fence, and the arguments that it reads and stores before it waits."""
 
     is_fence: bool
-    early: set[str]
+    reads: set[str]
+    stores: set[str]
 
 
 def calls(node: ast.AST, name: str) -> list[int]:
@@ -73,19 +48,51 @@ def calls(node: ast.AST, name: str) -> list[int]:
     ]
 
 
-def names_before_wait(statements: list[ast.stmt]) -> set[str]:
-    """Every name that these statements mention on a path that has not waited yet."""
-    found: set[str] = set()
+def touches(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What may touch memory: stores with their address, and every other call, helpers included."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "store":
+            yield "store", call.args[0]
+        elif isinstance(call, ast.Call):
+            yield "read", call
+
+
+def early_uses(statements: list[ast.stmt], made_of: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The names that statements read and store at on a path that has not waited yet.
+
+    `made_of` says of which arguments an address was made, for arithmetic alone touches nothing.
+    """
+    found: dict[str, set[str]] = {"read": set(), "store": set()}
     for statement in statements:
         is_waiting = bool(calls(statement, "gdc_wait"))
         part: ast.AST = statement
-        if is_waiting and isinstance(statement, ast.If):
-            found |= names_before_wait(statement.body) | names_before_wait(statement.orelse)
+        if isinstance(statement, ast.If):
+            for branch in (statement.body, statement.orelse):
+                for use, names in early_uses(branch, made_of).items():
+                    found[use] |= names
             part = statement.test
-        found |= {name.id for name in ast.walk(part) if isinstance(name, ast.Name)}
+        for use, node in touches(part):
+            found[use] |= names_of(node, made_of)
+        if isinstance(statement, (ast.Assign, ast.AugAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in (name for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)):
+                added = names_of(statement.value, made_of, with_loads=False)
+                made_of[target.id] = added | (
+                    names_of(target, made_of) if isinstance(statement, ast.AugAssign) else set()
+                )
         if is_waiting:
             break
     return found
+
+
+def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = True) -> set[str]:
+    """The names of an expression and what they are made of; without those that it only loads from."""
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    if not with_loads:
+        loads = [c for c in ast.walk(node) if isinstance(c, ast.Call) and ast.unparse(c.func) == "tl.load"]
+        loaded = [id(name) for load in loads for name in ast.walk(load)]
+        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and id(name) not in loaded}
+    return set().union(*(made_of.get(name, {name}) for name in names))
 
 
 def read_kernels() -> dict[str, Kernel]:
@@ -97,13 +104,11 @@ def read_kernels() -> dict[str, Kernel]:
                 continue
             waits, triggers = calls(function, "gdc_wait"), calls(function, "gdc_launch_dependents")
             given = {argument.arg for argument in function.args.args if argument.annotation is None}
-            strides = {name for name in given if name.endswith("_stride")}
-            early = names_before_wait(function.body) & (given - strides - NUMBERS)
-            found[function.name] = Kernel(bool(triggers) and min(triggers) > max(waits), early)
+            tensors = {name for name in given if not name.endswith("_stride")} - NUMBERS
+            uses = early_uses(function.body, {})
+            is_fence = bool(triggers) and min(triggers) > max(waits)
+            found[function.name] = Kernel(is_fence, uses["read"] & tensors, uses["store"] & tensors)
     return found
-
-
-KERNELS = read_kernels()
 
 
 @dataclass
@@ -126,9 +131,7 @@ class Recorder(TorchDispatchMode):
         self.alive.append((args, result))  # an address must not be given out twice
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         namespace, _, name = func._schema.name.partition("::")
-        # Dispatch leaves out what has its default value.
-        given = {a.name: None for a in func._schema.arguments}
-        given |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
         mutated = {a.name for a in func._schema.arguments if a.is_write}
         if namespace != NAMESPACE:
             self.launches += not func.is_view
@@ -136,14 +139,14 @@ class Recorder(TorchDispatchMode):
                 if isinstance(value, torch.Tensor) and (mutated or not func.is_view):
                     self.written[place(value)] = self.launches
             return result
-        assert name in LAUNCHES or name in PLAIN, f"{name}: say how it is launched"
-        if name in PLAIN:
+        launches = operators()[name].launches
+        if not launches:
             self.launches += 1
             self.fence = self.launches
-        for kernel in LAUNCHES.get(name, ()):
+        for launch in launches:
             self.launches += 1
-            self.check(name, kernel, given)
-            if KERNELS[kernel].is_fence:
+            self.check(name, launch, given)
+            if launch.is_fence:
                 self.fence = self.launches
         for value in given.values():
             if isinstance(value, torch.Tensor):
@@ -153,36 +156,56 @@ class Recorder(TorchDispatchMode):
                 self.written[place(value)] = self.launches
         return result
 
-    def check(self, name: str, kernel: str, given: dict[str, Any]) -> None:
+    def check(self, name: str, launch: Launch, given: dict[str, Any]) -> None:
         """The launch numbered `launches` touches early only what is older than the last fence."""
-        for argument in KERNELS[kernel].early - ADDRESSES.get(kernel, set()):
+        for argument in {*launch.reads_early, *launch.stores_early}:
             value = given[argument]
             if not isinstance(value, torch.Tensor):
                 continue
             self.checked += 1
             uses = {"written": self.written.get(place(value), -2)}
-            if argument in STORED_EARLY.get(kernel, set()):
+            if argument in launch.stores_early:
                 uses["read"] = self.read.get(place(value), -2)
-            for use, launch in uses.items():
-                if launch >= self.fence:
-                    self.wrong.append(f"{name}: {argument} was {use} by launch {launch}, fence {self.fence}")
+            for use, number in uses.items():
+                if number >= self.fence:
+                    self.wrong.append(f"{name}: {argument} was {use} by launch {number}, fence {self.fence}")
 
 
 def place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_the_kernels_that_wait_are_those_that_are_checked() -> None:
-    assert {kernel for kernels in LAUNCHES.values() for kernel in kernels} == KERNELS.keys()
-    assert {name for name, kernel in KERNELS.items() if kernel.is_fence} == {
-        "linear_kernel",
-        "gated_norm_kernel",
-    }
-    assert KERNELS["add_rms_norm_kernel"].early == {"weight", "residual", "kept_rows"}
-    assert KERNELS["linear_kernel"].early == {"weight"}
-    assert KERNELS["silu_mul_kernel"].early == set()
-    # In both of its branches.
-    assert KERNELS["pair_norm_kernel"].early == {"embedding_weight", "hidden_weight", "out"}
+def test_declarations_are_what_the_sources_say() -> None:
+    kernels = read_kernels()
+    declared = {launch.kernel: launch for made in operators().values() for launch in made.launches}
+    assert declared.keys() == kernels.keys()
+    for name, launch in declared.items():
+        early = kernels[name]
+        assert set(launch.reads_early) == early.reads, name
+        assert set(launch.stores_early) == early.stores, name
+        assert launch.is_fence == early.is_fence, name
+
+
+def test_the_reading_of_a_source_sees_what_it_should() -> None:
+    source = """
+def kernel(x, y, z, out, state, N: tl.constexpr):
+    at = x + 1
+    at += 2
+    out += 3
+    if N:
+        load_row(y, N)
+        gdc_wait()
+        tl.load(z)
+    else:
+        tl.store(state + N, tl.load(at))
+        gdc_wait()
+    tl.store(out, 1)
+"""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    uses = early_uses(function.body, {})
+    given = {"x", "y", "z", "out", "state"}
+    assert (uses["read"] & given, uses["store"] & given) == ({"x", "y"}, {"state"})
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
@@ -206,15 +229,13 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
 def test_the_check_can_fail() -> None:
     x, weight, matrix = torch.randn(3, 8), torch.randn(8), torch.randn(8, 8)
     with Recorder() as recorder:
-        add_norm = torch.ops.compiled_mtp.add_rms_norm.default
-        _, residual = add_norm(x, x, weight, 1e-6)
-        add_norm(x, residual, weight, 1e-6)
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(x, residual, weight, 1e-6)
     assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
     with Recorder() as recorder:
-        add_norm(x, x * 2, weight, 1e-6)
+        add_rms_norm(x, x * 2, weight, 1e-6)
     assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
     with Recorder() as recorder:
-        _, residual = add_norm(x, x, weight, 1e-6)
-        made = torch.ops.compiled_mtp.linear.default(x, matrix, None, False, False)
-        add_norm(made, residual, weight, 1e-6)
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(linear(x, matrix), residual, weight, 1e-6)
     assert recorder.wrong == []

@@ -154,9 +154,12 @@ def test_imports_point_down(module: str) -> None:
         ("compiled_mtp.request", "def f():\n    import torch.nn"),
         ("compiled_mtp.models.weights", "from compiled_mtp import step"),
         ("compiled_mtp.step", "from compiled_mtp.engine import Engine"),
-        ("compiled_mtp.ops.linear.op", "from compiled_mtp.ops.rms_norm import rms_norm"),
-        ("compiled_mtp.ops.linear.op", "import numpy"),
-        ("compiled_mtp.ops.linear.op", "from compiled_mtp.model_config import ModelConfig\nimport ops"),
+        ("compiled_mtp.ops.linear.reference", "from compiled_mtp.ops.rms_norm import rms_norm"),
+        ("compiled_mtp.ops.linear.reference", "import numpy"),
+        (
+            "compiled_mtp.ops.linear.reference",
+            "from compiled_mtp.model_config import ModelConfig\nimport ops",
+        ),
         ("compiled_mtp.models.layers", "from ..step import Step"),
     ],
 )

@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from compiled_mtp.ops.gdn_commit import gdn_commit
+from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.step import Step
 from tests import tiny
+from tests.ops.gdn_cases import fold
 
 CONFIGS = {"dense": tiny.tiny_config(), "moe": tiny.tiny_config(**tiny.MOE)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -107,15 +108,9 @@ def kv_of(step: Step, kv: torch.Tensor, slot: int, first: int, end: int) -> torc
 def committed_state(step: Step, layer: torch.nn.Module, slot: int) -> torch.Tensor:
     state = layer.state.clone()
     index = torch.tensor([slot], dtype=torch.int32)
-    gdn_commit(
-        state,
-        layer.ring_k,
-        layer.ring_u,
-        layer.ring_g,
-        index,
-        step.slots.base[slot : slot + 1],
-        step.slots.pos[slot : slot + 1],
-    )
+    rings = (ring.clone() for ring in (layer.ring_k, layer.ring_u, layer.ring_g))
+    cursors = step.slots.base[slot : slot + 1], step.slots.pos[slot : slot + 1]
+    fold(gdn_verify, state, *rings, index, *cursors)
     return state[slot]
 
 

@@ -182,7 +182,7 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64) -> int:
 def decode(step: Step, slots: list[int]) -> list[list[int]]:
     """One decode round; the new tokens of each slot (padding slots are 0)."""
     index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
-    return [row[1 : 1 + row[0]] for row in step.decode(index).tolist()]
+    return [row[2 : 2 + row[0]] for row in step.decode(index).tolist()]
 
 
 @contextmanager

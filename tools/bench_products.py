@@ -101,14 +101,14 @@ def linear_ways(n: int, k: int, fp8: bool, is_before_norm: bool) -> Iterator[Way
     """What `linear` does; before a norm each number of programs, the table's named."""
     recipe = "w8a16" if fp8 else "bf16"
     if not is_before_norm:
-        yield Way(recipe, lambda x, _, w, s: linear(x, w, s, whole_shape=(n, k)), recipe)
+        yield Way(recipe, lambda x, _, w, s: linear(x, w, s, False, False, n, k), recipe)
         return
     empty = torch.empty(n, k, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="cuda")
     chosen = count_parts(empty)
     for count in part_counts(k, k):
 
         def call(x: torch.Tensor, _: Any, w: torch.Tensor, s: Any, count: int = count) -> torch.Tensor:
-            return linear_parts(x, w, s, count, (n, k))
+            return linear_parts(x, w, s, count, n, k)
 
         yield Way(f"{recipe} x{count}" + " table" * (count == chosen), call, recipe)
 

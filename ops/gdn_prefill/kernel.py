@@ -8,11 +8,13 @@ The inverse does not depend on S, so the first launch computes it for all chunks
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.ops.gdn_prefill.reference import CHUNK
+from compiled_mtp.ops.gdn_prefill.cpu import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
 from compiled_mtp.ops.variants import KernelVariant
 
@@ -195,35 +197,22 @@ def chunk_block_v(num_v_heads: int, head_v_dim: int, precise: bool) -> int:
     return min(head_v_dim, 16 if precise or num_v_heads * head_v_dim // 32 < 96 else 32)
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    z: torch.Tensor,
-    norm_weight: torch.Tensor,
-    state: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    length: torch.Tensor,
-    eps: float,
-    gate_activation: str,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    k, v, length = args.k, args.v, args.length
     rows, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1:]
     check_head_dims(head_k_dim, head_v_dim)
     chunks = triton.cdiv(rows, CHUNK)
-    precise = z.dtype == torch.float32
+    precise = args.z.dtype == torch.float32
     parts = 2 if precise else 1
     device = v.device
-    split_q = torch.empty((parts, *q.shape), dtype=torch.bfloat16, device=device)
+    split_q = torch.empty((parts, *args.q.shape), dtype=torch.bfloat16, device=device)
     split_k = torch.empty((parts, *k.shape), dtype=torch.bfloat16, device=device)
     inverse = torch.empty((parts, chunks, num_v_heads, CHUNK, CHUNK), dtype=torch.bfloat16, device=device)
     log_decay = torch.empty((chunks, num_v_heads, CHUNK), dtype=torch.float32, device=device)
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=device)
     gdn_prefill_solve_kernel[(num_v_heads, chunks)](
-        q, k, g, beta, length, split_q[0], split_q[-1], split_k[0], split_k[-1],
+        args.q, k, args.g, args.beta, length, split_q[0], split_q[-1], split_k[0], split_k[-1],
         log_decay, inverse[0], inverse[-1],
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
         PRECISE=precise, num_warps=NUM_WARPS, **OPTIONS,
@@ -231,11 +220,11 @@ def launch(
     block_v = chunk_block_v(num_v_heads, head_v_dim, precise)
     gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads)](
         split_q[0], split_q[-1], split_k[0], split_k[-1], v, log_decay, inverse[0], inverse[-1],
-        out, state, state_index, start, length,
+        out, args.state, args.state_index, args.start, length,
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, CHUNK=CHUNK,
         BLOCK_V=block_v, PRECISE=precise, num_warps=NUM_WARPS, num_stages=CHUNK_STAGES, **OPTIONS,
     )  # fmt: skip
-    return launch_gated_norm(out, z, norm_weight, eps, gate_activation, length)
+    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, length)
 
 
 def variants() -> list[KernelVariant]:

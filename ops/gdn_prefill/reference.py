@@ -1,69 +1,55 @@
-"""What gdn_prefill computes."""
+"""The specification of `gdn_prefill`."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from torch import Tensor
 
-from compiled_mtp.ops.gdn_math import gated_norm
+from compiled_mtp.ops.gdn_math import apply_record, check_gdn_heads, gated_norm
+from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
-CHUNK = 64
-
-
-def _in_chunks(x: torch.Tensor, length: int, chunks: int) -> torch.Tensor:
-    """The first `length` rows of x [T, heads, ...] as [chunks, heads, CHUNK, ...], zeros after them."""
-    out = x.new_zeros((chunks * CHUNK, *x.shape[1:]))
-    out[:length] = x[:length]
-    return out.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
+_OUTPUTS = Remedy("pass the outputs of conv_prefill")
+_ONE = Remedy("prefill one sequence a call")
 
 
+@operator(mutates=("state",), check=check_gdn_heads, has_cpu_route=True)
 def gdn_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    z: torch.Tensor,
-    norm_weight: torch.Tensor,
-    state: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    length: torch.Tensor,
+    q: Annotated[Tensor, "T Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
+    k: Annotated[Tensor, "T Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
+    v: Annotated[Tensor, "T Hv Dv", F32, CONTIGUOUS, _OUTPUTS],
+    g: Annotated[Tensor, "T Hv", F32, CONTIGUOUS, _OUTPUTS],
+    beta: Annotated[Tensor, "T Hv", F32, CONTIGUOUS, _OUTPUTS],
+    z: Annotated[Tensor, "T Hv*Dv", ACTIVATION, Remedy("slice the z columns of the projection")],
+    norm_weight: Annotated[Tensor, "Dv", F32, CONTIGUOUS, Remedy("pass linear_attn.norm.weight")],
+    state: Annotated[Tensor, "_ Hv Dv Dk", F32, CONTIGUOUS, Remedy("allocate it with StateCache")],
+    state_index: Annotated[Tensor, "1", I32, _ONE],
+    start: Annotated[Tensor, "1", I64, _ONE],
+    length: Annotated[Tensor, "1", I64, _ONE],
     eps: float,
     gate_activation: str,
-) -> torch.Tensor:
-    rows, num_v_heads, head_v_dim = v.shape
-    group = num_v_heads // k.shape[1]
-    slot, used = int(state_index[0]), int(length[0])
-    chunks = -(-used // CHUNK)
-    y = z.new_zeros((rows, num_v_heads * head_v_dim))
+) -> Annotated[Tensor, "T Hv*Dv", Like("z")]:
+    """The gated delta rule over one segment of a prompt.
+
+    q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] as conv_prefill returns them; z [T, nv*dv] (row stride
+    free); norm_weight [dv]. state [slots, nv, dv, dk], mutated: read at state_index[0] unless start is 0
+    (then the initial state is zero and the slot is not read), written with the state after `length` rows;
+    rows >= length are padding. Per token and norm: see gdn_verify, with exp(g) of the log decay g. Returns y
+    [T, nv*dv] in z's dtype, 0 in padding rows.
+    Source: Gated Delta Networks, arXiv 2412.06464, whose section 3.3 is the chunked form of kernel and CPU.
+    """
+    group, slot, used = v.shape[1] // k.shape[1], int(state_index[0]), int(length[0])
     current = state[slot].clone() if int(start[0]) > 0 else torch.zeros_like(state[slot])
-
-    queries = _in_chunks(q, used, chunks).repeat_interleave(group, dim=1)  # [chunks, nv, CHUNK, dk]
-    keys = _in_chunks(k, used, chunks).repeat_interleave(group, dim=1)
-    values = _in_chunks(v, used, chunks)
-    rate = _in_chunks(beta, used, chunks)[..., None]  # [chunks, nv, CHUNK, 1]
-    log_decay = _in_chunks(g, used, chunks).cumsum(-1)  # from the chunk's start, the row's own included
-    # Above the diagonal the difference is positive and may overflow: mask it before exp.
-    difference = log_decay[..., :, None] - log_decay[..., None, :]
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = torch.exp(difference.masked_fill(~causal, -torch.inf))
-    from_start = torch.exp(log_decay)[..., None]
-    to_end = torch.exp(log_decay[..., -1:] - log_decay)[..., None]
-    # x_i = beta_i (v_i - e^{G_i} S k_i - sum_{j<i} e^{G_i-G_j} (k_i.k_j) x_j): unit lower triangular.
-    system = (rate * (keys @ keys.transpose(-1, -2)) * decay).tril(-1)
-    scores = (queries @ keys.transpose(-1, -2)) * decay
-    right = torch.cat((rate * values, rate * from_start * keys), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    fixed, reading = solved.split((head_v_dim, k.shape[2]), dim=-1)
-    queries = queries * from_start
-    keys = keys * to_end
-    out = torch.empty_like(values)
-    for chunk in range(chunks):
-        x = fixed[chunk] - reading[chunk] @ current.transpose(-1, -2)
-        out[chunk] = queries[chunk] @ current.transpose(-1, -2) + scores[chunk] @ x
-        current = current * from_start[chunk, :, -1:] + x.transpose(-1, -2) @ keys[chunk]
+    out = torch.empty_like(v)
+    for row in range(used):
+        key, query = (x[row].repeat_interleave(group, 0) for x in (k, q))  # [nv, dk]
+        exp_g = torch.exp(g[row])
+        read = exp_g[:, None] * torch.einsum("hvk,hk->hv", current, key)
+        apply_record(current, key, beta[row, :, None] * (v[row] - read), exp_g)
+        out[row] = torch.einsum("hvk,hk->hv", current, query)
     state[slot] = current
-
-    out = out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used]
-    y[:used] = gated_norm(out, z[:used], norm_weight, eps, gate_activation)
+    y = torch.zeros_like(z, memory_format=torch.contiguous_format)
+    y[:used] = gated_norm(out[:used], z[:used], norm_weight, eps, gate_activation)
     return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -83,14 +85,14 @@ def gdn_verify_kernel(
         tl.store(state_at, tile)
 
     # Kernels that still run may be making the window's inputs, but not the states, records and cursors:
-    # ops.device says why.
+    # reference.py says why.
     if PDL:
         gdc_wait()
     key = load_key(k + key_at, DK, LANES)
     query = load_key(q + key_at, DK, LANES)
-    target = tl.load(v + head_at * DV + value)
+    value_row = tl.load(v + head_at * DV + value)
     decay = tl.load(exp_g + head_at)
-    rate = tl.load(beta + head_at)
+    own_beta = tl.load(beta + head_at)
     for token in range(query_len):
         # The next token is on its way while this one is computed; the last one is loaded twice.
         is_more = (token + 1 < query_len).to(tl.int32)
@@ -98,13 +100,13 @@ def gdn_verify_kernel(
         next_head_at = head_at + is_more * NV
         next_key = load_key(k + next_key_at, DK, LANES)
         next_query = load_key(q + next_key_at, DK, LANES)
-        next_target = tl.load(v + next_head_at * DV + value)
+        next_value_row = tl.load(v + next_head_at * DV + value)
         next_decay = tl.load(exp_g + next_head_at)
-        next_rate = tl.load(beta + next_head_at)
+        next_beta = tl.load(beta + next_head_at)
 
         wide_key = widen_key(key, BLOCK_V)
         read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
-        update = rate * (target - read)
+        update = own_beta * (value_row - read)
         tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
         result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
         tl.store(out + head_at * DV + value, result)
@@ -120,42 +122,27 @@ def gdn_verify_kernel(
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
         key = next_key
         query = next_query
-        target = next_target
+        value_row = next_value_row
         decay = next_decay
-        rate = next_rate
+        own_beta = next_beta
         key_at = next_key_at
         head_at = next_head_at
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    exp_g: torch.Tensor,
-    beta: torch.Tensor,
-    z: torch.Tensor,
-    norm_weight: torch.Tensor,
-    state: torch.Tensor,
-    ring_k: torch.Tensor,
-    ring_u: torch.Tensor,
-    ring_g: torch.Tensor,
-    state_index: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-    eps: float,
-    gate_activation: str,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    v = args.v
     rows, num_v_heads, head_v_dim = v.shape
-    num_k_heads, head_k_dim = k.shape[1:]
-    batch = state_index.shape[0]
+    num_k_heads, head_k_dim = args.k.shape[1:]
+    batch = args.state_index.shape[0]
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=v.device)
     has_pdl = device_of(v.device.index).has_dependent_launch
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
-        q, k, v, exp_g, beta, out, state, ring_k, ring_u, ring_g, state_index, base, pos, rows // batch,
-        **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, ring_k.shape[2]),
+        args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
+        args.state_index, args.base, args.pos, rows // batch,
+        **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
-    return launch_gated_norm(out, z, norm_weight, eps, gate_activation)
+    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation)
 
 
 def variants() -> list[KernelVariant]:

@@ -1,116 +1,91 @@
-"""What gdn_verify computes."""
+"""The specification of `gdn_verify`."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from torch import Tensor
 
-from compiled_mtp.ops.gdn_math import apply_record, fold_records, gated_norm
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.gdn_math import apply_record, check_gdn_heads, gated_norm
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
-# States stepped together take about this much: with more, every token reads them from memory again.
-GROUP_BYTES = 1 << 20
-
-
-def _by_token(x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
-    """x [B*W, heads', ...] as [W, B*heads, ...], a key head repeated for the value heads that use it."""
-    if batch == 1 and x.shape[1] == heads:
-        return x
-    x = x.view(batch, x.shape[0] // batch, x.shape[1], 1, *x.shape[2:])
-    x = x.expand(-1, -1, -1, heads // x.shape[2], *x.shape[4:]).transpose(0, 1)
-    return x.reshape(x.shape[0], batch * heads, *x.shape[4:])
+_OUTPUTS = Remedy("pass the outputs of spec_conv1d")
+_CACHE = Remedy("allocate it with StateCache")
+_CURSOR = Remedy("pass one cursor a request")
 
 
-def _step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    exp_g: torch.Tensor,
-    beta: torch.Tensor,
-    out: torch.Tensor,
-    state: torch.Tensor,
-    ring_k: torch.Tensor,
-    ring_u: torch.Tensor,
-    ring_g: torch.Tensor,
-    state_index: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-) -> None:
-    """gdn_verify without its norm, for few requests: writes out [B*W, nv, dv]."""
-    rows, num_v_heads, head_v_dim = v.shape
-    num_k_heads, head_k_dim = k.shape[1:]
-    batch = state_index.shape[0]
-    query_len = rows // batch
-    slots = state_index.long()
-
-    # One request folds in place; several are gathered, so that every later call is one for all of them.
-    if batch == 1:
-        current = state[int(slots[0])][None]
-    else:
-        current = state[slots]
-    has_folded = fold_records(current, ring_k, ring_u, ring_g, state_index, base, pos)
-    if batch > 1 and has_folded:
-        folded = (pos > base).nonzero()[:, 0]
-        state[slots[folded]] = current[folded]
-    elif batch == 1 and query_len > 1:
-        current = current.clone()
-    current = current.view(batch * num_v_heads, head_v_dim, head_k_dim)
-
-    # S <- eg S + u k^T is applied after a token's two products with the old S:
-    # u = beta v - beta eg (S k),  o = eg (S q) + u (k . q).
-    key_query = _by_token(torch.stack((k, q), dim=2), batch, num_v_heads)  # [W, B*nv, 2, dk]
-    key = key_query[:, :, 0]
-    decay = _by_token(exp_g, batch, num_v_heads)[..., None]
-    rate = _by_token(beta, batch, num_v_heads)[..., None]
-    scaled_value = rate * _by_token(v, batch, num_v_heads)
-    scaled_rate = -rate * decay
-    matrices = current.transpose(1, 2)
-    products = torch.empty(query_len, batch * num_v_heads, 2, head_v_dim, device=v.device)
-    update = torch.empty_like(scaled_value)
-    for token in range(query_len):
-        torch.bmm(key_query[token], matrices, out=products[token])
-        torch.addcmul(scaled_value[token], scaled_rate[token], products[token, :, 0], out=update[token])
-        if token + 1 < query_len:
-            apply_record(current, key[token], update[token], decay[token, :, 0])
-    key_dot_query = (key * key_query[:, :, 1]).sum(-1, keepdim=True)
-    result = products[:, :, 1] * decay + update * key_dot_query
-    out.view(batch, query_len, num_v_heads, head_v_dim).copy_(
-        result.view(query_len, batch, num_v_heads, head_v_dim).transpose(0, 1)
-    )
-
-    ring_rows = (pos[:, None] + torch.arange(query_len, device=pos.device)) % ring_k.shape[2]
-    places = (slots[:, None], slice(None), ring_rows)
-    ring_k[places] = k.view(batch, query_len, num_k_heads, head_k_dim)
-    ring_u[places] = update.view(query_len, batch, num_v_heads, head_v_dim).transpose(0, 1)
-    ring_g[places] = exp_g.view(batch, query_len, num_v_heads)
+def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: str) -> None:
+    check_gdn_heads(Hk, Hv, gate_activation)
+    if B == 0 or rows % B:
+        raise fail("v", "have the same number of rows for each request", (rows, B), "pad windows")
+    if 2 * (rows // B) > R:
+        raise fail("ring length", f"be at least 2*W = {2 * (rows // B)}", R, "use a longer ring")
 
 
+# in_proj, a fence, is launched right before spec_conv1d and writes no state, ring or cursor, and all that
+# does write them, the same layer's call of the step before, a prefill or the step's end, lies before in_proj.
+# It does not hold for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm
+# is a fence because calls of gdn_verify may follow one another with nothing else between.
+@operator(
+    mutates=("state", "ring_k", "ring_u", "ring_g"),
+    launches=(
+        Launch(
+            "gdn_verify_kernel",
+            reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
+            stores_early=("state",),
+        ),
+        Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True),
+    ),
+    check=_windows_fit,
+    has_cpu_route=True,
+)
 def gdn_verify(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    exp_g: torch.Tensor,
-    beta: torch.Tensor,
-    z: torch.Tensor,
-    norm_weight: torch.Tensor,
-    state: torch.Tensor,
-    ring_k: torch.Tensor,
-    ring_u: torch.Tensor,
-    ring_g: torch.Tensor,
-    state_index: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
+    q: Annotated[Tensor, "rows Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
+    k: Annotated[Tensor, "rows Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
+    v: Annotated[Tensor, "rows Hv Dv", F32, CONTIGUOUS, _OUTPUTS],
+    exp_g: Annotated[Tensor, "rows Hv", F32, CONTIGUOUS, _OUTPUTS],
+    beta: Annotated[Tensor, "rows Hv", F32, CONTIGUOUS, _OUTPUTS],
+    z: Annotated[Tensor, "rows Hv*Dv", ACTIVATION, Remedy("slice the z columns of the projection")],
+    norm_weight: Annotated[Tensor, "Dv", F32, CONTIGUOUS, Remedy("pass linear_attn.norm.weight")],
+    state: Annotated[Tensor, "slots Hv Dv Dk", F32, CONTIGUOUS, _CACHE],
+    ring_k: Annotated[Tensor, "slots Hk R Dk", F32, CONTIGUOUS, _CACHE],
+    ring_u: Annotated[Tensor, "slots Hv R Dv", F32, CONTIGUOUS, _CACHE],
+    ring_g: Annotated[Tensor, "slots Hv R", F32, CONTIGUOUS, _CACHE],
+    state_index: Annotated[Tensor, "B", I32],
+    base: Annotated[Tensor, "B", I64, _CURSOR],
+    pos: Annotated[Tensor, "B", I64, _CURSOR],
     eps: float,
     gate_activation: str,
-) -> torch.Tensor:
-    batch = state_index.shape[0]
-    query_len = v.shape[0] // batch
+) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
+    """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
+
+    q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (row
+    stride free); norm_weight [dv], used as it is. Mutated: state [slots, nv, dv, dk], ring_k [slots, nk, R,
+    dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (holds exp(g)); the records of the window are
+    written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
+    Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
+    act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
+    token. Returns y [B*W, nv*dv] in z's dtype.
+    Source: Gated Delta Networks, arXiv 2412.06464.
+    """
+    group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]
+    query_len = v.shape[0] // state_index.shape[0]
     out = torch.empty_like(v)
-    request_bytes = state[0].numel() * state.element_size()
-    group = batch if batch * request_bytes <= 2 * GROUP_BYTES else max(1, GROUP_BYTES // request_bytes)
-    for first in range(0, batch, group):
-        requests = slice(first, first + group)
-        rows = slice(first * query_len, (first + group) * query_len)
-        _step(
-            q[rows], k[rows], v[rows], exp_g[rows], beta[rows], out[rows], state, ring_k, ring_u, ring_g,
-            state_index[requests], base[requests], pos[requests],
-        )  # fmt: skip
+    for request, slot in enumerate(state_index.tolist()):
+        folded, first = int(base[request]), int(pos[request])
+        for at in (position % ring for position in range(folded, first)):
+            key = ring_k[slot, :, at].repeat_interleave(group, 0)
+            apply_record(state[slot], key, ring_u[slot, :, at], ring_g[slot, :, at])
+        current = state[slot].clone()
+        for token in range(query_len):
+            row, at = request * query_len + token, (first + token) % ring
+            key, query = (x[row].repeat_interleave(group, 0) for x in (k, q))  # [nv, dk]
+            read = exp_g[row, :, None] * torch.einsum("hvk,hk->hv", current, key)
+            update = beta[row, :, None] * (v[row] - read)
+            apply_record(current, key, update, exp_g[row])
+            out[row] = torch.einsum("hvk,hk->hv", current, query)
+            ring_k[slot, :, at], ring_u[slot, :, at], ring_g[slot, :, at] = k[row], update, exp_g[row]
     return gated_norm(out, z, norm_weight, eps, gate_activation)

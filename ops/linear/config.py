@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,6 +113,50 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     return LinearConfig(16, block_n, block_k, 4, 4 if block_n < 64 else 3, split, chains, 512)
 
 
+def fp8_tile_of_32(config: LinearConfig) -> LinearConfig:
+    """FP8 tiles of 32 rows: side by side the chains would not fit in the registers."""
+    block_k = min(config.block_k, SHARE_UNIT)
+    return replace(config, block_m=32, block_k=block_k, sequential=True, num_stages=4)
+
+
+def tall_tile(
+    config: LinearConfig,
+    n: int,
+    block_m: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    shared_bytes: int,
+) -> LinearConfig:
+    """Tiles from 17 rows on: half a tile may then be padding, and yet gate|up of 27B takes 91 us where tiles
+    of 32 rows took 132."""
+    block_m = max(block_m, 64)
+    # Rows, weight rows and warps of a tile, the largest first.
+    tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
+    if block_m == 128:
+        tiles[:1] = [(128, 128, 8), (128, 64, 4)]
+    # Sums that wait while a program goes through its parts one after the other, and the one that grows.
+    sums = config.chains.bit_length()
+    tiles = [tile for tile in tiles if sums * block_registers(*tile) <= MAX_SUM_REGISTERS]
+    programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
+    tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
+    rows, weight_rows, num_warps = tile
+    block_k = 128 if weight_dtype == torch.float8_e4m3fn else 64
+    config = replace(
+        config, block_m=rows, block_n=weight_rows, block_k=block_k, num_warps=num_warps, sequential=True
+    )
+    # As many stages as leave every program its place at once: a few that come late cost a whole round. Fewer
+    # than three would not stream.
+    stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
+    places = max(1, min(-(-programs[tile] // PROCESSORS), shared_bytes // (3 * stage)))
+    most = 6 if rows == 64 else 4
+    return replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
+
+
+def block_registers(block_m: int, block_n: int, num_warps: int) -> int:
+    """Registers of a thread for one tile of sums."""
+    return block_m * block_n // (32 * num_warps)
+
+
 def with_shares(config: LinearConfig, shares: int, split: int) -> LinearConfig:
     """The configuration for `shares` parts in `split` programs, with about as many bytes on their way."""
     chains = shares // split
@@ -164,73 +207,42 @@ def linear_config(
         config = with_shares(config, share_count(k) // pieces, split)
     elif prefill:
         config = replace(config, chains=1, block_k=min(config.block_k, SHARE_UNIT))
-    # Sums that wait while a program goes through its parts one after the other, and the one that grows.
-    sums = config.chains.bit_length()
     fp8 = weight_dtype == torch.float8_e4m3fn
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
         config = replace(config, block_n=32, block_k=128 if fp8 else 32, num_warps=4, sequential=True)
     elif fp8 and block_m == 32:
-        # Side by side the chains would not fit in the registers.
-        config = replace(
-            config,
-            block_m=32,
-            block_k=min(config.block_k, SHARE_UNIT),
-            sequential=True,
-            num_stages=4,
-        )
+        config = fp8_tile_of_32(config)
     elif fp8 and block_m > 16 and not prefill:
         # Two warps keep Triton from the warp-group products: with converted weights those take the columns in
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
     elif block_m > 16:
-        # Rows, weight rows and warps of a tile, the largest first. From 17 rows on: half a tile may then be
-        # padding, and yet gate|up of 27B takes 91 us where tiles of 32 rows took 132.
-        block_m = max(block_m, 64)
-        tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
-        if block_m == 128:
-            tiles[:1] = [(128, 128, 8), (128, 64, 4)]
-        tiles = [tile for tile in tiles if sums * block_registers(*tile) <= MAX_SUM_REGISTERS]
-        programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
-        tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
-        config = replace(
-            config,
-            block_m=tile[0],
-            block_n=tile[1],
-            block_k=128 if fp8 else 64,
-            num_warps=tile[2],
-            sequential=True,
-        )
-        # As many stages as leave every program its place at once: a few that come late cost a whole round.
-        # Fewer than three would not stream.
-        stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
-        places = max(1, min(-(-programs[tile] // PROCESSORS), shared_bytes // (3 * stage)))
-        most = 6 if tile[0] == 64 else 4
-        config = replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
+        config = tall_tile(config, n, block_m, x_dtype, weight_dtype, shared_bytes)
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)
 
 
-def block_registers(block_m: int, block_n: int, num_warps: int) -> int:
-    """Registers of a thread for one tile of sums."""
-    return block_m * block_n // (32 * num_warps)
+def whole_size(weight: torch.Tensor, whole_n: int, whole_k: int) -> tuple[int, int]:
+    """N and K of the weight of which `weight` is a piece; zero stands for its own."""
+    return whole_n or weight.shape[0], whole_k or weight.shape[1]
 
 
 def choose(
     x: torch.Tensor,
     weight: torch.Tensor,
-    whole_shape: Sequence[int] | None,
+    whole: tuple[int, int],
     is_long: bool,
     split: int = 0,
 ) -> LinearConfig:
     """The configuration of a product on x's device; `is_long`: a prefill of many rows.
 
-    whole_shape: [N, K] of the weight of which `weight` is a piece, None if it is whole. split: as for
+    whole: N and K of the weight of which `weight` is a piece, zeros if it is whole. split: as for
     `linear_config`.
     """
     device = device_of(x.device.index)
-    n, k = whole_shape or weight.shape
+    n, k = whole_size(weight, *whole)
     return linear_config(
         device.arch,
         device.shared_bytes,
@@ -245,11 +257,11 @@ def choose(
     )
 
 
-def count_parts(weight: torch.Tensor, whole_shape: Sequence[int] | None = None) -> int:
+def count_parts(weight: torch.Tensor, whole_n: int = 0, whole_k: int = 0) -> int:
     """In how many parts `linear_parts` is fastest with this weight; 1 on a CPU. No count changes a bit."""
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
-    n, k = whole_shape or weight.shape
+    n, k = whole_size(weight, whole_n, whole_k)
     split = shared_split(device.arch, n, k, weight.dtype)
     return max(1, split * weight.shape[1] // k)

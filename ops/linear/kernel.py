@@ -7,7 +7,7 @@ fixed by the whole weight's shape (config.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -62,42 +62,26 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
     return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    out_float32: bool,
-    prefill: bool,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    x, weight = args.x, args.weight
     rows = x.shape[0]
-    is_long = prefill and rows > SKINNY_ROWS
-    if is_long and weight_scale is None:
-        if out_float32 and x.dtype != torch.float32:
+    is_long = args.prefill and rows > SKINNY_ROWS
+    if is_long and args.weight_scale is None:
+        if args.out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
-    return launch_config(choose(x, weight, whole_shape, is_long), x, weight, weight_scale, out_float32)
+    config = choose(x, weight, (args.whole_n, args.whole_k), is_long)
+    return launch_config(config, x, weight, args.weight_scale, args.out_float32)
 
 
-def launch_gated(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    config = choose(x, weight, whole_shape, False)
-    return launch_config(config, x, weight, weight_scale, False, gated=True)
+def launch_linear_silu_mul(args: Any) -> torch.Tensor:
+    config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False)
+    return launch_config(config, args.x, args.weight, args.weight_scale, False, gated=True)
 
 
-def launch_parts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    count: int,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    config = choose(x, weight, whole_shape, False, count)
-    return launch_config(config, x, weight, weight_scale, False, keep_parts=True)
+def launch_linear_parts(args: Any) -> torch.Tensor:
+    config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False, args.count)
+    return launch_config(config, args.x, args.weight, args.weight_scale, False, keep_parts=True)
 
 
 def launch_config(

@@ -1,81 +1,146 @@
-"""The specification of `linear`, and what runs on the CPU."""
+"""The specifications of `linear`, `linear_silu_mul` and `linear_parts`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
+from compiled_mtp.ops.linear.config import whole_size
 from compiled_mtp.ops.numerics import silu
-from compiled_mtp.ops.shares import add_tree, share_count
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.shares import add_tree, part_counts, share_count
+from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 
-# Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
-# other bits at 1, 2, 3, 5 and 7 rows.
-ROW_UNIT = 4
-WEIGHT_ROWS_PER_CAST = 8192
-
-
-def linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    out_float32: bool,
-    prefill: bool,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
-        return F.linear(x, weight)
-    rows, in_features = x.shape
-    if prefill or rows % ROW_UNIT == 0:
-        padded = x.float()
-    else:
-        padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)
-        padded[:rows] = x
-    if weight.dtype == torch.float32:
-        y = F.linear(padded, weight)
-    else:
-        # Cast in parts: a float32 copy of a whole output projection may not fit.
-        y = padded.new_empty((padded.shape[0], weight.shape[0]))
-        for first in range(0, weight.shape[0], WEIGHT_ROWS_PER_CAST):
-            part = slice(first, first + WEIGHT_ROWS_PER_CAST)
-            if weight_scale is None:
-                part_f32 = weight[part].float()
-            else:
-                first_scale = first // FP8_BLOCK
-                scales = weight_scale[first_scale : first_scale + WEIGHT_ROWS_PER_CAST // FP8_BLOCK]
-                part_f32 = dequantize(weight[part], scales)
-            y[:, part] = F.linear(padded, part_f32)
-    return y[:rows].to(torch.float32 if out_float32 else x.dtype)
+Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
+Weight = Annotated[Tensor, "N K", (*ACTIVATION, FP8), Remedy("pass rows as long as the weight's")]
+Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one scale per 128 x 128 block")]
+# The weight is written by no kernel. A fence, since it lets the next kernel come only once it has waited:
+# measured, two kernels that wait crowd a third.
+LAUNCHES = (Launch("linear_kernel", reads_early=("weight",), is_fence=True),)
 
 
-def linear_silu_mul_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    gate, up = linear_reference(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
+def _weight_fits(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, N: int, K: int
+) -> None:
+    if K == 0:
+        raise fail("x", "have columns", list(x.shape), "pass rows as long as the weight's")
+    if weight.dtype == FP8:
+        if weight_scale is None:
+            raise fail(
+                "weight_scale", "be given for an FP8 weight", None, "pass the checkpoint's block scales"
+            )
+    elif weight.dtype != x.dtype:
+        raise wrong_dtype("weight", weight, (x.dtype, FP8))
+    elif weight_scale is not None:
+        raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
+    n, k = whole_size(weight, whole_n, whole_k)
+    if (N and n % N) or k % K or (k > K and K * share_count(k) % k):
+        rule = f"be multiples of the weight's {[N, K]} in whole shares of K"
+        raise fail("whole_n and whole_k", rule, [n, k], "pass the sizes of the weight that was cut, or 0")
+
+
+def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
+    dtype = torch.float32 if out_float32 else x.dtype
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(launches=LAUNCHES, check=_weight_fits, fake=_product, has_cpu_route=True)
+def linear(
+    x: Rows,
+    weight: Weight,
+    weight_scale: Scale | None = None,
+    out_float32: bool = False,
+    prefill: bool = False,
+    whole_n: int = 0,
+    whole_k: int = 0,
+) -> Annotated[Tensor, "M N", ACTIVATION]:
+    """x @ weight.T, accumulated in float32 and rounded once.
+
+    x: [M, K] float32 or bfloat16, rows at any stride. weight: [N, K] of the same dtype, or float8_e4m3fn with
+    weight_scale [ceil(N/128), ceil(K/128)] float32, one factor per 128 x 128 block. Returns [M, N] of x's
+    dtype, or float32 when `out_float32`. whole_n, whole_k: N and K of the weight of which `weight` holds some
+    rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
+
+    With prefill=False the bits of a row depend on that row and on the weight alone, for every M; with
+    prefill=True they may depend on M too, which lets a GPU use its fastest product.
+    """
+    values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
+    return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
+
+
+def _is_gate_and_up(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, N: int, K: int
+) -> None:
+    _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
+    if N % 2:
+        raise fail("weight", "have an even number of rows", N, "pass gate | up")
+
+
+@operator(launches=LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
+def linear_silu_mul(
+    x: Rows, weight: Weight, weight_scale: Scale | None = None, whole_n: int = 0, whole_k: int = 0
+) -> Annotated[Tensor, "M N//2", Like("x")]:
+    """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
+
+    Arguments as those of `linear`; weight [2 I, K] holds the gate's rows and then up's. Returns [M, I] of x's
+    dtype. The bits of a row depend on that row and on the weight alone.
+    """
+    gate, up = linear.reference(x, weight, weight_scale).float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
 
 
-def linear_parts_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
+def _count_fits(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
     count: int,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
+    whole_n: int,
+    whole_k: int,
+    N: int,
+    K: int,
+) -> None:
+    _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
+    # On a CPU the product is one.
+    counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
+    if count not in counts:
+        remedy = "pass count_parts(weight, whole_n, whole_k)"
+        raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
+
+
+def _parts(x: Tensor, weight: Tensor, count: int) -> Tensor:
+    dtype = x.dtype if count == 1 else torch.float32
+    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(launches=LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
+def linear_parts(
+    x: Rows, weight: Weight, weight_scale: Scale | None, count: int, whole_n: int = 0, whole_k: int = 0
+) -> Annotated[Tensor, "count M N", ACTIVATION]:
+    """A product before a norm: x @ weight.T in P parts, which the norm adds up.
+
+    Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
+    and x those columns. count = P, by rule count_parts(weight, whole_n, whole_k): a number in the graph, or
+    code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N], the P parts
+    of each sum in float32; with P = 1 the sum, rounded to x's dtype.
+
+    K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
+    tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
+    and every number of pieces that a weight is cut into, gives the same bits.
+    """
     if count == 1:
-        return linear_reference(x, weight, weight_scale, False, False)[None]
-    k = whole_shape[1] if whole_shape else x.shape[1]
+        return linear.reference(x, weight, weight_scale)[None]
+    k = whole_k or x.shape[1]
     length = k // share_count(k)
     shares = []
     for first in range(0, x.shape[1], length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        shares.append(linear_reference(x[:, columns], weight[:, columns], scale, True, False))
+        shares.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
     size = len(shares) // count
     return torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])

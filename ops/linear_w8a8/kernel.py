@@ -7,8 +7,8 @@ product is one of 128 columns, multiplied by both factors and added in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -145,25 +145,19 @@ def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
     return W8A8Config(128, 128, 8, 4) if shares == 1 else W8A8Config(64, 64, 8, 4)
 
 
-def launch(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
-) -> torch.Tensor:
-    config = configuration(x.shape[0], weight.shape[0], 1, 1)
-    return launch_config(config, x, x_scale, weight, weight_scale, 1, x.shape[1])[0]
+def launch(args: Any) -> torch.Tensor:
+    config = configuration(args.x.shape[0], args.weight.shape[0], 1, 1)
+    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    return launch_config(config, *tensors, 1, args.x.shape[1])[0]
 
 
-def launch_parts(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    count: int,
-    whole_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    whole_k = whole_shape[1] if whole_shape else x.shape[1]
+def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
+    (rows, k), n = args.x.shape, args.weight.shape[0]
+    whole_k = args.whole_k or k
     length = whole_k // share_count(whole_k)
-    config = configuration(x.shape[0], weight.shape[0], count, x.shape[1] // (length * count))
-    return launch_config(config, x, x_scale, weight, weight_scale, count, length)
+    config = configuration(rows, n, args.count, k // (length * args.count))
+    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    return launch_config(config, *tensors, args.count, length)
 
 
 def launch_config(

@@ -295,23 +295,16 @@ def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]
     return min(num_pairs, sparse), num_pairs <= sparse
 
 
-def launch(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    x, weights, down = args.x, args.weights, args.down
     rows, width = x.shape
     experts, _, inner = down.shape
-    slots = ids.shape[1]
+    slots = args.ids.shape[1]
     num_pairs = rows * slots
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    is_fp8 = gate_up_scale is not None
+    is_fp8 = args.gate_up_scale is not None
     config = configuration(rows, x.dtype, is_fp8)
     num_tiles, is_dense = tile_count(num_pairs, experts, config.tile_rows)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=x.device)
@@ -320,7 +313,7 @@ def launch(
     partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     even = is_even(config, width, inner)
     plan_kernel[(experts,)](
-        ids,
+        args.ids,
         tiles,
         pairs,
         num_pairs,
@@ -345,8 +338,8 @@ def launch(
     }
     gate_up_kernel[(triton.cdiv(inner, config.gate_up_columns), num_tiles)](
         x,
-        gate_up.view(torch.uint8) if is_fp8 else gate_up,
-        gate_up_scale if is_fp8 else weights,
+        args.gate_up.view(torch.uint8) if is_fp8 else args.gate_up,
+        args.gate_up_scale if is_fp8 else weights,
         tiles,
         pairs,
         hidden,
@@ -360,7 +353,7 @@ def launch(
     down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
         hidden,
         down.view(torch.uint8) if is_fp8 else down,
-        down_scale if is_fp8 else weights,
+        args.down_scale if is_fp8 else weights,
         tiles,
         pairs,
         partial,

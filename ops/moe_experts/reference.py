@@ -1,56 +1,68 @@
-"""Each expert's rows gathered, multiplied together, and summed per row in slot order."""
+"""The specification of `moe_experts`."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I32, Like, Remedy
 
-# On a CPU a float32 matmul gives a row the same bits for every row count that is a multiple of 4 (measured).
-_ROW_UNIT = 8
-
-
-def _dequantize(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return weight if scale is None else dequantize(weight, scale).to(dtype)
+_STACK = Remedy("stack the experts and put the shared expert last")
+_SCALE = Remedy("pass one scale for each 128 x 128 block")
 
 
+def _scales_fit(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+) -> None:
+    if (gate_up_scale is None) != (down_scale is None):
+        raise fail("down_scale", "be given with gate_up_scale", down_scale, "pass both or neither")
+    dtype = x.dtype if gate_up_scale is None else FP8
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if weight.dtype != dtype:
+            raise wrong_dtype(name, weight, (dtype,))
+
+
+@operator(check=_scales_fit, has_cpu_route=True)
 def moe_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None,
-) -> torch.Tensor:
-    """Weighted sum of each row's experts; the specification that the kernel follows (see op.py).
+    x: Annotated[Tensor, "M H", ACTIVATION],
+    weights: Annotated[Tensor, "M slots", F32, CONTIGUOUS, Remedy("pass the weights of moe_router")],
+    ids: Annotated[Tensor, "M slots", I32, CONTIGUOUS, Remedy("pass the ids of moe_router")],
+    gate_up: Annotated[Tensor, "E two_I H", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
+    down: Annotated[Tensor, "E H two_I//2", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
+    gate_up_scale: Annotated[Tensor, "E (two_I+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE]
+    | None = None,
+    down_scale: Annotated[Tensor, "E (H+127)//128 (two_I//2+127)//128", F32, CONTIGUOUS, _SCALE]
+    | None = None,
+) -> Annotated[Tensor, "M H", Like("x")]:
+    """Sum over a row's slots, in slot order, of weight * down_e(silu(gate_e x) * up_e x).
 
-    Every expert's rows are padded with zeros to a multiple of 8, so that no row's bits depend on its company.
+    `x` [M, H] (row stride free); `weights` [M, k+1] and `ids` [M, k+1] as `moe_router` gives them: ids are
+    distinct within a row, the last is E, the shared expert; `gate_up` [E+1, 2*MI, H] (gate rows first) and
+    `down` [E+1, H, MI] in x's dtype, or in float8_e4m3fn with one scale for each 128 x 128 block:
+    `gate_up_scale` [E+1, ceil(2*MI/128), ceil(H/128)], `down_scale` [E+1, ceil(H/128), ceil(MI/128)].
+    Returns [M, H] in x's dtype, summed in float32 with one rounding; the hidden activation is rounded to x's
+    dtype.
     """
-    rows, slots = ids.shape
-    expert_of_pair = ids.flatten().long()
-    pairs = expert_of_pair.sort(stable=True).indices
-    counts = torch.bincount(expert_of_pair, minlength=gate_up.shape[0]).tolist()
-    outputs = torch.empty(rows * slots, down.shape[1], dtype=torch.float32, device=x.device)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
-            continue
-        chosen = pairs[start : start + count]
-        start += count
-        inputs = x.new_zeros(-(-count // _ROW_UNIT) * _ROW_UNIT, x.shape[1])
-        inputs[:count] = x[chosen // slots]
-        scale = None if gate_up_scale is None else gate_up_scale[expert]
-        both = F.linear(inputs, _dequantize(gate_up[expert], scale, x.dtype)).to(torch.float32)
-        gate, up = both.chunk(2, dim=1)
-        hidden = (silu(gate) * up).to(x.dtype)
-        scale = None if down_scale is None else down_scale[expert]
-        result = F.linear(hidden, _dequantize(down[expert], scale, x.dtype))
-        outputs[chosen] = result[:count].to(torch.float32)
-    by_slot = outputs.view(rows, slots, -1)
-    total = weights[:, :1] * by_slot[:, 0]
-    for slot in range(1, slots):
-        total = total + weights[:, slot : slot + 1] * by_slot[:, slot]
+
+    def multiply(row: Tensor, stack: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+        weight = stack[expert] if scale is None else dequantize(stack[expert], scale[expert]).to(x.dtype)
+        return F.linear(row, weight).float()
+
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for row, experts in enumerate(ids.tolist()):
+        for slot, expert in enumerate(experts):
+            gate, up = multiply(x[row], gate_up, gate_up_scale, expert).chunk(2)
+            hidden = (silu(gate) * up).to(x.dtype)
+            total[row] += weights[row, slot] * multiply(hidden, down, down_scale, expert)
     return total.to(x.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -61,7 +63,8 @@ def configuration(experts: int, top_k: int) -> tuple[int, int]:
     return max(32, triton.next_power_of_2(experts)), triton.next_power_of_2(top_k + 1)
 
 
-def launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, top_k = args.logits, args.top_k
     rows, experts = logits.shape[0], logits.shape[1] - 1
     block, slots = configuration(experts, top_k)
     weights = torch.empty((rows, top_k + 1), dtype=torch.float32, device=logits.device)
@@ -76,7 +79,7 @@ def launch(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.T
             BLOCK=block,
             TOP_K=top_k,
             SLOTS=slots,
-            RENORMALIZE=renormalize,
+            RENORMALIZE=args.renormalize,
             num_warps=1,
             **OPTIONS,
         )

@@ -1,19 +1,37 @@
-"""Softmax, top-k and the shared expert's gate, per row and in a fixed order."""
+"""The specification of `moe_router`, and what runs on the CPU."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
+from torch import Tensor
 
+from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import sigmoid
+from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.signature import F32, I32
 
 
-def moe_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `top_k` experts a row; the specification that the kernel follows (shapes and rules: see op.py).
+def _are_experts(columns: int, top_k: int) -> None:
+    if not 0 < top_k < columns:
+        raise fail("top_k", f"be in 1..{columns - 1}", top_k, "pass num_experts_per_tok")
 
+
+@operator(check=_are_experts)
+def moe_router(
+    logits: Annotated[Tensor, "M columns", F32], top_k: int, renormalize: bool
+) -> tuple[Annotated[Tensor, "M top_k+1", F32], Annotated[Tensor, "M top_k+1", I32]]:
+    """Choose `top_k` of E experts a row, in the order of descending probability (ties: lowest id first).
+
+    `logits` [M, E+1], the last column being the logit of the shared expert's gate. Returns weights and ids
+    [M, top_k+1]: softmax probabilities over the E experts, divided by their sum when `renormalize`; the last
+    slot is the shared expert, id E, weight sigmoid(gate). A NaN logit is never chosen before another and
+    makes the row's weights NaN.
     The choice is made on the logits, which the softmax orders the same way: two implementations whose `exp`
     differ by a rounding still choose the same experts. Sums run one by one (cumsum): no row depends on M.
+    Source: the sparse MoE block of Qwen3-Next and Qwen3.5-MoE (transformers `modeling_qwen3_5_moe.py`).
     """
     routed, shared = logits[:, :-1], logits[:, -1:]
     ranked = torch.where(torch.isnan(routed), -math.inf, routed)

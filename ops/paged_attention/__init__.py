@@ -1,5 +1,5 @@
 """Causal attention of query rows over paged keys and values, with the output gate."""
 
-from compiled_mtp.ops.paged_attention.op import paged_attention
+from compiled_mtp.ops.paged_attention.reference import paged_attention
 
 __all__ = ["paged_attention"]

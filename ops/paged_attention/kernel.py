@@ -38,7 +38,7 @@ FUSION = {"enable_fp_fusion": False}
 # Of 64 dims a program: one warp sums its splits without a barrier.
 COMBINE_WARPS = 1
 # Sizes that differ from call to call: one binary serves them all.
-PREFILL_UNSPECIALIZED = ("window", "max_blocks", "first_key", "table_stride")
+PREFILL_UNSPECIALIZED = ("query_len", "max_blocks", "first_key", "table_stride")
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def prefill_kernel(
     scale_half_stride,
     scale_head_stride,
     table_stride,
-    window,
+    query_len,
     max_blocks,
     block_size,
     first_key,
@@ -90,8 +90,8 @@ def prefill_kernel(
     request = tl.program_id(2).to(tl.int64)
     kv_head = (head // GROUP).to(tl.int64)
     row = tl.arange(0, BM)
-    is_row = row < window - tile * BM
-    first_row = request * window + tile * BM
+    is_row = row < query_len - tile * BM
+    first_row = request * query_len + tile * BM
     row_position = tl.load(positions + first_row + row, mask=is_row, other=-1).to(tl.int32)
     dim = tl.arange(0, HD)
     queries = tl.load(
@@ -175,16 +175,9 @@ def num_processors(device: int, has_scale: bool) -> int:
     return properties.multi_processor_count
 
 
-def launch(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    softmax_scale: float,
-    first_key: int,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    q, gate, kv, kv_scale = args.q, args.gate, args.kv, args.kv_scale
+    block_table, positions, first_key = args.block_table, args.positions, args.first_key
     rows, hq, hd = q.shape
     num_requests, max_blocks = block_table.shape
     out = torch.empty((rows, hq * hd), dtype=q.dtype, device=q.device)
@@ -193,16 +186,16 @@ def launch(
     # The interpreter runs programs one after another: a few show all there is to show.
     processors = num_processors(q.device.index, kv_scale is not None) if q.is_cuda else 3
     device = device_of(q.device.index)
-    window = rows // num_requests
+    query_len = rows // num_requests
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
-    is_verify = window <= MAX_VERIFY_WINDOW
+    is_verify = query_len <= MAX_VERIFY_WINDOW
     if is_verify:
         config = verify_configuration(q.dtype, kv_scale is not None, hd)
     else:
-        config = prefill_configuration(q.dtype, hq * triton.cdiv(window, 128) >= WIDE_PROGRAMS)
+        config = prefill_configuration(q.dtype, hq * triton.cdiv(query_len, 128) >= WIDE_PROGRAMS)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
-    scale_log2 = softmax_scale * math.log2(math.e)
+    scale_log2 = args.softmax_scale * math.log2(math.e)
     tiles = {
         "HKV": hkv,
         "GROUP": hq // hkv,
@@ -214,7 +207,7 @@ def launch(
         "num_stages": config.num_stages,
     }
     if not is_verify:
-        prefill_kernel[(hq, triton.cdiv(window, config.BM), num_requests)](
+        prefill_kernel[(hq, triton.cdiv(query_len, config.BM), num_requests)](
             q,
             gate,
             kv,
@@ -225,7 +218,7 @@ def launch(
             *q.stride()[:2],
             *gate.stride()[:2],
             *strides,
-            window,
+            query_len,
             max_blocks,
             block_size,
             first_key,
@@ -237,7 +230,7 @@ def launch(
         return out
     has_pdl = device.has_dependent_launch
     num_splits = count_splits(max_blocks * block_size)
-    row_tiles = triton.cdiv(window * (hq // hkv), config.BM)
+    row_tiles = triton.cdiv(query_len * (hq // hkv), config.BM)
     programs = min(processors * config.programs_per_sm, num_requests * num_splits * row_tiles * hkv)
     # [request, split, kv head, row of the kv head]
     parts = num_splits * rows * hq
@@ -255,7 +248,7 @@ def launch(
         *q.stride()[:2],
         *strides,
         num_requests,
-        window,
+        query_len,
         max_blocks,
         num_splits,
         first_key,
@@ -278,7 +271,7 @@ def launch(
         positions,
         out,
         *gate.stride()[:2],
-        window,
+        query_len,
         num_splits,
         max_blocks * block_size,
         first_key,

@@ -1,164 +1,84 @@
-"""The specification of `paged_attention` in plain PyTorch; also what runs on a CPU.
-
-Keys are cut into splits of 64 at absolute positions and every split is computed at full length; scores are
-compared by their exact maximum and sums run in split order. Matrix products have 64 columns or 64 terms, and
-a multiple of 8 rows. So the bits of a row depend on that row alone (measured: float32 `bmm` gives equal bits
-for every batch count, for rows in any place, and for any row count that is a multiple of 8).
-"""
+"""The specification of `paged_attention`."""
 
 from __future__ import annotations
 
-import math
-from itertools import accumulate, pairwise
+from typing import Annotated
 
 import torch
+from torch import Tensor
 
+from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.numerics import sigmoid
-
-SPLIT = 64
-_ROW_UNIT = 8
-# Bounds the temporaries: floats in the scores of one pass, and in the keys or values gathered at once.
-_MAX_SCORES = 1 << 22
-_MAX_GATHER = 1 << 21
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Remedy
 
 
-def reference(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
+def _cache_and_rows_fit(
+    q: Tensor, kv: Tensor, kv_scale: Tensor | None,
+    M: int, Hq: int, D: int, Hk: int, block_size: int, B: int, first_key: int,
+) -> None:  # fmt: skip
+    if D not in (16, 32, 64, 128, 256):
+        raise fail("head_dim", "be a power of two from 16 to 256", D, "no kernel covers another size")
+    if Hq % Hk:
+        raise fail("query heads", f"be a multiple of the {Hk} kv heads", Hq, "check kv")
+    if block_size % 16:
+        raise fail("block_size", "be a multiple of 16", block_size, "choose another block_size")
+    dtype = q.dtype if kv_scale is None else FP8
+    if kv.dtype != dtype:
+        raise wrong_dtype("kv", kv, (dtype,))
+    if B == 0 or M % B:
+        raise fail("rows", f"be a multiple of the {B} requests", M, "pass W rows each")
+    if first_key < 0:
+        raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
+
+
+# The projection, a fence, is launched after what made the positions: not so keys, values and gates.
+@operator(
+    launches=(
+        Launch("verify_kernel", reads_early=("positions",)),
+        Launch("combine_kernel", reads_early=("positions",)),
+    ),
+    check=_cache_and_rows_fit,
+    has_cpu_route=True,
+)
+def paged_attention(
+    q: Annotated[Tensor, "M Hq D", ACTIVATION],
+    gate: Annotated[Tensor, "M Hq D", Like("q"), Remedy("pass the gate half of each query head")],
+    kv: Annotated[Tensor, "blocks 2 Hk block_size D", (*ACTIVATION, FP8), Remedy("pass this layer's cache")],
+    kv_scale: Annotated[Tensor, "blocks 2 Hk block_size", F32, Remedy("pass one scale a vector")] | None,
+    block_table: Annotated[Tensor, "B _", I32],
+    positions: Annotated[Tensor, "M", I64, Remedy("pass one position a row")],
     softmax_scale: float,
     first_key: int,
-) -> torch.Tensor:
+) -> Annotated[Tensor, "M Hq*D", Like("q")]:
     """softmax(softmax_scale * q k^T) v * sigmoid(gate) over the keys first_key <= j <= position of each row.
 
-    q, gate [M, hq, hd] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
-    rows b*W .. b*W + W-1, W = M // B. kv [num_blocks, 2, hkv, block_size, hd] in the dtype of q, or
-    float8_e4m3fn with kv_scale [num_blocks, 2, hkv, block_size] float32. block_table [B, max_blocks] int32,
-    -1 where nothing is reserved: such keys are not read. positions [M] int64. Query head h uses kv head
-    h // (hq // hkv).
-    Returns [M, hq * hd] in the dtype of q; a row with no key gives 0. Keys a row does not see may hold
-    anything, NaN included. Nothing is mutated; all arithmetic is float32 with one rounding at the end.
+    q, gate [M, Hq, D] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
+    rows b*W .. b*W + W-1, W = M // B. kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype of
+    q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
+    nothing is reserved: such keys are not read. positions [M]. Query head h uses kv head h // (Hq // Hk).
+    Returns [M, Hq * D] in the dtype of q; a row with no key gives 0. Keys a row does not see may hold
+    anything, NaN included. All arithmetic is float32 with one rounding at the end.
     """
-    rows, num_q_heads, hd = q.shape
-    num_requests = block_table.shape[0]
-    window = rows // num_requests
-    out = torch.empty((num_requests, window, num_q_heads, hd), dtype=q.dtype, device=q.device)
-    queries, gates = (t.view(num_requests, window, num_q_heads, hd) for t in (q, gate))
-    positions = positions.view(num_requests, window)
-    num_keys = max(SPLIT, min(int(positions.max()) + 1, block_table.shape[1] * kv.shape[3]))
-    step = max(1, _MAX_SCORES // (num_requests * num_q_heads * num_keys))
-    for first in range(0, window, step):
-        part = slice(first, first + step)
-        result = _attend(
-            queries[:, part], kv, kv_scale, block_table, positions[:, part], softmax_scale, first_key
-        )
-        out[:, part] = result * sigmoid(gates[:, part].float())
-    return out.view(rows, num_q_heads * hd)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    softmax_scale: float,
-    first_key: int,
-) -> torch.Tensor:
-    """Attention of q [B, W, hq, hd] before the gate, float32, all scores of the call held at once."""
-    num_requests, window, num_q_heads, hd = q.shape
+    rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    group = num_q_heads // num_kv_heads
-    first_split = first_key // SPLIT
-    last_key = positions.amax(1).clamp(max=block_table.shape[1] * block_size - 1)
-    num_splits = (last_key // SPLIT + 1 - first_split).clamp(min=0)
-    # Longest requests first: the requests that reach split s are then the first `active[s]`.
-    order = torch.argsort(num_splits, descending=True, stable=True)
-    lengths = num_splits[order].tolist()
-    active = [sum(n > s for n in lengths) for s in range(lengths[0])]
-    if not active:
-        return torch.zeros(q.shape, device=q.device)
-    ends = [0, *accumulate(active)]
-    # Pairs (split, request) in that order: those of split s are ends[s] .. ends[s + 1] - 1.
-    spans = [slice(begin, end) for begin, end in pairwise(ends)]
-    request = torch.cat([torch.arange(n, device=q.device) for n in active])
-    split = torch.repeat_interleave(torch.tensor(active, device=q.device)) + first_split
-
-    num_rows = -(-window * group // _ROW_UNIT) * _ROW_UNIT
-    queries = torch.zeros((num_requests, num_kv_heads, num_rows, hd), device=q.device)
-    grouped = q[order].view(num_requests, window, num_kv_heads, group, hd).transpose(1, 2).float()
-    queries[:, :, : window * group] = grouped.flatten(2, 3)
-    row_position = positions.new_full((num_requests, num_rows), -1)
-    row_position[:, : window * group] = positions[order].repeat_interleave(group, dim=1)
-
-    keys = split.unsqueeze(1) * SPLIT + torch.arange(SPLIT, device=q.device)  # [pairs, 64]
-    blocks = keys // block_size
-    is_key = (blocks < block_table.shape[1]) & (keys >= first_key)
-    blocks = block_table[order][request.unsqueeze(1), blocks.clamp(max=block_table.shape[1] - 1)].long()
-    is_key &= blocks >= 0
-    is_seen = is_key.unsqueeze(1) & (keys.unsqueeze(1) <= row_position[request].unsqueeze(2))
-    # The longest runs of keys that lie in one block of the cache and in one split.
-    run = math.gcd(block_size, SPLIT)
-    heads = blocks.clamp(min=0)[:, None, ::run] * (2 * num_kv_heads)
-    heads = heads + torch.arange(num_kv_heads, device=q.device)[:, None]
-    runs = heads * (block_size // run) + (keys % block_size // run)[:, None, ::run]  # [pairs, hkv, 64 / run]
-
-    splits_at_once = max(1, _MAX_GATHER // (num_requests * num_kv_heads * max(SPLIT, num_rows) * hd))
-    parts = [range(s, min(s + splits_at_once, len(active))) for s in range(0, len(active), splits_at_once)]
-    scores = queries.new_empty((len(request), num_kv_heads, num_rows, SPLIT))
-    for part in parts:
-        pairs = slice(ends[part.start], ends[part.stop])
-        k, scale = _gather(kv, kv_scale, runs[pairs], run)
-        repeated = torch.cat([queries[: active[s]] for s in part])
-        score = torch.bmm(repeated.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).mul_(softmax_scale)
-        scores[pairs] = score.view(scores[pairs].shape)
-        if scale is not None:
-            scores[pairs] *= scale.unsqueeze(2)
-    scores.masked_fill_(~is_seen.unsqueeze(1), -torch.inf)
-
-    largest = queries.new_full((*queries.shape[:3], 1), -torch.inf)
-    for span, split_largest in zip(spans, scores.amax(-1, keepdim=True).split(active), strict=True):
-        reached = largest[: span.stop - span.start]
-        torch.maximum(reached, split_largest, out=reached)
-    base = torch.where(largest == -torch.inf, 0.0, largest)
-    for span in spans:
-        scores[span] -= base[: span.stop - span.start]
-    weights = scores.exp_()
-    total = torch.zeros_like(largest)
-    for sums in weights.sum(-1, keepdim=True).split(active):
-        total[: len(sums)] += sums
-    result = torch.zeros_like(queries)
-    for part in parts:
-        pairs = slice(ends[part.start], ends[part.stop])
-        v, scale = _gather(kv, kv_scale, runs[pairs] + num_kv_heads * (block_size // run), run)
-        weight = weights[pairs]
-        # The weight of a key that is not seen is 0, but 0 * NaN is not.
-        if scale is not None:
-            weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
-        v.nan_to_num_(0.0, 0.0, 0.0)
-        sums = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1)).view(len(weight), *queries.shape[1:])
-        for split_sums in sums.split([active[s] for s in part]):
-            result[: len(split_sums)] += split_sums
-    result = torch.where(total == 0.0, 0.0, result / total)[:, :, : window * group]
-    result = result.view(num_requests, num_kv_heads, window, group, hd).transpose(1, 2).reshape(q.shape)
-    restored = torch.empty_like(result)
-    restored[order] = result
-    return restored
-
-
-def _gather(
-    kv: torch.Tensor, kv_scale: torch.Tensor | None, runs: torch.Tensor, run: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys or values of n splits as float32 [n, hkv, 64, hd], and their scales [n, hkv, 64].
-
-    runs [n, hkv, 64 / run] numbers runs of `run` tokens in the cache.
-    """
-    shape, at = (*runs.shape[:2], SPLIT), runs.flatten()
-    if kv_scale is None:
-        return kv.reshape(-1, run, kv.shape[4]).index_select(0, at).float().view(*shape, -1), None
-    stored = kv.reshape(-1, run, kv.shape[4]).view(torch.uint8).index_select(0, at)
-    scale = kv_scale.reshape(-1, run).index_select(0, at)
-    return stored.view(kv.dtype).float().view(*shape, -1), scale.view(shape)
+    query_len = rows // block_table.shape[0]
+    key = torch.arange(block_table.shape[1] * block_size, device=q.device)
+    out = torch.empty((rows, num_q_heads * head_dim), device=q.device)
+    for request, table in enumerate(block_table.long()):
+        own = slice(request * query_len, (request + 1) * query_len)
+        blocks = table.clamp(min=0)
+        stored = torch.stack([kv[block].float() for block in blocks], dim=2)  # [2, Hk, blocks, block_size, D]
+        if kv_scale is not None:
+            stored = stored * kv_scale[blocks].permute(1, 2, 0, 3)[..., None]
+        k, v = stored.flatten(2, 3)
+        is_key = (table >= 0).repeat_interleave(block_size) & (key >= first_key)
+        is_seen = is_key & (key <= positions[own, None])  # [W, keys]
+        queries = q[own].float().unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("whgd,hkd->whgk", queries, k) * softmax_scale
+        weights = scores.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
+        # A row with no key has no weights, and the weight of a key that is not seen is 0, but 0 * NaN is not.
+        weights, v = weights.nan_to_num(0.0), v.nan_to_num(0.0, 0.0, 0.0)
+        result = torch.einsum("whgk,hkd->whgd", weights, v).flatten(1)
+        out[own] = result * sigmoid(gate[own].flatten(1).float())
+    return out.to(q.dtype)

@@ -10,7 +10,7 @@ from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 
 # Sizes that differ from call to call: one binary serves them all, W = 1 included.
 UNSPECIALIZED = (
-    "window",
+    "query_len",
     "max_blocks",
     "first_key",
     "table_stride",
@@ -85,7 +85,7 @@ def verify_kernel(
     scale_head_stride,
     table_stride,
     num_requests,
-    window,
+    query_len,
     max_blocks,
     num_splits,
     first_key,
@@ -103,7 +103,7 @@ def verify_kernel(
     PDL: tl.constexpr,
 ):
     """Items (request, split, kv head, BM rows), as many as the positions give, shared out by turns."""
-    # Who attends to what is known before the queries are (ops.device).
+    # Who attends to what is known before the queries are.
     if PDL:
         gdc_launch_dependents()
     requests = tl.arange(0, MAX_REQUESTS)
@@ -112,15 +112,15 @@ def verify_kernel(
     last = tl.full((MAX_REQUESTS,), -1, tl.int32)
     lowest = tl.full((MAX_REQUESTS,), 2147483646, tl.int32)
     for step in tl.static_range(MAX_WINDOW):
-        is_step = is_request & (tl.zeros_like(requests) + step < window)
-        position = tl.load(positions + requests * window + step, mask=is_step, other=-1).to(tl.int32)
+        is_step = is_request & (tl.zeros_like(requests) + step < query_len)
+        position = tl.load(positions + requests * query_len + step, mask=is_step, other=-1).to(tl.int32)
         last = tl.maximum(last, position)
         lowest = tl.minimum(lowest, tl.where(is_step, position, 2147483646))
     last = tl.minimum(last, max_blocks * BLOCK_SIZE - 1)
     first_split = split_of(first_key)
     counts = tl.where(last >= first_key, split_of(last) + 1 - first_split, 0)
     ends = tl.cumsum(counts, 0)
-    row_tiles = tl.cdiv(window * GROUP, BM)
+    row_tiles = tl.cdiv(query_len * GROUP, BM)
     num_items = tl.max(ends, 0) * row_tiles * HKV
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -140,8 +140,8 @@ def verify_kernel(
         table = block_table + request.to(tl.int64) * table_stride
         row = row_tile * BM + tl.arange(0, BM)
         token = row // GROUP
-        is_row = token < window
-        token = request.to(tl.int64) * window + token
+        is_row = token < query_len
+        token = request.to(tl.int64) * query_len + token
         head = kv_head * GROUP + row % GROUP
         dim = tl.arange(0, HD)
         at = token * q_row_stride + head * q_head_stride
@@ -175,10 +175,10 @@ def verify_kernel(
         )
         # Rows of an item lie one after another: one address and constant offsets.
         part = (
-            ((request.to(tl.int64) * num_splits + split) * HKV + kv_head) * window * GROUP
+            ((request.to(tl.int64) * num_splits + split) * HKV + kv_head) * query_len * GROUP
         ) + row_tile * BM
         row = tl.arange(0, BM)
-        is_row = row < window * GROUP - row_tile * BM
+        is_row = row < query_len * GROUP - row_tile * BM
         tl.store(part_sum + part * HD + row[:, None] * HD + dim[None, :], acc, mask=is_row[:, None])
         tl.store(part_largest + part + row, largest, mask=is_row)
         tl.store(part_total + part + row, total, mask=is_row)
@@ -231,7 +231,7 @@ def combine_kernel(
     out,
     gate_row_stride,
     gate_head_stride,
-    window,
+    query_len,
     num_splits,
     num_keys,
     first_key,
@@ -251,10 +251,10 @@ def combine_kernel(
     head = item % (HKV * GROUP)
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
     # The part of split 0; the next one lies `step` further.
-    step = HKV * window * GROUP
-    part = row // window * num_splits * step
-    part += head // GROUP * window * GROUP + row % window * GROUP + head % GROUP
-    # The position is older than this call's keys (ops.device).
+    step = HKV * query_len * GROUP
+    part = row // query_len * num_splits * step
+    part += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
+    # The position is older than this call's keys.
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)

@@ -1,5 +1,5 @@
 """Query and key norm, rotary embedding, and the write of keys and values into their pages."""
 
-from compiled_mtp.ops.qk_norm_rope_kv_write.op import qk_norm_rope_kv_write
+from compiled_mtp.ops.qk_norm_rope_kv_write.reference import qk_norm_rope_kv_write
 
 __all__ = ["qk_norm_rope_kv_write"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,7 +73,7 @@ def qk_norm_rope_kv_write_kernel(
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
     partner = partner_of(dim, ROT)
-    # No kernel writes weights and angles, and the cursors are older than the projection (ops.device): all
+    # No kernel writes weights and angles, and the cursors are older than the projection: all
     # are on their way while the kernel before this one finishes.
     weight = q_weight if head < HQ else k_weight
     factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
@@ -111,32 +113,22 @@ def qk_norm_rope_kv_write_kernel(
             tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
 
 
-def launch(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    num_q_heads: int,
-    num_kv_heads: int,
-    eps: float,
-) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    qkv, cos_sin, kv, kv_scale = args.qkv, args.cos_sin, args.kv, args.kv_scale
+    num_q_heads = args.num_q_heads
     rows, hd = qkv.shape[0], kv.shape[4]
     out = torch.empty((rows, num_q_heads, hd), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
     has_pdl = device_of(qkv.device.index).has_dependent_launch
     scale_strides = (0, 0, 0) if kv_scale is None else kv_scale.stride()[:3]
-    qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * num_kv_heads)](
+    qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * args.num_kv_heads)](
         qkv,
-        q_weight,
-        k_weight,
+        args.q_weight,
+        args.k_weight,
         cos_sin,
-        positions,
-        slot_mapping,
+        args.positions,
+        args.slot_mapping,
         kv,
         kv if kv_scale is None else kv_scale,
         out,
@@ -145,9 +137,9 @@ def launch(
         *kv.stride()[:4],
         *scale_strides,
         kv.shape[3],
-        eps,
+        args.eps,
         HQ=num_q_heads,
-        HKV=num_kv_heads,
+        HKV=args.num_kv_heads,
         HD=hd,
         ROT=cos_sin.shape[1],
         BLOCK=triton.next_power_of_2(hd),

@@ -1,35 +1,66 @@
-"""The specification of `qk_norm_rope_kv_write` in plain PyTorch; also what runs on a CPU."""
+"""The specification of `qk_norm_rope_kv_write`, and what runs on the CPU."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I64, Like, Remedy
 
 E4M3_MAX = 448.0
+Vector = Annotated[Tensor, "D", ACTIVATION, Remedy("pass one weight a dim of a head")]
 
 
-def reference(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
+def _cache_and_angles_fit(qkv: Tensor, kv: Tensor, kv_scale: Tensor | None, rotary: int, D: int) -> None:
+    if rotary % 2 or rotary > D:
+        raise fail("rotary dims", f"be even and at most {D}", rotary, "check partial_rotary_factor")
+    dtype = qkv.dtype if kv_scale is None else FP8
+    if kv.dtype != dtype:
+        raise wrong_dtype("kv", kv, (dtype,))
+
+
+# Positions and slots are older than the projection, a fence; keys and values are not.
+@operator(
+    mutates=("kv", "kv_scale"),
+    launches=(
+        Launch(
+            "qk_norm_rope_kv_write_kernel",
+            reads_early=("q_weight", "k_weight", "cos_sin", "positions", "slot_mapping"),
+        ),
+    ),
+    check=_cache_and_angles_fit,
+)
+def qk_norm_rope_kv_write(
+    qkv: Annotated[
+        Tensor, "M (2*num_q_heads+2*num_kv_heads)*D", ACTIVATION, Remedy("pass q|gate heads, k, v")
+    ],
+    q_weight: Vector,
+    k_weight: Vector,
+    cos_sin: Annotated[Tensor, "_ rotary", F32, Remedy("pass [positions, rotary dims]")],
+    positions: Annotated[Tensor, "M", I64, Remedy("pass one entry a row")],
+    slot_mapping: Annotated[Tensor, "M", I64, Remedy("pass one entry a row")],
+    kv: Annotated[
+        Tensor, "blocks 2 num_kv_heads block_size D", (*ACTIVATION, FP8), Remedy("pass this layer's cache")
+    ],
+    kv_scale: Annotated[Tensor, "blocks 2 num_kv_heads block_size", F32, Remedy("pass one scale a vector")]
+    | None,
     num_q_heads: int,
     num_kv_heads: int,
     eps: float,
-) -> torch.Tensor:
+) -> Annotated[Tensor, "M num_q_heads D", Like("qkv")]:
     """Normalise and rotate queries and keys, write keys and values to the paged cache, return the queries.
 
-    qkv [M, (2*num_q_heads + 2*num_kv_heads) * hd] float32 or bfloat16: per query head its query, then its
-    gate; then the key heads, then the value heads. q_weight, k_weight [hd] enter as 1 + w. cos_sin [P, rot]
-    float32 holds rot/2 cosines, then rot/2 sines, per position; dims j and j + rot/2 of the first rot dims
-    turn together (NeoX halves). positions [M] int64; slot_mapping [M] int64 is block * block_size + offset,
-    -1 writes nothing.
-    Mutates kv [num_blocks, 2, num_kv_heads, block_size, hd] (keys, then values; the dtype of qkv, or
-    float8_e4m3fn with kv_scale [num_blocks, 2, num_kv_heads, block_size] float32, absmax / 448 of a vector).
-    Returns q [M, num_q_heads, hd] in the dtype of qkv; arithmetic is float32 with one rounding at the end.
+    qkv [M, (2*num_q_heads + 2*num_kv_heads) * D] float32 or bfloat16: per query head its query, then its
+    gate; then the key heads, then the value heads. q_weight, k_weight [D] enter as 1 + w. cos_sin [P, rot]
+    holds rot/2 cosines, then rot/2 sines, per position; dims j and j + rot/2 of the first rot dims turn
+    together (NeoX halves). positions [M]; slot_mapping [M] is block * block_size + offset, -1 writes nothing.
+    Mutates kv [blocks, 2, num_kv_heads, block_size, D] (keys, then values; the dtype of qkv, or
+    float8_e4m3fn with kv_scale [blocks, 2, num_kv_heads, block_size], absmax / 448 of a vector).
+    Returns q [M, num_q_heads, D] in the dtype of qkv; arithmetic is float32 with one rounding at the end.
     """
     rows, hd = qkv.shape[0], kv.shape[4]
     q_end = 2 * num_q_heads * hd
@@ -55,9 +86,7 @@ def reference(
     return q.to(qkv.dtype)
 
 
-def _norm_rope(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension with factor 1 + w, then the rotation of its first dims; float32."""
     x = x.float()
     x = x * (1.0 / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)) * (1.0 + weight.float())

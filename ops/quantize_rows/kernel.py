@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +40,8 @@ def quantize_rows_kernel(x, out, scale, x_stride, groups, GROUPS: tl.constexpr, 
     tl.store(scale + row * groups + group, factors, mask=group < groups)
 
 
-def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x = args.x
     rows, columns = x.shape
     groups = columns // 128
     out = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,7 +76,7 @@ def scale_row(
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added, as a tree, and
 # rounded.
 # All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
-# product has followed (ops.device): from memory they take as long as everything that comes after.
+# product has followed: from memory they take as long as everything that comes after.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,
@@ -165,20 +167,16 @@ def row_stride(x: torch.Tensor) -> int:
     return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
 
 
-def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    x = args.x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
-        rms_norm_kernel[(x.shape[0],)](x, weight, out, row_stride(x), eps, **launch_options(x))
+        rms_norm_kernel[(x.shape[0],)](x, args.weight, out, row_stride(x), args.eps, **launch_options(x))
     return out
 
 
-def launch_add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    kept_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual, kept_rows = args.x, args.residual, args.kept_rows
     rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
     out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)
     new_residual = torch.empty_like(out)
@@ -186,26 +184,20 @@ def launch_add_rms_norm(
     if rows:
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](
-            x, residual, weight, kept_rows, out, new_residual, *strides, eps,
+            x, residual, args.weight, kept_rows, out, new_residual, *strides, args.eps,
             PARTS=parts.shape[0], **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
 
 
-def launch_pair_norm(
-    table: torch.Tensor,
-    token_ids: torch.Tensor,
-    hidden: torch.Tensor,
-    embedding_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
+def launch_pair_norm(args: Any) -> torch.Tensor:
+    hidden = args.hidden
     rows, width = hidden.shape
     out = torch.empty((rows, 2 * width), dtype=hidden.dtype, device=hidden.device)
     if rows:
         pair_norm_kernel[(rows, 2)](
-            table, token_ids, hidden, embedding_weight, hidden_weight, out, row_stride(hidden), eps,
-            **launch_options(hidden),
+            args.table, args.token_ids, hidden, args.embedding_weight, args.hidden_weight, out,
+            row_stride(hidden), args.eps, **launch_options(hidden),
         )  # fmt: skip
     return out
 

@@ -1,41 +1,111 @@
-"""The specification of `rms_norm`, `add_rms_norm` and `pair_norm`, and what runs on the CPU."""
+"""The specifications of `rms_norm`, `add_rms_norm` and `pair_norm`, and what runs on the CPU."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from torch import Tensor
 
+from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.shares import add_tree
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, I64, Like, Remedy
+
+# One row is one sum, which ATen splits over threads beyond this length when there is no other row.
+MAX_WIDTH = 32768
+PART_COUNTS = (1, 2, 4, 8)
+Weight = Annotated[Tensor, "H", ACTIVATION, Remedy("pass a vector as long as the rows")]
+Rows = Annotated[Tensor, "M H", ACTIVATION]
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _is_hidden_row(H: int) -> None:
+    if H > MAX_WIDTH:
+        raise fail("x", f"have at most {MAX_WIDTH} columns", H, "this norm is for hidden rows")
+
+
+@operator(launches=(Launch("rms_norm_kernel", reads_early=("weight",)),), check=_is_hidden_row)
+def rms_norm(x: Rows, weight: Weight, eps: float) -> Annotated[Tensor, "M H", Like("x")]:
+    """x / sqrt(mean(x^2) + eps) * (1 + weight) for each row, in float32, rounded once.
+
+    x: [M, H] float32 or bfloat16, rows at any stride. weight: [H]. Returns [M, H] of x's dtype.
+    Source: Zhang and Sennrich, arXiv 1910.07467; the zero-centred weight is Qwen3-Next's.
+    """
     x_f32 = x.float()
     mean_square = (x_f32 * x_f32).sum(-1, keepdim=True) / x.shape[-1]
     y = x_f32 * torch.rsqrt(mean_square + eps) * (1.0 + weight.float())
     return y.to(x.dtype).contiguous()
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:
+    _is_hidden_row(H)
+    if x.dim() > 3:
+        raise fail("x", f"have shape [{M}, {H}] or [parts, {M}, {H}]", list(x.shape), "drop dimensions")
+    if x.dim() == 3 and x.shape[0] not in PART_COUNTS:
+        raise fail("x", f"have one of {PART_COUNTS} parts", x.shape[0], "pass linear_parts' result")
+    if x.dim() == 3 and x.shape[0] > 1:
+        if x.dtype != torch.float32:
+            raise wrong_dtype("x", x, (torch.float32,))
+    elif residual.dtype != x.dtype:
+        raise wrong_dtype("residual", residual, (x.dtype,))
+
+
+def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
+    shape = (rows, residual.shape[1])
+    return residual.new_empty(shape), residual.new_empty(shape)
+
+
+# A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither
+# may be the result of the operator before. From memory they take as long as everything that comes after.
+@operator(
+    launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
+    check=_is_sum_or_parts,
+    fake=_norm_and_residual,
+)
+def add_rms_norm(
+    x: Annotated[Tensor, "... M H", ACTIVATION],
+    residual: Rows,
+    weight: Weight,
     eps: float,
-    kept_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kept_rows: Annotated[Tensor, "_", I64] | None = None,
+) -> tuple[Rows, Rows]:
+    """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
+
+    x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_parts`
+    gives, [P, M, H]: P of 2, 4 or 8 float32 parts, to be added as the tree
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
+    that dtype. kept_rows [N], if given, names the rows that are wanted, in that order
+    (each below M, not checked: it would cost a synchronisation). Returns (norm, new residual), [M, H] or
+    [N, H].
+    """
     if kept_rows is not None:
         x, residual = x.index_select(-2, kept_rows), residual[kept_rows]
     if x.dim() == 3:
         x = add_tree(x).to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return rms_norm_reference(new_residual, weight, eps), new_residual
+    return rms_norm.reference(new_residual, weight, eps), new_residual
 
 
-def pair_norm_reference(
-    table: torch.Tensor,
-    token_ids: torch.Tensor,
-    hidden: torch.Tensor,
-    embedding_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
+@operator(
+    launches=(Launch("pair_norm_kernel", reads_early=("embedding_weight", "hidden_weight")),),
+    check=_is_hidden_row,
+)
+def pair_norm(
+    table: Annotated[
+        Tensor, "V H", Like("hidden"), CONTIGUOUS, Remedy("pass the embedding of the same model")
+    ],
+    token_ids: Annotated[Tensor, "M", I64],
+    hidden: Annotated[Tensor, "M H", ACTIVATION, Remedy("pass one row a token")],
+    embedding_weight: Weight,
+    hidden_weight: Weight,
     eps: float,
-) -> torch.Tensor:
-    embedding = rms_norm_reference(table[token_ids], embedding_weight, eps)
-    return torch.cat((embedding, rms_norm_reference(hidden, hidden_weight, eps)), dim=1)
+) -> Annotated[Tensor, "M 2*H", Like("hidden")]:
+    """What the MTP head's first product reads: a token's embedding and a hidden row, each after its norm.
+
+    table: [V, H], the embedding. token_ids: [M], each within the table (not checked: it would cost a
+    synchronisation). hidden: [M, H] of table's dtype, rows at any stride. The weights: [H]. Returns
+    [M, 2 H]: rms_norm(table[token_ids], embedding_weight), then rms_norm(hidden, hidden_weight), to the bit.
+    """
+    embedding = rms_norm.reference(table[token_ids], embedding_weight, eps)
+    return torch.cat((embedding, rms_norm.reference(hidden, hidden_weight, eps)), dim=1)

@@ -93,24 +93,26 @@ def tile_kernel(
     """Of one row and tile: raw peak and sum, best score and its id; what `finish_kernel` filters by.
 
     tile_floats [M, 4, TILES]: raw peak, sum of exp(raw - raw peak), best score, sum of exp(tempered - best).
+    tile_ids [M, 2, TILES]: the best id, and how many raw logits at valid ids are not finite.
     """
-    # Whose row it is and how to sample it is older than the logits (ops.device).
     if PDL:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
     position = tl.load(positions + row)
-    least_position = tl.load(min_position + slot)
-    degree = tl.load(temperature + slot)
-    limit = tl.load(top_k + slot)
-    has_top_k = (limit > 0) & (limit < VOCAB)
+    own_min_position = tl.load(min_position + slot)
+    own_temperature = tl.load(temperature + slot)
+    own_top_k = tl.load(top_k + slot)
+    has_top_k = (own_top_k > 0) & (own_top_k < VOCAB)
     has_filter = has_top_k | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
     if PDL:
         gdc_wait()
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < VOCAB
     x = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf"))
+    is_odd = (ids < num_valid_ids) & ((tl.abs(x) <= 3.4028234663852886e38) == 0)
+    tl.store(tile_ids + row * (2 * TILES) + TILES + tile, tl.sum(is_odd.to(tl.int32), 0))
     x = finite_or_minus_inf(x)
     to = tile_floats + row * (4 * TILES) + tile
     peak = tl.max(x, 0)
@@ -138,13 +140,13 @@ def tile_kernel(
                 x = x - frequency * count.to(tl.float32)
     if HAS_BIAS:
         x = x + tl.load(bias + slot * bias_stride + ids, mask=inside, other=0.0)
-    if position < least_position:
+    if position < own_min_position:
         for i in range(STOP_IDS):
             x = tl.where(ids == tl.load(stop_ids + slot * stop_stride + i), float("-inf"), x)
     x = finite_or_minus_inf(tl.where(ids < num_valid_ids, x, float("-inf")))
 
-    if degree >= GREEDY:
-        x = tl.div_rn(x, tl.zeros_like(x) + degree)
+    if own_temperature >= GREEDY:
+        x = tl.div_rn(x, tl.zeros_like(x) + own_temperature)
         if has_filter:
             tl.store(tempered + row * (TILES * TILE) + ids, x)
             peaks = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1)
@@ -156,7 +158,7 @@ def tile_kernel(
             x = x + gumbel_of_blocks(block, tl.load(seed + slot), position, TILE)
     best = tl.max(x, 0)
     tl.store(to + 2 * TILES, best)
-    tl.store(tile_ids + row * TILES + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
+    tl.store(tile_ids + row * (2 * TILES) + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
 
 
 @triton.jit
@@ -178,6 +180,7 @@ def finish_kernel(
     interval,
     token,
     logprob,
+    is_finite,
     QUERY_LEN: tl.constexpr,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
@@ -189,15 +192,15 @@ def finish_kernel(
     GREEDY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Token and log-probability of one row from what `tile_kernel` left."""
+    """Token, log-probability and finiteness of one row from what `tile_kernel` left."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
-    degree = tl.load(temperature + slot)
-    limit = tl.load(top_k + slot)
-    share = tl.load(top_p + slot)
-    least = tl.load(min_p + slot)
+    own_temperature = tl.load(temperature + slot)
+    own_top_k = tl.load(top_k + slot)
+    own_top_p = tl.load(top_p + slot)
+    own_min_p = tl.load(min_p + slot)
     if PDL:
         gdc_wait()
     tile = tl.arange(0, TILES_BLOCK)
@@ -207,30 +210,32 @@ def finish_kernel(
     raw_sums = tl.load(floats + TILES, mask=is_tile, other=0.0)
     scores = tl.load(floats + 2 * TILES, mask=is_tile, other=float("-inf"))
     best = tl.max(scores, 0)
-    best_ids = tl.load(tile_ids + row * TILES + tile, mask=is_tile, other=_NO_ID)
+    best_ids = tl.load(tile_ids + row * (2 * TILES) + tile, mask=is_tile, other=_NO_ID)
+    num_odd = tl.load(tile_ids + row * (2 * TILES) + TILES + tile, mask=is_tile, other=0)
+    tl.store(is_finite + row, (tl.sum(num_odd, 0) == 0).to(tl.uint8))
     best_id = tl.min(tl.where(scores == best, best_ids, _NO_ID), 0)
 
-    has_top_k = (limit > 0) & (limit < VOCAB)
-    has_top_p = share < 1.0
-    if (degree >= GREEDY) & (has_top_k | has_top_p | (least > 0.0)) & (best > float("-inf")):
+    has_top_k = (own_top_k > 0) & (own_top_k < VOCAB)
+    has_top_p = own_top_p < 1.0
+    if (own_temperature >= GREEDY) & (has_top_k | has_top_p | (own_min_p > 0.0)) & (best > float("-inf")):
         peak = best
         sums = tl.load(floats + 3 * TILES, mask=is_tile, other=0.0)
         total = tl.sum(sums * tl.exp(scores - peak), 0)
-        share = tl.maximum(share, 1e-30)  # the peak stays, whatever top_p
+        own_top_p = tl.maximum(own_top_p, 1e-30)  # the peak stays, whatever top_p
         lane = tl.arange(0, GROUPS_BLOCK)
         peaks = tl.load(group_peaks + row * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
         floor = tl.full((), 0, tl.int64)
         is_listed = peaks > float("-inf")
         if has_top_k | has_top_p:
             # What the peaks alone reach, all values reach; 16 bits of that are enough to list the groups.
-            target = tl.where(has_top_k, limit.to(tl.float32), share * total)
+            target = tl.where(has_top_k, own_top_k.to(tl.float32), own_top_p * total)
             floor = search(peaks, peak, target, 0.0, has_top_k == 0, floor, 15, 8, GROUPS_BLOCK)
             if has_top_k == 0:
                 # Values that are smaller than the mass top-p may drop, shared by all ids, drop out together.
-                lowest = peak + tl.log((1.0 - share) * total / VOCAB) - 0.01
+                lowest = peak + tl.log((1.0 - own_top_p) * total / VOCAB) - 0.01
                 floor = tl.maximum(floor, key_of(lowest).to(tl.int64) + 2147483648)
         else:
-            is_listed = is_listed & (tl.exp(peaks - peak) >= least)
+            is_listed = is_listed & (tl.exp(peaks - peak) >= own_min_p)
         is_listed = is_listed & (key_of(peaks) >= key_of_offset(floor))
         count = is_listed.to(tl.int32)
         num_groups = tl.sum(count, 0)
@@ -241,7 +246,7 @@ def finish_kernel(
         values = tempered + row * (GROUPS * GROUP)
         left = interval + row * (CHUNK_GROUPS * GROUP)
         if has_top_k:
-            target = limit.to(tl.float32)
+            target = own_top_k.to(tl.float32)
             floor = fine_threshold(
                 values, listed, num_groups, left, peak, target, floor, False, GROUP, CHUNK_GROUPS
             )
@@ -251,7 +256,7 @@ def finish_kernel(
                 is_kept = key_of(x) >= key_of_offset(floor)
                 total += tl.sum(tl.where(is_kept, tl.exp(x - peak), 0.0), 0)
         if has_top_p:
-            target = share * total
+            target = own_top_p * total
             floor = fine_threshold(
                 values, listed, num_groups, left, peak, target, floor, True, GROUP, CHUNK_GROUPS
             )
@@ -269,7 +274,7 @@ def finish_kernel(
             block = tl.load(listed + entry, mask=entry < num_groups, other=0) * (GROUP // 4) + quad % (
                 GROUP // 4
             )
-            is_kept = (key_of(x) >= key_of_offset(floor)) & (tl.exp(x - peak) >= least)
+            is_kept = (key_of(x) >= key_of_offset(floor)) & (tl.exp(x - peak) >= own_min_p)
             noise = gumbel_of_blocks(block, key, position, CHUNK_GROUPS * GROUP)
             score = tl.where(is_kept, x + noise, float("-inf"))
             chunk_best = tl.max(score, 0)
@@ -292,37 +297,20 @@ def tile_of(vocab: int) -> int:
     return max(GROUP, min(MAX_TILE, triton.next_power_of_2(vocab)))
 
 
-def launch(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    state_index: torch.Tensor,
-    temperature: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    top_k: torch.Tensor,
-    seed: torch.Tensor,
-    output_counts: torch.Tensor,
-    prompt_seen: torch.Tensor,
-    bias: torch.Tensor,
-    min_position: torch.Tensor,
-    stop_ids: torch.Tensor,
-    num_valid_ids: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, tables = args.logits, args.tables
     rows, vocab = logits.shape
     device = logits.device
     token = torch.empty((rows,), dtype=torch.int64, device=device)
     logprob = torch.empty((rows,), dtype=torch.float32, device=device)
+    is_finite = torch.empty((rows,), dtype=torch.bool, device=device)
     if rows == 0:
-        return token, logprob
+        return token, logprob, is_finite
     tile = tile_of(vocab)
     tiles = triton.cdiv(vocab, tile)
     groups = tiles * (tile // GROUP)
     tile_floats = torch.empty((rows, 4, tiles), dtype=torch.float32, device=device)
-    tile_ids = torch.empty((rows, tiles), dtype=torch.int32, device=device)
+    tile_ids = torch.empty((rows, 2, tiles), dtype=torch.int32, device=device)
     # Written and read for rows with a filter only.
     tempered = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
     group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
@@ -330,7 +318,7 @@ def launch(
     interval = torch.empty((rows, CHUNK_GROUPS * GROUP), dtype=torch.float32, device=device)
     has_pdl = device_of(device.index).has_dependent_launch
     shared: dict[str, Any] = {
-        "QUERY_LEN": rows // state_index.shape[0],
+        "QUERY_LEN": rows // args.state_index.shape[0],
         "VOCAB": vocab,
         "TILES": tiles,
         "GROUP": GROUP,
@@ -339,68 +327,35 @@ def launch(
         "launch_pdl": has_pdl,
         **OPTIONS,
     }
+    parameters = (tables.temperature, tables.top_p, tables.min_p)
+    penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
+    counts, prompt, bias, stop_ids = tables.output_counts, tables.prompt_seen, tables.bias, tables.stop_ids
     tile_kernel[(tiles, rows)](
-        logits,
-        logits.stride(0),
-        tokens,
-        positions,
-        state_index,
-        temperature,
-        top_p,
-        min_p,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        top_k,
-        seed,
-        output_counts,
-        output_counts.stride(0),
-        prompt_seen.view(torch.uint8),
-        prompt_seen.stride(0),
-        bias,
-        bias.stride(0),
-        min_position,
-        stop_ids,
-        stop_ids.stride(0),
-        num_valid_ids,
-        tile_floats,
-        tile_ids,
-        tempered,
-        group_peaks,
+        logits, logits.stride(0), args.tokens, args.positions, args.state_index,
+        *parameters, *penalties, tables.top_k, tables.seed,
+        counts, counts.stride(0), prompt.view(torch.uint8), prompt.stride(0), bias, bias.stride(0),
+        tables.min_position, stop_ids, stop_ids.stride(0), args.num_valid_ids,
+        tile_floats, tile_ids, tempered, group_peaks,
         STOP_IDS=stop_ids.shape[1] if stop_ids.shape[0] else 0,
-        HAS_COUNTS=output_counts.shape[0] > 0,
-        HAS_PROMPT=prompt_seen.shape[0] > 0,
+        HAS_COUNTS=counts.shape[0] > 0,
+        HAS_PROMPT=prompt.shape[0] > 0,
         HAS_BIAS=bias.shape[0] > 0,
         TILE=tile,
         num_warps=TILE_WARPS,
         **shared,
-    )
+    )  # fmt: skip
     finish_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        positions,
-        state_index,
-        temperature,
-        top_p,
-        min_p,
-        top_k,
-        seed,
-        tile_floats,
-        tile_ids,
-        tempered,
-        group_peaks,
-        listed,
-        interval,
-        token,
-        logprob,
+        logits, logits.stride(0), args.positions, args.state_index, *parameters, tables.top_k, tables.seed,
+        tile_floats, tile_ids, tempered, group_peaks, listed, interval,
+        token, logprob, is_finite.view(torch.uint8),
         TILES_BLOCK=triton.next_power_of_2(tiles),
         GROUPS=groups,
         GROUPS_BLOCK=triton.next_power_of_2(groups),
         CHUNK_GROUPS=CHUNK_GROUPS,
         num_warps=FINISH_WARPS,
         **shared,
-    )
-    return token, logprob
+    )  # fmt: skip
+    return token, logprob, is_finite
 
 
 def variants() -> list[KernelVariant]:
@@ -472,7 +427,8 @@ def variants() -> list[KernelVariant]:
         )
         if name == "plain":
             continue
-        signature = {**common, "groups": "*i32", "interval": "*fp32", "token": "*i64", "logprob": "*fp32"}
+        signature = {**common, "groups": "*i32", "interval": "*fp32"}
+        signature |= {"token": "*i64", "logprob": "*fp32", "is_finite": "*u8"}
         result.append(
             KernelVariant(
                 name=f"finish-{vocab}" + "-pdl" * pdl,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,8 @@ def silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(gate_up: torch.Tensor) -> torch.Tensor:
+def launch(args: Any) -> torch.Tensor:
+    gate_up = args.gate_up
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows and width:

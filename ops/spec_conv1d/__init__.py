@@ -1,5 +1,5 @@
 """Causal convolution, l2norm and gates of a GDN layer, for verify windows and for prefill."""
 
-from compiled_mtp.ops.spec_conv1d.op import conv_prefill, spec_conv1d
+from compiled_mtp.ops.spec_conv1d.reference import GDNInputs, conv_prefill, spec_conv1d
 
-__all__ = ["conv_prefill", "spec_conv1d"]
+__all__ = ["GDNInputs", "conv_prefill", "spec_conv1d"]

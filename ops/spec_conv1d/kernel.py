@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -78,7 +80,7 @@ def spec_conv1d_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Parameters, cursors and the rows before the window are read before the wait (ops.device says why that
+    # Parameters, cursors and the rows before the window are read before the wait (reference.py says why that
     # is safe); the projection and everything written come after it.
     if PDL:
         gdc_launch_dependents()
@@ -245,51 +247,30 @@ def _constants(
     }
 
 
-def launch_spec_conv1d(
-    proj: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_ring: torch.Tensor,
-    state_index: torch.Tensor,
-    pos: torch.Tensor,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    proj, num_k_heads, num_v_heads = args.proj, args.num_k_heads, args.num_v_heads
     rows = proj.shape[0]
-    outputs = _outputs(rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim, proj.device)
+    outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     has_pdl = device_of(proj.device.index).has_dependent_launch
     spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
-        proj, conv_weight, a_log, dt_bias, conv_ring, state_index, pos, *outputs,
-        proj.stride(0), rows // state_index.shape[0],
-        **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
+        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos,
+        *outputs, proj.stride(0), rows // args.state_index.shape[0],
+        **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         PDL=has_pdl, num_warps=1, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return outputs
 
 
 def launch_conv_prefill(
-    proj: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_ring: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    length: torch.Tensor,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
+    args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    proj, num_k_heads, num_v_heads = args.proj, args.num_k_heads, args.num_v_heads
     rows = proj.shape[0]
-    outputs = _outputs(rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim, proj.device)
+    outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
-        proj, conv_weight, a_log, dt_bias, conv_ring, state_index, start, length, *outputs,
-        proj.stride(0), rows,
-        **_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_ring.shape[1]),
+        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
+        args.length, *outputs, proj.stride(0), rows,
+        **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         ROWS=PREFILL_ROWS, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outputs

@@ -1,16 +1,22 @@
-"""What spec_conv1d and conv_prefill compute."""
+"""The specifications of `spec_conv1d` and `conv_prefill`, and what runs on the CPU."""
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated, NamedTuple
 
+import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import sigmoid, silu, softplus
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
 HISTORY = 3  # rows before the first one that a kernel of 4 taps reads
 L2_EPS = 1e-6
 
 
-def _convolve(window: torch.Tensor, conv_weight: torch.Tensor) -> torch.Tensor:
+def _convolve(window: Tensor, conv_weight: Tensor) -> Tensor:
     """silu of the causal convolution, oldest tap first: window [B, rows + 3, C] f32 -> [B, rows, C]."""
     rows = window.shape[1] - HISTORY
     taps = conv_weight.float().t().contiguous()
@@ -20,13 +26,13 @@ def _convolve(window: torch.Tensor, conv_weight: torch.Tensor) -> torch.Tensor:
     return silu(total)
 
 
-def _l2norm(x: torch.Tensor) -> torch.Tensor:
+def _l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
 def _split_heads(
-    mixed: torch.Tensor, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixed: Tensor, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Channels [rows, C] to q (l2norm * dk^-0.5), k (l2norm), v, each [rows, heads, dim] and contiguous."""
     rows = mixed.shape[0]
     key = num_k_heads * head_k_dim
@@ -36,9 +42,7 @@ def _split_heads(
     return q, k, v
 
 
-def _gates(
-    proj: torch.Tensor, first_column: int, a_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gates(proj: Tensor, first_column: int, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g (log decay) and beta, [rows, nv] f32, from the b and a columns of proj."""
     heads = a_log.shape[0]
     b = proj[:, first_column : first_column + heads].float().contiguous()
@@ -46,26 +50,89 @@ def _gates(
     return -torch.exp(a_log) * softplus(a + dt_bias), sigmoid(b)
 
 
-def _history(conv_ring: torch.Tensor, state_index: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _history(conv_ring: Tensor, state_index: Tensor, first: Tensor) -> Tensor:
     """Raw inputs of the three positions before `first` [B], [B, 3, C] f32, zero before position 0."""
     positions = first[:, None] + torch.arange(-HISTORY, 0, device=first.device)
     rows = conv_ring[state_index.long()[:, None], positions % conv_ring.shape[1]]
     return rows.float().masked_fill((positions < 0)[..., None], 0.0)
 
 
+class GDNInputs(NamedTuple):
+    """What the gated delta rule reads of each row: [rows, nk, dk], [rows, nv, dv] and [rows, nv]."""
+
+    q: Annotated[Tensor, "rows num_k_heads head_k_dim", F32]
+    k: Annotated[Tensor, "rows num_k_heads head_k_dim", F32]
+    v: Annotated[Tensor, "rows num_v_heads head_v_dim", F32]
+    decay: Annotated[Tensor, "rows num_v_heads", F32]
+    beta: Annotated[Tensor, "rows num_v_heads", F32]
+
+
+_SHAPES = Remedy("check the head counts and head dims")
+_ONE = Remedy("prefill one sequence a call")
+_CHANNELS = "2*num_k_heads*head_k_dim+num_v_heads*head_v_dim"
+Projection = Annotated[Tensor, "rows columns", ACTIVATION, Remedy("flatten requests and window into rows")]
+ConvWeight = Annotated[Tensor, f"{_CHANNELS} 4", Like("proj"), CONTIGUOUS, _SHAPES]
+HeadVector = Annotated[Tensor, "num_v_heads", F32, CONTIGUOUS, _SHAPES]
+ConvRing = Annotated[Tensor, f"_ R {_CHANNELS}", Like("proj"), CONTIGUOUS, _SHAPES]
+
+
+def _holds_all_columns(
+    columns: int, R: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
+) -> None:
+    if num_v_heads % num_k_heads:
+        heads = (num_v_heads, num_k_heads)
+        raise fail("num_v_heads", "be a multiple of num_k_heads", heads, "check the config")
+    wanted = 2 * (num_k_heads * head_k_dim + num_v_heads * head_v_dim + num_v_heads)
+    if columns < wanted:
+        raise fail("proj", f"have at least {wanted} columns (q|k|v|z|b|a)", columns, _SHAPES.text)
+    if R < HISTORY:
+        raise fail("conv_ring", f"hold {HISTORY} rows", R, "use a longer ring")
+
+
+def _windows_fit(
+    rows: int, B: int, columns: int, R: int,
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int,
+) -> None:  # fmt: skip
+    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    if B == 0 or rows % B:
+        raise fail("proj", "have the same number of rows for each request", (rows, B), "pad windows")
+    if rows // B + HISTORY > R:
+        raise fail("conv_ring", f"hold a window and {HISTORY} rows", R, "use a longer ring")
+
+
+# in_proj, a fence, is launched right before this and writes neither the ring nor the cursors (gdn_verify).
+@operator(
+    mutates=("conv_ring",),
+    launches=(
+        Launch(
+            "spec_conv1d_kernel",
+            reads_early=("conv_weight", "a_log", "dt_bias", "conv_ring", "state_index", "pos"),
+        ),
+    ),
+    check=_windows_fit,
+)
 def spec_conv1d(
-    proj: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_ring: torch.Tensor,
-    state_index: torch.Tensor,
-    pos: torch.Tensor,
+    proj: Projection,
+    conv_weight: ConvWeight,
+    a_log: HeadVector,
+    dt_bias: HeadVector,
+    conv_ring: ConvRing,
+    state_index: Annotated[Tensor, "B", I32],
+    pos: Annotated[Tensor, "B", I64],
     num_k_heads: int,
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> GDNInputs:
+    """Causal convolution of 4 taps with silu, l2norm of q and k, and gates, over B windows of W rows.
+
+    proj [B*W, P] (row stride free), columns q|k|v|z|b|a and optional padding; conv_weight [C, 4] of the same
+    dtype, oldest tap first; a_log, dt_bias [nv]; conv_ring [slots, R, C] of proj's dtype, mutated: row b*W+k
+    is written to slot state_index[b] at position (pos[b] + k) mod R, and the three rows before pos[b] are
+    read from it (zero before position 0). Returns q [B*W, nk, dk] (l2norm, times dk^-0.5), k [B*W, nk, dk]
+    (l2norm), v [B*W, nv, dv], exp(g) and beta [B*W, nv], with g = -exp(a_log) softplus(a + dt_bias) and
+    beta = sigmoid(b). Source: Gated Delta Networks, arXiv 2412.06464.
+    """
     rows = proj.shape[0]
     channels = conv_weight.shape[0]
     batch = state_index.shape[0]
@@ -77,23 +144,30 @@ def spec_conv1d(
     mixed = _convolve(window, conv_weight).view(rows, channels)
     q, k, v = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     g, beta = _gates(proj, channels + num_v_heads * head_v_dim, a_log, dt_bias)
-    return q, k, v, torch.exp(g), beta
+    return GDNInputs(q, k, v, torch.exp(g), beta)
 
 
+@operator(mutates=("conv_ring",), check=_holds_all_columns)
 def conv_prefill(
-    proj: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_ring: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    length: torch.Tensor,
+    proj: Projection,
+    conv_weight: ConvWeight,
+    a_log: HeadVector,
+    dt_bias: HeadVector,
+    conv_ring: ConvRing,
+    state_index: Annotated[Tensor, "1", I32, _ONE],
+    start: Annotated[Tensor, "1", I64, _ONE],
+    length: Annotated[Tensor, "1", I64, _ONE],
     num_k_heads: int,
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> GDNInputs:
+    """`spec_conv1d` over one segment of a prompt: T rows at positions start.. of which `length` are real.
+
+    Arguments as there. The last three real rows are written to conv_ring (mutated); rows that a shorter
+    segment does not reach keep older ones. Returns q, k, v, g (the log decay, not its exponential) and beta;
+    padding rows are zero in all five.
+    """
     rows = proj.shape[0]
     channels = conv_weight.shape[0]
     steps = torch.arange(rows, device=proj.device)
@@ -105,4 +179,4 @@ def conv_prefill(
     mixed = _convolve(window, conv_weight)[0].masked_fill(is_padding, 0.0)
     q, k, v = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     g, beta = _gates(proj, channels + num_v_heads * head_v_dim, a_log, dt_bias)
-    return q, k, v, g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
+    return GDNInputs(q, k, v, g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,15 @@ from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP
 TABLE_BLOCK = 1024
 # Of the longest window and what its chain adds: one binary for every mtp_step.
 LANES = 2 * (MAX_MTP_STEP + 1)
-UNSPECIALIZED = ("window", "max_blocks", "end", "table_stride", "drafts_stride", "chain_stride", "hash_limit")
+UNSPECIALIZED = (
+    "query_len",
+    "max_blocks",
+    "end",
+    "table_stride",
+    "drafts_stride",
+    "chain_stride",
+    "hash_limit",
+)
 
 
 @triton.jit
@@ -38,12 +48,12 @@ def read_window_kernel(
     start,
     tokens,
     positions,
-    slots,
+    kv_slots,
     sampled_positions,
     table,
     drafts_stride,
     table_stride,
-    window,
+    query_len,
     max_blocks,
     block_size,
     end,
@@ -63,16 +73,16 @@ def read_window_kernel(
         tl.store(start + request, first)
         tl.store(folded + request, tl.load(base + slot))
         lane = tl.arange(0, LANES)
-        is_row = lane < window
+        is_row = lane < query_len
         is_draft = is_row & (lane > 0)
         token = tl.load(drafts + slot * drafts_stride + lane - 1, mask=is_draft, other=0)
         token = tl.where(is_draft, token, tl.load(last_token + slot))
         wanted = first + lane
         position, kv_slot = place(wanted, end, own_table, block_size)
-        row = request * window + lane
+        row = request * query_len + lane
         tl.store(tokens + row, token, mask=is_row)
         tl.store(positions + row, position, mask=is_row)
-        tl.store(slots + row, kv_slot, mask=is_row)
+        tl.store(kv_slots + row, kv_slot, mask=is_row)
         tl.store(sampled_positions + row, wanted + 1, mask=is_row)
 
 
@@ -80,20 +90,21 @@ def read_window_kernel(
 def accept_window_kernel(
     tokens,
     sampled,
+    is_finite,
     state_index,
     start,
     table,
     base,
     pos,
     last_token,
-    result,
+    packed,
     accepted_row,
     bonus,
     positions,
-    slots,
+    kv_slots,
     chain_positions,
     chain_slots,
-    window,
+    query_len,
     max_blocks,
     block_size,
     end,
@@ -110,35 +121,39 @@ def accept_window_kernel(
     slot = tl.load(state_index + request).to(tl.int64)
     first = tl.load(start + request)
     lane = tl.arange(0, LANES)
-    is_row = lane < window
-    is_draft = lane < window - 1
-    row = request * window + lane
+    is_row = lane < query_len
+    is_draft = lane < query_len - 1
+    row = request * query_len + lane
     drafted = tl.load(tokens + row + 1, mask=is_draft, other=0)
     wanted = first + lane
     position, kv_slot = place(wanted, end, table + request * max_blocks, block_size)
-    # All of this is older than the samples (ops.device).
     if PDL:
         gdc_wait()
     drawn = tl.load(sampled + row, mask=is_row, other=0)
+    finite = tl.load(is_finite + row, mask=is_row, other=1)
     is_wrong = is_draft & (drafted != drawn)
     if hash_limit >= 0:
         is_wrong = is_draft & ((wanted + 1) * HASH_FACTOR % 4294967296 // 65536 >= hash_limit)
-    num_accepted = tl.min(tl.where(is_wrong, lane, window - 1), 0)
+    num_accepted = tl.min(tl.where(is_wrong, lane, query_len - 1), 0)
     is_live = slot > 0
     num_new = tl.where(is_live, num_accepted + 1, 0)
+    is_broken = is_row & (finite == 0)
+    num_finite = tl.min(tl.where(is_broken, lane, query_len), 0)
     last = tl.where(is_live, tl.sum(tl.where(lane == num_accepted, drawn, 0), 0), 0)
     tl.store(base + slot, first)
     tl.store(pos + slot, first + num_new)
     tl.store(last_token + slot, last)
-    tl.store(result + request * (window + 1), num_new.to(tl.int64))
-    tl.store(result + request * (window + 1) + 1 + lane, drawn, mask=is_row)
-    tl.store(accepted_row + request, request * window + num_accepted)
+    packed += request * (query_len + 2)
+    tl.store(packed, num_new.to(tl.int64))
+    tl.store(packed + 1, tl.minimum(num_finite, num_new).to(tl.int64))
+    tl.store(packed + 2 + lane, drawn, mask=is_row)
+    tl.store(accepted_row + request, request * query_len + num_accepted)
     tl.store(bonus + request, last)
-    is_extended = (lane > 0) & (lane <= window)
+    is_extended = (lane > 0) & (lane <= query_len)
     tl.store(positions + row - 1, position, mask=is_extended)
-    tl.store(slots + row - 1, kv_slot, mask=is_extended)
+    tl.store(kv_slots + row - 1, kv_slot, mask=is_extended)
     link = lane - num_new - 1
-    is_link = (link >= 0) & (link < window - 1)
+    is_link = (link >= 0) & (link < query_len - 1)
     at = link * chain_stride + request
     tl.store(chain_positions + at, position, mask=is_link)
     tl.store(chain_slots + at, kv_slot, mask=is_link)
@@ -149,66 +164,44 @@ def accept_window_kernel(
         tl.store(chain_slots + at, tl.full((LANES,), -1, tl.int64), mask=is_draft)
 
 
-def launch_read_window(
-    state_index: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-    last_token: torch.Tensor,
-    drafts: torch.Tensor,
-    block_table: torch.Tensor,
-    mtp_step: int,
-    block_size: int,
-    end: int,
-) -> tuple[torch.Tensor, ...]:
-    batch, max_blocks = state_index.shape[0], block_table.shape[1]
-    folded = pos.new_empty((batch,))
-    start = pos.new_empty((batch,))
-    tokens, positions, slots, sampled_positions = (pos.new_empty((batch * (mtp_step + 1),)) for _ in range(4))
+def launch_read_window(args: Any) -> tuple[torch.Tensor, ...]:
+    cursors, block_table, query_len = args.cursors, args.block_table, args.mtp_step + 1
+    batch, max_blocks = args.state_index.shape[0], block_table.shape[1]
+    base, pos = (cursors.pos.new_empty((batch,)) for _ in range(2))
+    tokens, positions, kv_slots, sampled = (cursors.pos.new_empty((batch * query_len,)) for _ in range(4))
     table = block_table.new_empty((batch, max_blocks))
     read_window_kernel[(batch, triton.cdiv(max_blocks, TABLE_BLOCK))](
-        state_index, base, pos, last_token, drafts, block_table,
-        folded, start, tokens, positions, slots, sampled_positions, table,
-        drafts.stride(0), block_table.stride(0), mtp_step + 1, max_blocks, block_size, end,
+        args.state_index, *cursors, args.drafts, block_table,
+        base, pos, tokens, positions, kv_slots, sampled, table,
+        args.drafts.stride(0), block_table.stride(0), query_len, max_blocks, args.block_size, args.end,
         LANES=LANES, TABLE_BLOCK=TABLE_BLOCK, num_warps=4,
     )  # fmt: skip
-    return folded, start, tokens, positions, slots, sampled_positions, table
+    return base, pos, tokens, positions, kv_slots, sampled, table
 
 
-def launch_accept_window(
-    tokens: torch.Tensor,
-    sampled: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    table: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-    last_token: torch.Tensor,
-    mtp_step: int,
-    block_size: int,
-    end: int,
-    hash_limit: int,
-) -> tuple[torch.Tensor, ...]:
-    batch, window = start.shape[0], mtp_step + 1
-    result = start.new_empty((batch, 1 + window))
+def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
+    start, mtp_step, query_len = args.start, args.mtp_step, args.mtp_step + 1
+    batch = start.shape[0]
+    packed = start.new_empty((batch, 2 + query_len))
     accepted_row, bonus = start.new_empty((batch,)), start.new_empty((batch,))
-    positions, slots = start.new_empty((batch * window,)), start.new_empty((batch * window,))
+    positions, kv_slots = start.new_empty((batch * query_len,)), start.new_empty((batch * query_len,))
     chain_positions = start.new_empty((mtp_step, batch + batch % 2))
     chain_slots = torch.empty_like(chain_positions)
     has_pdl = device_of(start.device.index).has_dependent_launch
     accept_window_kernel[(batch,)](
-        tokens, sampled, state_index, start, table, base, pos, last_token,
-        result, accepted_row, bonus, positions, slots, chain_positions, chain_slots,
-        window, table.shape[1], block_size, end, chain_positions.shape[1], hash_limit,
+        args.tokens, args.sampled, args.is_finite.view(torch.uint8), args.state_index, start, args.table,
+        *args.cursors, packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
+        query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
-    return result, accepted_row, bonus, positions, slots, chain_positions, chain_slots
+    return packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots
 
 
 def variants() -> list[KernelVariant]:
-    read = ("base", "pos", "last_token", "drafts", "folded", "start", "tokens", "positions", "slots")
+    read = ("base", "pos", "last_token", "drafts", "folded", "start", "tokens", "positions", "kv_slots")
     read += ("sampled_positions",)
-    accept = ("tokens", "sampled", "start", "base", "pos", "last_token", "result", "accepted_row", "bonus")
-    accept += ("positions", "slots", "chain_positions", "chain_slots")
+    accept = ("tokens", "sampled", "start", "base", "pos", "last_token", "packed", "accepted_row", "bonus")
+    accept += ("positions", "kv_slots", "chain_positions", "chain_slots")
     result = []
     for name, function, tensors, constants, num_warps, pdl in (
         ("read", read_window_kernel, read, {"TABLE_BLOCK": TABLE_BLOCK}, 4, False),
@@ -217,7 +210,7 @@ def variants() -> list[KernelVariant]:
     ):
         constants = {"LANES": LANES, **constants}
         pointers = {**dict.fromkeys(tensors, "*i64"), "state_index": "*i32", "table": "*i32"}
-        pointers["block_table"] = "*i32"
+        pointers |= {"block_table": "*i32", "is_finite": "*u8"}
         names = [n for n in function.arg_names if n not in constants]
         result.append(
             KernelVariant(

@@ -1,8 +1,15 @@
-"""What read_window and accept_window compute, and where rows lie: plain integer arithmetic."""
+"""The specifications of `read_window` and `accept_window`, and what runs on the CPU; where rows lie."""
 
 from __future__ import annotations
 
+from typing import Annotated, NamedTuple
+
 import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import BOOL, CONTIGUOUS, I32, I64, Remedy
 
 MAX_MTP_STEP = 7
 # Knuth's multiplicative hash, of a draft's position.
@@ -10,8 +17,8 @@ HASH_FACTOR = 2654435761
 
 
 def place_rows(
-    start: torch.Tensor, count: int, end: int | torch.Tensor, block_table: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    start: Tensor, count: int, end: int | Tensor, block_table: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
     """Positions and KV slots [B, count] int64 of rows start [B], start + 1, ... of each request.
 
     From `end` on (an int, or [B, 1]) positions are clamped and nothing is to be written: slot -1, as for a
@@ -25,8 +32,8 @@ def place_rows(
 
 
 def place_chain(
-    start: torch.Tensor, mtp_step: int, end: int, block_table: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    start: Tensor, mtp_step: int, end: int, block_table: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
     """`place_rows` of the drafts at start + 1 .. start + mtp_step, transposed: [mtp_step, P] int64.
 
     P is B rounded up to an even number, so that every draft's rows lie at a multiple of 16 bytes; what it
@@ -41,69 +48,152 @@ def place_chain(
     return padded_positions, padded_slots
 
 
+_SLOT_STATE = Remedy("pass the rows of SlotState")
+_WINDOW = Remedy("pass what read_window returned")
+_W_ROWS = Remedy("pass mtp_step + 1 rows a request")
+
+
+class Cursors(NamedTuple):
+    """How far each slot is, [slots] int64: base, pos and the token at pos."""
+
+    base: Annotated[Tensor, "slots", I64, _SLOT_STATE]
+    pos: Annotated[Tensor, "slots", I64, _SLOT_STATE]
+    last_token: Annotated[Tensor, "slots", I64, _SLOT_STATE]
+
+
+class Window(NamedTuple):
+    """The B * W rows that verify, W = mtp_step + 1, and where their requests stand.
+
+    base, pos [B]; tokens, positions (below `end`), kv_slots (-1: no write) and sampled_positions, those of
+    the tokens that the rows sample (pos + 1 + k), [B * W], all int64; block_table [B, blocks] int32.
+    """
+
+    base: Annotated[Tensor, "B", I64]
+    pos: Annotated[Tensor, "B", I64]
+    tokens: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    positions: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    kv_slots: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    sampled_positions: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    block_table: Annotated[Tensor, "B blocks", I32]
+
+
+class Accepted(NamedTuple):
+    """What verifying has decided, and where the draft's rows lie; all int64.
+
+    packed [B, 2 + W]: num_new, num_finite, then the W samples, of which the first num_new are the request's
+    new tokens and the first num_finite of those come from finite logits. accepted_row, bonus [B]: the row
+    among B * W whose sample is the last new token, and that token. positions, kv_slots [B * W] of the pairs
+    (sample k, hidden k) at start + 1 + k; those of the chain [mtp_step, P], row i at start + num_new + 1 + i,
+    in the first B of P = B + B % 2 columns.
+    """
+
+    packed: Annotated[Tensor, "B mtp_step+3", I64]
+    accepted_row: Annotated[Tensor, "B", I64]
+    bonus: Annotated[Tensor, "B", I64]
+    positions: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    kv_slots: Annotated[Tensor, "B*(mtp_step+1)", I64]
+    chain_positions: Annotated[Tensor, "mtp_step B+B%2", I64]
+    chain_slots: Annotated[Tensor, "mtp_step B+B%2", I64]
+
+
+def _table_holds_window(mtp_step: int, block_size: int, end: int, blocks: int) -> None:
+    if not 0 <= mtp_step <= MAX_MTP_STEP:
+        raise fail("mtp_step", f"be 0 to {MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
+    if end < 1 or blocks * block_size < end:
+        rule = f"be 1 to {blocks} blocks of {block_size} positions"
+        raise fail("end", rule, end, "pass max_model_len, and a block table that holds it")
+
+
+def _drafts_hold_window(mtp_step: int, block_size: int, end: int, blocks: int, num_drafts: int) -> None:
+    _table_holds_window(mtp_step, block_size, end, blocks)
+    if num_drafts < mtp_step:
+        raise fail("drafts", f"hold {mtp_step} ids a slot", num_drafts, "make SlotState for that depth")
+
+
+@operator(check=_drafts_hold_window)
 def read_window(
-    state_index: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-    last_token: torch.Tensor,
-    drafts: torch.Tensor,
-    block_table: torch.Tensor,
+    state_index: Annotated[Tensor, "B", I32],
+    cursors: Cursors,
+    drafts: Annotated[Tensor, "slots num_drafts", I64, _SLOT_STATE],
+    block_table: Annotated[Tensor, "slots blocks", I32, _SLOT_STATE],
     mtp_step: int,
     block_size: int,
     end: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    index, window = state_index.to(torch.int64), mtp_step + 1
-    start, table = pos[index], block_table[index]
-    tokens = torch.cat((last_token[index][:, None], drafts[index][:, :mtp_step]), dim=1)
-    positions, slots = place_rows(start, window, end, table, block_size)
-    sampled_positions = start[:, None] + 1 + torch.arange(window, device=start.device)
-    return (
-        base[index],
+) -> Window:
+    """The W = mtp_step + 1 rows that verify the drafts of B requests: last token, then the drafts.
+
+    state_index [B], 0 for padding; cursors and drafts [slots, >= mtp_step]; block_table [slots, blocks], -1
+    where nothing is reserved. `end` is the position from which on nothing is written (max_model_len).
+    """
+    index, query_len = state_index.to(torch.int64), mtp_step + 1
+    start, table = cursors.pos[index], block_table[index]
+    tokens = torch.cat((cursors.last_token[index][:, None], drafts[index][:, :mtp_step]), dim=1)
+    positions, kv_slots = place_rows(start, query_len, end, table, block_size)
+    sampled_positions = start[:, None] + 1 + torch.arange(query_len, device=start.device)
+    return Window(
+        cursors.base[index],
         start,
         tokens.flatten(),
         positions.flatten(),
-        slots.flatten(),
+        kv_slots.flatten(),
         sampled_positions.flatten(),
         table,
     )
 
 
+# Older than the head, a fence: the window, and the slots that it came from.
+@operator(
+    mutates=("base", "pos", "last_token"),
+    launches=(Launch("accept_window_kernel", reads_early=("tokens", "state_index", "start", "table")),),
+    check=_table_holds_window,
+)
 def accept_window(
-    tokens: torch.Tensor,
-    sampled: torch.Tensor,
-    state_index: torch.Tensor,
-    start: torch.Tensor,
-    table: torch.Tensor,
-    base: torch.Tensor,
-    pos: torch.Tensor,
-    last_token: torch.Tensor,
+    tokens: Annotated[Tensor, "B*(mtp_step+1)", I64, _W_ROWS],
+    sampled: Annotated[Tensor, "B*(mtp_step+1)", I64, _W_ROWS],
+    is_finite: Annotated[Tensor, "B*(mtp_step+1)", BOOL, _W_ROWS],
+    state_index: Annotated[Tensor, "B", I32],
+    start: Annotated[Tensor, "B", I64, _WINDOW],
+    table: Annotated[Tensor, "B blocks", I32, CONTIGUOUS, _WINDOW],
+    cursors: Cursors,
     mtp_step: int,
     block_size: int,
     end: int,
     hash_limit: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    index, is_live, window = state_index.to(torch.int64), state_index > 0, mtp_step + 1
+) -> Accepted:
+    """Keep the leading drafts that agree with what was sampled, commit them, and place the draft's rows.
+
+    tokens, sampled, is_finite [B * W], W = mtp_step + 1: the window; row k's sample, the request's token
+    after row k if the k drafts before it are right; and whether it was drawn from finite logits. start [B]
+    and table [B, blocks] are read_window's pos and block_table, as are state_index, block_size and end.
+    Mutated: base becomes start, pos start + num_new, last_token the last of the num_new = num_accepted + 1
+    new tokens; a padding row keeps zeros, with num_new 0. num_finite counts the leading new tokens whose
+    rows are finite: below num_new, the row after them is not. hash_limit -1; else, for benchmarks, drafts
+    agree where a hash of their position is below hash_limit of 65536.
+    """
+    index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
-    drawn = sampled.view(batch, window)
+    drawn = sampled.view(batch, query_len)
     if hash_limit >= 0:
-        places = start[:, None] + torch.arange(1, window, device=start.device)
+        places = start[:, None] + torch.arange(1, query_len, device=start.device)
         agrees = places * HASH_FACTOR % 2**32 // 2**16 < hash_limit
     else:
-        agrees = tokens.view(batch, window)[:, 1:] == drawn[:, :-1]
+        agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
     num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_new = torch.where(is_live, num_accepted + 1, 0)
+    leading = is_finite.view(batch, query_len).to(torch.int64).cumprod(dim=1).sum(dim=1)
+    num_finite = torch.minimum(leading, num_new)
     bonus = torch.where(is_live, drawn.gather(1, num_accepted[:, None])[:, 0], 0)
-    base[index] = start
-    pos[index] = start + num_new
-    last_token[index] = bonus
-    positions, slots = place_rows(start + 1, window, end, table, block_size)
+    cursors.base[index] = start
+    cursors.pos[index] = start + num_new
+    cursors.last_token[index] = bonus
+    positions, kv_slots = place_rows(start + 1, query_len, end, table, block_size)
     chain_positions, chain_slots = place_chain(start + num_new, mtp_step, end, table, block_size)
-    return (
-        torch.cat((num_new[:, None], drawn), dim=1),
-        torch.arange(batch, device=start.device) * window + num_accepted,
+    return Accepted(
+        torch.cat((num_new[:, None], num_finite[:, None], drawn), dim=1),
+        torch.arange(batch, device=start.device) * query_len + num_accepted,
         bonus,
         positions.flatten(),
-        slots.flatten(),
+        kv_slots.flatten(),
         chain_positions,
         chain_slots,
     )

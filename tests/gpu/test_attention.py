@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-from compiled_mtp.ops.paged_attention.kernel import launch
-from compiled_mtp.ops.paged_attention.reference import reference
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from compiled_mtp.ops.qk_norm_rope_kv_write.reference import reference as qk_reference
 from tests.ops.attention_cases import exact, make
 from tests.ops.harness import check_launch, rel_l2
 from tests.ops.test_qk_norm_rope_kv_write import make as make_qk
@@ -23,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def check_exact(args, tolerance):
-    got = launch(*args)
+    got = paged_attention.launch(*args)
     want = exact(*args)
     assert got.isfinite().all()
     assert rel_l2(got, want) < tolerance
@@ -85,16 +82,16 @@ def test_fp8_scales_far_apart(window):
 @pytest.mark.parametrize("window", [3, 70])
 def test_padding_and_unwritten_rows_harm_no_one(window):
     args = make([70 + window], window, 24, 4, 256, dtype=torch.bfloat16, device="cuda")
-    want = launch(*args)
+    want = paged_attention.launch(*args)
     q, gate = (torch.cat((t, t, t)) for t in args[:2])
     table = torch.cat((args[4], args[4], torch.full_like(args[4], -1)))
     positions = torch.cat((args[5], args[5] + window, torch.zeros_like(args[5])))
-    got = launch(q, gate, *args[2:4], table, positions, *args[6:])
+    got = paged_attention.launch(q, gate, *args[2:4], table, positions, *args[6:])
     assert torch.equal(got[:window], want)
     assert (got[2 * window :] == 0).all()
     # The same within one request: its last rows were never written.
     positions = torch.cat((args[5], args[5] + window))
-    got = launch(q[: 2 * window], gate[: 2 * window], *args[2:5], positions, *args[6:])
+    got = paged_attention.launch(q[: 2 * window], gate[: 2 * window], *args[2:5], positions, *args[6:])
     if 2 * window <= 8:
         assert torch.equal(got[:window], want)
     else:
@@ -109,7 +106,7 @@ def test_bits_of_a_row_are_its_own(shape, dtype):
     x = torch.float32 if dtype == "fp32" else torch.bfloat16
     args = make(lengths, 8, *heads, dtype=x, fp8=dtype == "fp8", device="cuda")
     q, gate, kv, scale, table, positions, softmax_scale, first = args
-    full = launch(*args)
+    full = paged_attention.launch(*args)
     rows = torch.arange(len(lengths) * 8, device="cuda").view(-1, 8)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
     for window in range(1, 9):
@@ -117,7 +114,9 @@ def test_bits_of_a_row_are_its_own(shape, dtype):
             for begin in {0, 8 - window}:
                 pick = rows[requests, begin : begin + window].flatten()
                 wide = torch.nn.functional.pad(table[requests], (0, 37 * window), value=-1)
-                got = launch(q[pick], gate[pick], kv, scale, wide, positions[pick], softmax_scale, first)
+                got = paged_attention.launch(
+                    q[pick], gate[pick], kv, scale, wide, positions[pick], softmax_scale, first
+                )
                 assert torch.equal(got, full[pick]), (window, requests, begin)
 
 
@@ -128,8 +127,8 @@ def test_strided_inputs_and_poisoned_memory():
     args[2] = torch.stack((args[2], torch.full_like(args[2], torch.nan)), 1)[
         :, 0
     ]  # a layer of a larger cache
-    check_launch(launch, reference, args, rtol=8e-3, atol=2e-3)
-    check_launch(launch, reference, make([90], 50, 8, 2, 256, device="cuda"), rtol=1e-5, atol=2e-6)
+    check_launch(paged_attention, args, rtol=8e-3, atol=2e-3)
+    check_launch(paged_attention, make([90], 50, 8, 2, 256, device="cuda"), rtol=1e-5, atol=2e-6)
 
 
 def test_pages_beyond_two_to_the_31_elements():
@@ -140,8 +139,8 @@ def test_pages_beyond_two_to_the_31_elements():
     small, table = args[2], args[4]
     far = num_blocks - small.shape[0]
     kv[far:] = small
-    want = launch(*args)
-    got = launch(*args[:2], kv, None, torch.where(table >= 0, table + far, -1), *args[5:])
+    want = paged_attention.launch(*args)
+    got = paged_attention.launch(*args[:2], kv, None, torch.where(table >= 0, table + far, -1), *args[5:])
     assert torch.equal(got, want)
 
 
@@ -157,16 +156,16 @@ def test_graph_replays_with_growing_positions(fp8):
         for b, end in enumerate(ends):
             positions[b * window : (b + 1) * window] = torch.arange(end - window, end)
 
-    launch(*args)
+    paged_attention.launch(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(*args)
+        out = paged_attention.launch(*args)
     for ends in steps:
         place(ends)
         graph.replay()
         torch.cuda.synchronize()
         got = out.clone()
-        assert torch.equal(got, launch(*args))
+        assert torch.equal(got, paged_attention.launch(*args))
         assert rel_l2(got, exact(*args)) < TOLERANCE[torch.bfloat16]
 
 
@@ -191,7 +190,7 @@ def test_kernels_that_start_early_wait_for_what_they_read(fp8):
             mixed = qkv + carried
             q = qk_norm_rope_kv_write(mixed, *weights, cos_sin, positions, slots, *args[2:4], 24, 4, 1e-6)
             gate = mixed[:, : 48 * 256].view(-1, 24, 512)[:, :, 256:]
-            outs.append(launch(q, gate, *args[2:5], positions, *args[6:]))
+            outs.append(paged_attention.launch(q, gate, *args[2:5], positions, *args[6:]))
             # The next layer reads what this one made.
             carried = torch.nn.functional.pad(outs[-1], (0, mixed.shape[1] - outs[-1].shape[1]))
         return outs
@@ -239,13 +238,11 @@ def test_registrations():
 @pytest.mark.parametrize("shape", [*HEADS, *SMALL])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp32"])
 def test_qk_norm_rope_kv_write(shape, dtype):
-    from compiled_mtp.ops.qk_norm_rope_kv_write.kernel import launch as qk_launch
-
     x = torch.float32 if dtype == "fp32" else torch.bfloat16
     tolerance = {"fp32": 2e-6, "bf16": 2**-7, "fp8": 2**-3}[dtype]
     for rows in (1, 4, 33, 300):
         args = make_qk(rows, *(HEADS | SMALL)[shape], dtype=x, fp8=dtype == "fp8", device="cuda")
-        check_launch(qk_launch, qk_reference, args, rtol=tolerance, atol=2e-6, mutated=(6, 7))
+        check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=2e-6, mutated=(6, 7))
 
 
 @pytest.mark.parametrize("fp8", [False, True])

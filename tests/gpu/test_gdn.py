@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.gdn_commit import gdn_commit
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
@@ -81,12 +80,12 @@ def test_verify_equals_float64(shape: Shape, dtype: torch.dtype) -> None:
             expected = gated_norm_float64(out, z, layer.norm_weight, 1e-6, "sigmoid")
             assert rel_l2(y[kept], expected) < ROUNDING[dtype]
             stream.accept(request, 5, 8)
-    for got, exact in zip(stream.folded(gdn_commit), states, strict=True):
+    for got, exact in zip(stream.folded(gdn_verify), states, strict=True):
         assert rel_l2(got, exact) < 1e-6
 
 
 def test_verify_windows_equal_single_steps(shape: Shape, dtype: torch.dtype) -> None:
-    check_windows_equal_single_steps(gdn_verify, gdn_commit, shape, rounds=24, dtype=dtype, device="cuda")
+    check_windows_equal_single_steps(gdn_verify, shape, rounds=24, dtype=dtype, device="cuda")
 
 
 def test_verify_rows_do_not_depend_on_batch() -> None:
@@ -293,7 +292,7 @@ def test_prefill_repeats_its_bits(shape: Shape, dtype: torch.dtype) -> None:
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize("name", ["gdn_verify", "gdn_commit", "gdn_prefill", "spec_conv1d", "conv_prefill"])
+@pytest.mark.parametrize("name", ["gdn_verify", "gdn_prefill", "spec_conv1d", "conv_prefill"])
 def test_registration(name: str) -> None:
     shape = Shape(2, 6, 128, 128)
     layer = make_layer(shape, torch.bfloat16, device="cuda")
@@ -308,7 +307,6 @@ def test_registration(name: str) -> None:
     norm = 1e-6, "silu"
     arguments: dict[str, tuple[Any, ...]] = {
         "gdn_verify": (*window, layer.norm_weight, cache.state, *rings, index, base, pos, *norm),
-        "gdn_commit": (cache.state, *rings, index, base, pos),
         "gdn_prefill": (
             *make_prompt(layer, 6, torch.bfloat16, "cuda"),
             layer.norm_weight,

@@ -8,7 +8,6 @@ import torch
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.quantize_rows.reference import quantize_rows_reference
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import part_counts
 from tests.ops.harness import assert_same_bits, check_row_invariance, rel_l2
@@ -36,7 +35,7 @@ def test_quantised_rows_have_the_bits_of_the_reference(columns: int) -> None:
     wide[1, :128] = 0.0
     wide[2] *= 1e-30
     x = wide[:, :columns]
-    assert_same_bits(quantize_rows(x), quantize_rows_reference(x))
+    assert_same_bits(quantize_rows(x), quantize_rows.reference(x))
     check_row_invariance(lambda m: quantize_rows(x[:m]), range(1, 257), 257)
 
 

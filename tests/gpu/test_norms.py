@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
-from compiled_mtp.ops.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 from compiled_mtp.ops.silu_mul import silu_mul
-from compiled_mtp.ops.silu_mul.reference import silu_mul_reference
 from tests.ops.harness import check_launch, check_row_invariance, rel_l2
 
 pytestmark = [
@@ -22,18 +20,14 @@ WIDTHS = [1024, 2048, 2560, 4096, 5120, 100, 8192]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norms(width: int, dtype: torch.dtype) -> None:
-    from compiled_mtp.ops.rms_norm.kernel import launch_add_rms_norm, launch_rms_norm
-
     wide = torch.full((2, 5, width + 16), float("nan"), device="cuda", dtype=dtype)
     wide[:, :, :width] = torch.randn(2, 5, width, device="cuda") * 3
     x, residual = wide[:, :, :width].unbind(0)
     weight = torch.randn(width, device="cuda").to(dtype)
     # Half a unit in the last place of bfloat16, and one more where the two sums differ in their last bit.
     rtol = 7.9e-3 if dtype == torch.bfloat16 else 2e-6
-    check_launch(launch_rms_norm, rms_norm_reference, (x, weight, EPS), rtol=rtol, atol=1e-6)
-    check_launch(
-        launch_add_rms_norm, add_rms_norm_reference, (x, residual, weight, EPS), rtol=rtol, atol=1e-6
-    )
+    check_launch(rms_norm, (x, weight, EPS), rtol=rtol, atol=1e-6)
+    check_launch(add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6)
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * (1 + weight.double())
     floor = rel_l2(exact.to(dtype), exact) if dtype == torch.bfloat16 else 1e-7
     assert rel_l2(rms_norm(x, weight, EPS), exact) < 2 * floor
@@ -73,13 +67,11 @@ def test_a_pair_is_two_norms_to_the_bit(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [3584, 9216, 17408, 37])
 def test_silu_mul(width: int, dtype: torch.dtype) -> None:
-    from compiled_mtp.ops.silu_mul.kernel import launch
-
     wide = torch.full((256, 2 * width + 16), float("nan"), device="cuda", dtype=dtype)
     wide[:, : 2 * width] = torch.randn(256, 2 * width, device="cuda") * 4
     gate_up = wide[:, : 2 * width]
     rtol = 7.9e-3 if dtype == torch.bfloat16 else 2e-6
-    check_launch(launch, silu_mul_reference, (gate_up,), rtol=rtol, atol=1e-6)
+    check_launch(silu_mul, (gate_up,), rtol=rtol, atol=1e-6)
     check_row_invariance(lambda m: silu_mul(gate_up[:m]), range(1, 256, 5), 256)
     gate, up = gate_up.double().chunk(2, -1)
     exact = gate * torch.sigmoid(gate) * up

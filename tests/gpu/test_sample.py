@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_mtp.ops.sample import sample
-from compiled_mtp.ops.sample.reference import sample as reference
+from compiled_mtp.ops.sample import Sampled, sample
 from tests.ops.harness import assert_same_bits, poisoned_allocations
-from tests.ops.sample_cases import Case, full_case, make_case, numpy_scores, part_of
+from tests.ops.sample_cases import Case, arguments, full_case, make_case, numpy_scores, part_of
 
 pytestmark = pytest.mark.gpu
 VOCAB = 248320
+
+
+def draw(case: Case) -> Sampled:
+    return sample(*arguments(case))
 
 
 def on_device(case: Case) -> Case:
@@ -56,8 +59,9 @@ def mixed_case(requests: int, query_len: int, scale: float = 3.0) -> Case:
 
 def assert_reference_tokens(case: Case) -> None:
     with poisoned_allocations():
-        token, logprob = sample(**on_device(case))
-    wanted, wanted_logprob = reference(*case.values())
+        token, logprob, is_finite = draw(on_device(case))
+    wanted, wanted_logprob, wanted_is_finite = draw(case)
+    assert torch.equal(is_finite.cpu(), wanted_is_finite)
     # Equal noise bits and equal processed logits; the logarithms may differ in the last bit, which decides
     # only between two ids whose scores are as good as equal.
     different = (token.cpu() != wanted).nonzero().flatten().tolist()
@@ -99,9 +103,9 @@ def test_every_processor_gives_the_reference_tokens(vocab: int) -> None:
 def test_rows_do_not_depend_on_their_company(with_tables: bool) -> None:
     case = on_device(full_case(5000, 3) if with_tables else mixed_case(64, 4))
     requests = len(case["state_index"])
-    together = sample(**case)
+    together = draw(case)
     for size in (1, 2, 3, 4) if with_tables else (1, 2, 8, 32):
-        parts = [sample(**part_of(case, first, size)) for first in range(0, requests, size)]
+        parts = [draw(part_of(case, first, size)) for first in range(0, requests, size)]
         assert_same_bits([torch.cat(column) for column in zip(*parts, strict=True)], together)
 
 
@@ -116,7 +120,7 @@ def test_tokens_have_the_specified_distribution() -> None:
     ]
     for over in parameters:
         case = make_case(logits.expand(repeats, 50).contiguous(), repeats, seed=torch.arange(repeats), **over)
-        counts = torch.bincount(sample(**on_device(case))[0].cpu(), minlength=50).double()
+        counts = torch.bincount(draw(on_device(case))[0].cpu(), minlength=50).double()
         scores, _ = numpy_scores(case, 0)
         weight = np.exp(scores - scores.max())
         expected = torch.from_numpy(weight / weight.sum()) * repeats
@@ -129,11 +133,11 @@ def test_tokens_have_the_specified_distribution() -> None:
 
 def test_graph_replays_with_new_logits_and_parameters() -> None:
     static = on_device(full_case(5000, 3))
-    sample(**static)
+    draw(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(**static)
+        out = draw(static)
     for seed in range(3):
         torch.manual_seed(seed)
         static["logits"].copy_(torch.randn(36, 5000) * 3)
@@ -141,4 +145,4 @@ def test_graph_replays_with_new_logits_and_parameters() -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             static[name].copy_(static[name].roll(1))
         graph.replay()
-        assert_same_bits([t.clone() for t in out], sample(**static))
+        assert_same_bits([t.clone() for t in out], draw(static))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.window import reference
+from compiled_mtp.ops.window import accept_window, read_window
 from tests.ops.harness import check_launch
 from tests.ops.window_cases import HASH_LIMIT, accept_arguments, make_slots, read_arguments
 
@@ -19,19 +19,15 @@ pytestmark = [
 @pytest.mark.parametrize("order", [[1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0]])
 @pytest.mark.parametrize("hash_limit", [-1, HASH_LIMIT])
 def test_windows(mtp_step: int, order: list[int], hash_limit: int) -> None:
-    from compiled_mtp.ops.window.kernel import launch_accept_window, launch_read_window
-
     slots = make_slots(mtp_step, "cuda")
     read = read_arguments(slots, order, mtp_step)
-    check_launch(launch_read_window, reference.read_window, read, rtol=0, atol=0)
-    accept = accept_arguments(slots, reference.read_window(*read), order, mtp_step, hash_limit)
-    check_launch(launch_accept_window, reference.accept_window, accept, rtol=0, atol=0, mutated=(5, 6, 7))
+    check_launch(read_window, read, rtol=0, atol=0)
+    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit)
+    check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8))
 
 
 def test_a_table_of_several_parts_is_copied_whole() -> None:
-    from compiled_mtp.ops.window.kernel import launch_read_window
-
     slots = make_slots(3, "cuda")
     slots["block_table"] = torch.arange(9 * 4099, dtype=torch.int32, device="cuda").view(9, 4099)
     read = (*read_arguments(slots, [4, 2, 7], 3)[:-1], 4099 * 16)
-    check_launch(launch_read_window, reference.read_window, read, rtol=0, atol=0)
+    check_launch(read_window, read, rtol=0, atol=0)

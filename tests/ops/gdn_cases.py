@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -221,6 +222,25 @@ def select_rows(window: Window, rows: list[int]) -> Window:
     return q[rows], k[rows], v[rows], exp_g[rows], beta[rows], z[rows]
 
 
+def fold(
+    verify: Callable[..., Any],
+    state: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_g: torch.Tensor,
+    state_index: torch.Tensor,
+    base: torch.Tensor,
+    pos: torch.Tensor,
+) -> None:
+    """Fold the records of [base, pos) into the states, as a window of one token does; ruins the rings."""
+    batch, dim_k, (heads, dim_v) = len(state_index), ring_k.shape[3], state.shape[1:3]
+    key = state.new_zeros((batch, ring_k.shape[1], dim_k))
+    gates = state.new_zeros((batch, heads))
+    values = state.new_zeros((batch, heads, dim_v))
+    norm = (values.flatten(1), values[0, 0], state, ring_k, ring_u, ring_g, state_index, base, pos)
+    verify(key, key, values, gates, gates, *norm, 1e-6, "silu")
+
+
 @dataclass
 class Stream:
     """Requests decoded with gdn_verify: their slots and cursors, advanced as the engine advances them."""
@@ -262,17 +282,16 @@ class Stream:
             ring[self.slots[request]][:, rejected] = torch.nan
         self.pos[request] += count
 
-    def folded(self, commit: Callable[..., None]) -> torch.Tensor:
+    def folded(self, verify: Callable[..., Any]) -> torch.Tensor:
         """The states at `pos`, from a copy: the stream goes on as if nobody had looked."""
         copy = self.cache.clone()
         index, base, pos = self.cursors(list(range(len(self.slots))))
-        commit(copy.state, copy.ring_k, copy.ring_u, copy.ring_g, index, base, pos)
+        fold(verify, copy.state, copy.ring_k, copy.ring_u, copy.ring_g, index, base, pos)
         return copy.state[index.long()]
 
 
 def check_windows_equal_single_steps(
     verify: Callable[..., torch.Tensor],
-    commit: Callable[..., None],
     shape: Shape,
     *,
     rounds: int,
@@ -302,9 +321,9 @@ def check_windows_equal_single_steps(
                 single.accept(request, 1, 1)
             windows.accept(request, count, query_len)
         assert windows.pos == single.pos
-        states = windows.folded(commit)
+        states = windows.folded(verify)
         assert torch.isfinite(states).all()
-        assert torch.equal(states, single.folded(commit)), round_number
+        assert torch.equal(states, single.folded(verify)), round_number
     for now, then in zip(windows.cache.tensors, before.tensors, strict=True):
         assert torch.equal(now[[1, 5]].nan_to_num(), then[[1, 5]].nan_to_num())
         assert torch.equal(now[[1, 5]].isnan(), then[[1, 5]].isnan())

@@ -20,6 +20,8 @@ def clone_args(args: Sequence[Any]) -> Args:
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*map(copy, value))  # a record
         if not isinstance(value, torch.Tensor):
             return value
         storage = value.untyped_storage()
@@ -30,6 +32,11 @@ def clone_args(args: Sequence[Any]) -> Args:
         return fresh
 
     return tuple(copy(value) for value in args)
+
+
+def flatten(args: Sequence[Any]) -> Args:
+    """Arguments as torch sees them, records one by one."""
+    return tuple(flat for arg in args for flat in (arg if isinstance(arg, tuple) else (arg,)))
 
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
@@ -44,7 +51,7 @@ def check_registration(op: Callable[..., Any], args: Sequence[Any]) -> None:
 
     It compares schema and mutation, the fake's shapes, dtypes and strides with the real result, and tracing.
     """
-    torch.library.opcheck(op, clone_args(args))
+    torch.library.opcheck(op, flatten(clone_args(args)))
 
 
 def check_compiles(call: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> None:
@@ -60,8 +67,8 @@ def check_compiles(call: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> 
         wanted, got = call(*plain_args), compiled(*compiled_args)
         assert_same_bits(tensors_of(got), tensors_of(wanted))
         assert_same_bits(
-            [a for a in compiled_args if isinstance(a, torch.Tensor)],
-            [a for a in plain_args if isinstance(a, torch.Tensor)],
+            [a for a in flatten(compiled_args) if isinstance(a, torch.Tensor)],
+            [a for a in flatten(plain_args) if isinstance(a, torch.Tensor)],
         )
 
 
@@ -119,7 +126,18 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def check_launch(
-    launch: Callable[..., Any],
+    op: Any, args: Sequence[Any], *, rtol: float, atol: float, mutated: Sequence[int] = ()
+) -> None:
+    """The kernel of `op` gives what its specification does, on poisoned allocations.
+
+    Runs on the device of `args`: on the CPU through Triton's interpreter. See `check_equal`.
+    """
+    with poisoned_allocations():
+        check_equal(op.launch, op.reference, args, rtol=rtol, atol=atol, mutated=mutated)
+
+
+def check_equal(
+    call: Callable[..., Any],
     reference: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -127,32 +145,29 @@ def check_launch(
     atol: float,
     mutated: Sequence[int] = (),
 ) -> None:
-    """`launch` gives the reference's results within rtol and atol, on poisoned allocations.
+    """`call` gives the reference's results within rtol and atol.
 
-    `mutated` are the indices of the arguments that both change; they are compared in the same way (NaN is
-    equal to NaN there, so poison around what is written must survive), the others must keep their bits.
-    Runs on the device of `args`: on the CPU through Triton's interpreter.
+    `mutated` are the indices of the flat arguments that both change; they are compared in the same way (NaN
+    is equal to NaN there, so poison around what is written must survive), the others must keep their bits.
     """
     wanted_args, got_args = clone_args(args), clone_args(args)
-    wanted = tensors_of(reference(*wanted_args))
-    with poisoned_allocations():
-        got = tensors_of(launch(*got_args))
+    wanted, got = tensors_of(reference(*wanted_args)), tensors_of(call(*got_args))
     assert len(got) == len(wanted)
     for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.stride() == b.stride(), f"output {index}: strides {a.stride()} against {b.stride()}"
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m, i=index: f"output {i}: {m}")
-    for index, value in enumerate(args):
+    flat = zip(flatten(args), flatten(got_args), flatten(wanted_args), strict=True)
+    for index, (value, a, b) in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             continue
         if index in mutated:
-            a, b = got_args[index], wanted_args[index]
             if a.dtype == torch.float8_e4m3fn:
                 a, b = a.float(), b.float()
             torch.testing.assert_close(
                 a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=index: f"argument {i}: {m}"
             )
         else:
-            assert_same_bits([got_args[index]], [value], f"(argument {index}, not to be mutated)")
+            assert_same_bits([a], [value], f"(argument {index}, not to be mutated)")
 
 
 def rel_l2(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
 import torch
 
-from compiled_mtp.ops.sample import sample
+from compiled_mtp.ops.sample import SamplingTables
 
 Case = dict[str, Any]
 _DTYPES = {
@@ -46,7 +45,15 @@ def make_case(logits: torch.Tensor, requests: int = 1, **over: Any) -> Case:
         value = torch.as_tensor(over.pop(name, _NEUTRAL.get(name, 0)), dtype=dtype).expand(requests)
         case[name] = torch.cat([value[:1], value])
     case |= over
-    return {name: case[name] for name in inspect.signature(sample).parameters}
+    names = ("logits", "tokens", "positions", "state_index", *SamplingTables._fields, "num_valid_ids")
+    return {name: case[name] for name in names}
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    """What `sample` takes."""
+    tables = SamplingTables(*(case[name] for name in SamplingTables._fields))
+    window = (case["logits"], case["tokens"], case["positions"], case["state_index"])
+    return *window, tables, case["num_valid_ids"]
 
 
 def full_case(vocab: int, query_len: int = 3) -> Case:

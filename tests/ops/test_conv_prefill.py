@@ -81,10 +81,7 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 @pytest.mark.parametrize(("start", "length"), [(0, 18), (64, 1), (1, 2), (0, 2)])
 def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, start: int, length: int) -> None:
     """The ring's real rows are those before `start`; a long segment overwrites what it reads."""
-    from compiled_mtp.ops.spec_conv1d import reference
-    from compiled_mtp.ops.spec_conv1d.kernel import launch_conv_prefill
-
     args = segment(Shape(1, 3, 32, 16), 20, start, length, dtype)
     for position in range(max(start - 3, 0), start):
         args[4][2, position % 8] = 0.01 * position + 0.5
-    check_launch(launch_conv_prefill, reference.conv_prefill, args, rtol=2e-6, atol=2e-6, mutated=(4,))
+    check_launch(conv_prefill, args, rtol=2e-6, atol=2e-6, mutated=(4,))

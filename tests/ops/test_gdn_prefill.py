@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.gdn_commit import gdn_commit
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from tests.ops.gdn_cases import (
@@ -25,6 +24,7 @@ from tests.ops.gdn_cases import (
 from tests.ops.harness import (
     assert_same_bits,
     check_compiles,
+    check_equal,
     check_registration,
     poisoned_allocations,
     rel_l2,
@@ -46,6 +46,14 @@ def run(
     return gdn_prefill(
         *prompt, norm_weight, state, index, torch.tensor([start]), torch.tensor([length]), EPS, "silu"
     )
+
+
+@pytest.mark.parametrize("start, length", [(0, 70), (5, 64), (9, 1)])
+def test_the_cpu_computes_the_specification(start: int, length: int) -> None:
+    layer, cache = make_layer(SHAPES[0]), make_cache(SHAPES[0], 3, 16)
+    cursors = (torch.tensor([2], dtype=torch.int32), torch.tensor([start]), torch.tensor([length]))
+    args = (*make_prompt(layer, 70), layer.norm_weight, cache.state, *cursors, EPS, "silu")
+    check_equal(gdn_prefill, gdn_prefill.reference, args, rtol=2e-5, atol=2e-5, mutated=(7,))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -105,7 +113,7 @@ def test_verify_continues_from_it() -> None:
         out, state = recurrence_float64(q, k, v, exp_g, beta, state)
         assert rel_l2(y[:3], gated_norm_float64(out, z, layer.norm_weight, EPS, "silu")) < 2e-6
         stream.accept(0, 3, 4)
-    assert rel_l2(stream.folded(gdn_commit)[0], state) < 2e-6
+    assert rel_l2(stream.folded(gdn_verify)[0], state) < 2e-6
 
 
 def test_bits_depend_on_start_and_length_alone() -> None:
@@ -148,7 +156,7 @@ def test_registration_and_compilation() -> None:
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
-        (0, lambda t: t[:5], "q"),
+        (0, lambda t: t[:5], "k must have shape"),
         (3, lambda t: t[:, :2], "g"),
         (5, lambda t: t[:, :8], "z"),
         (7, lambda t: t.bfloat16(), "state"),
@@ -172,8 +180,6 @@ def test_kernels_in_interpreter(
     interpreter: None, dtype: torch.dtype, tolerance: float, lengths: tuple[int, ...]
 ) -> None:
     """Against float64: the kernels multiply in bfloat16, in two parts each for float32 activations."""
-    from compiled_mtp.ops.gdn_prefill.kernel import launch
-
     shape = Shape(1, 2, 32, 16)
     layer, cache = make_layer(shape), make_cache(shape, 2, 16)
     cache.state[1] = torch.nan
@@ -190,7 +196,7 @@ def test_kernels_in_interpreter(
         segment[5][length:] = torch.nan
         cursors = torch.tensor([start]), torch.tensor([length])
         with poisoned_allocations():
-            y = launch(*segment, layer.norm_weight, cache.state, index, *cursors, EPS, "silu")
+            y = gdn_prefill.launch(*segment, layer.norm_weight, cache.state, index, *cursors, EPS, "silu")
         assert rel_l2(y[:length], expected[start : start + length]) < tolerance
         assert torch.equal(y[length:], torch.zeros_like(y[length:]))
         start += length

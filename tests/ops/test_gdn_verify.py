@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.gdn_commit import gdn_commit
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from tests.ops.gdn_cases import (
     Shape,
@@ -22,7 +21,14 @@ from tests.ops.gdn_cases import (
     select_rows,
     torch_threads,
 )
-from tests.ops.harness import assert_same_bits, check_compiles, check_launch, check_registration, rel_l2
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_equal,
+    check_launch,
+    check_registration,
+    rel_l2,
+)
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 32), Shape(2, 6, 32, 16))
 
@@ -43,16 +49,16 @@ def test_equals_float64_recurrence(shape: Shape, gate_activation: str) -> None:
         expected = gated_norm_float64(out, z, layer.norm_weight, stream.eps, gate_activation)
         assert rel_l2(y[rows], expected) < 1e-6
         stream.accept(request, 4, 4)
-        assert rel_l2(stream.folded(gdn_commit)[request], final) < 1e-6
+        assert rel_l2(stream.folded(gdn_verify)[request], final) < 1e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_windows_equal_single_steps(shape: Shape) -> None:
-    check_windows_equal_single_steps(gdn_verify, gdn_commit, shape, rounds=10)
+    check_windows_equal_single_steps(gdn_verify, shape, rounds=10)
 
 
 def test_windows_equal_single_steps_bfloat16_gate() -> None:
-    check_windows_equal_single_steps(gdn_verify, gdn_commit, SHAPES[0], rounds=5, dtype=torch.bfloat16)
+    check_windows_equal_single_steps(gdn_verify, SHAPES[0], rounds=5, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -108,6 +114,18 @@ def arguments(requests: int, query_len: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def test_rejects_unequal_windows() -> None:
+    args = arguments(2, 2)
+    with pytest.raises(ValueError, match="v must have the same number of rows for each request"):
+        gdn_verify(*(tensor[:3] for tensor in args[:6]), *args[6:])
+
+
+@pytest.mark.parametrize("requests, query_len", [(1, 1), (1, 3), (3, 4)])
+def test_the_cpu_computes_the_specification(requests: int, query_len: int) -> None:
+    args = arguments(requests, query_len)
+    check_equal(gdn_verify, gdn_verify.reference, args, rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
+
+
 def test_registration_and_compilation() -> None:
     check_registration(torch.ops.compiled_mtp.gdn_verify.default, arguments(2, 2))
     check_compiles(gdn_verify, [arguments(2, 2), arguments(3, 4)])
@@ -122,7 +140,7 @@ def test_registration_and_compilation() -> None:
         (3, lambda t: t[:, :2], "exp_g"),
         (5, lambda t: t[:, ::2], "z"),
         (15, lambda _: "tanh", "silu"),
-        (2, lambda t: t[:3], "same number of rows"),
+        (2, lambda t: t[:3], "v must have shape"),
     ],
 )
 def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None:
@@ -133,25 +151,17 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 
 
 def test_kernel_in_interpreter(interpreter: None) -> None:
-    from compiled_mtp.ops.gdn_verify import reference
-    from compiled_mtp.ops.gdn_verify.kernel import launch
-
-    check_launch(launch, reference.gdn_verify, arguments(3, 4), rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
+    check_launch(gdn_verify, arguments(3, 4), rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
 
 
 def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:
     """Three value heads a key head, dk unlike dv, random acceptance, NaN in what is not to be read."""
-    from compiled_mtp.ops.gdn_commit.kernel import launch as commit
-    from compiled_mtp.ops.gdn_verify.kernel import launch
-
-    check_windows_equal_single_steps(launch, commit, Shape(1, 3, 32, 8 * 2), rounds=3)
+    check_windows_equal_single_steps(gdn_verify.launch, Shape(1, 3, 32, 8 * 2), rounds=3)
 
 
 def test_kernel_rejects_head_dims_it_cannot_tile(interpreter: None) -> None:
-    from compiled_mtp.ops.gdn_verify.kernel import launch
-
     shape = Shape(1, 1, 24, 16)
     layer, cache = make_layer(shape), make_cache(shape, slots=2, ring=8)
     stream = Stream(layer, cache, [1], [0], [0])
     with pytest.raises(ValueError, match="head_k_dim"):
-        stream.verify(launch, make_window(shape, 1), [0])
+        stream.verify(gdn_verify.launch, make_window(shape, 1), [0])

@@ -14,14 +14,15 @@ from compiled_mtp.ops.linear.config import (
     linear_config,
     read_table,
 )
-from compiled_mtp.ops.linear.reference import (
-    linear_parts_reference,
-    linear_reference,
-    linear_silu_mul_reference,
-)
 from compiled_mtp.ops.shares import SHARE_UNIT, add_tree, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
+from tests.ops.harness import (
+    check_compiles,
+    check_equal,
+    check_launch,
+    check_registration,
+    check_row_invariance,
+)
 
 
 def block_fp8(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,10 +50,23 @@ def test_fp8_equals_float64(n: int, k: int) -> None:
     torch.testing.assert_close(linear(x, weight, scale), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
+    weight, scale = (torch.randn(8200, 96) * 0.3).bfloat16(), None
+    if has_scale:
+        weight, scale, _ = block_fp8(8200, 96)
+    x = torch.randn(rows, 96).bfloat16()
+    for args in ((x, weight, scale, False, False), (x, weight, scale, True, True)):
+        check_equal(linear, linear.reference, args, rtol=8e-3, atol=1e-3)
+    check_equal(linear_silu_mul, linear_silu_mul.reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
+    check_equal(linear_parts, linear_parts.reference, (x, weight, scale, 1), rtol=8e-3, atol=1e-3)
+
+
 def test_registration_and_compile() -> None:
     weight = torch.randn(24, 16)
     cases = [(torch.randn(m, 16), weight, None, False, False) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear.default, (*cases[0], 0, 0))
     check_compiles(linear, cases)
     fp8, scale, _ = block_fp8(24, 16)
     check_compiles(linear, [(torch.randn(m, 16).bfloat16(), fp8, scale, True, True) for m in (3, 5)])
@@ -62,7 +76,7 @@ def test_registration_and_compile() -> None:
 def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, (*cases[0], 0, 0))
     check_compiles(linear_silu_mul, cases)
     for x, _, _ in cases:
         assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
@@ -74,7 +88,7 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
         assert torch.equal(linear_parts(x, weight, None, 1).sum(0), linear(x, weight))
@@ -87,14 +101,14 @@ def test_the_reference_of_parts_is_their_tree(count: int) -> None:
     """As on a GPU whose operators are put back on their reference: P is the kernel's."""
     x = torch.randn(5, 1024)
     weight, scale, exact = block_fp8(200, 1024)
-    parts = linear_parts_reference(x, weight, scale, count)
+    parts = linear_parts.reference(x, weight, scale, count)
     assert parts.shape == (count, 5, 200)
     torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
-    eight = linear_parts_reference(x, weight, scale, 8)
+    eight = linear_parts.reference(x, weight, scale, 8)
     assert torch.equal(add_tree(parts), add_tree(eight))
     if count == 4:
         half = [
-            linear_parts_reference(x[:, c], weight[:, c], scale[:, b], count // 2, (200, 1024))
+            linear_parts.reference(x[:, c], weight[:, c], scale[:, b], count // 2, 200, 1024)
             for c, b in ((slice(0, 512), slice(0, 4)), (slice(512, 1024), slice(4, 8)))
         ]
         assert torch.equal(torch.cat(half), parts)
@@ -138,8 +152,6 @@ def test_rows_do_not_depend_on_each_other_fp8() -> None:
 def test_kernel_in_interpreter(
     interpreter: None, rows: int, n: int, k: int, fp8: bool, out_float32: bool
 ) -> None:
-    from compiled_mtp.ops.linear.kernel import launch
-
     wide = torch.randn(rows, k + 8).bfloat16()
     wide[:, k:] = float("nan")
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
@@ -150,7 +162,7 @@ def test_kernel_in_interpreter(
     rtol = 1e-5 if out_float32 else 8e-3
     # Twice: the second launch finds the arrival counters as the first left them.
     for _ in range(2):
-        check_launch(launch, linear_reference, args, rtol=rtol, atol=1e-5)
+        check_launch(linear, args, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("split, chains, block_k", [(1, 4, 256), (4, 8, 128)])
@@ -171,7 +183,7 @@ def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, blo
     def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, *_: bool) -> torch.Tensor:
         return launch_config(config, x, weight, scale, True)
 
-    check_launch(launch, linear_reference, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
+    check_launch(linear, (x, weight, scale, True, False), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -205,18 +217,16 @@ def test_programs_and_pieces_have_the_same_bits(
     interpreter: None, rows: int, n: int, k: int, fp8: bool
 ) -> None:
     """Shares added by 1, 2, 4 or 8 programs, of one weight or of two halves of its columns."""
-    from compiled_mtp.ops.linear.kernel import launch_parts
-
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(n, k)
     x = torch.randn(rows, k).bfloat16()
     shares = share_count(k)
-    whole = launch_parts(x, weight, scale, shares)
+    whole = linear_parts.launch(x, weight, scale, shares)
     wanted = add_tree(whole).bfloat16()
-    torch.testing.assert_close(wanted, linear_reference(x, weight, scale, False, False), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(wanted, linear.reference(x, weight, scale), rtol=2e-2, atol=1e-2)
     for count in (c for c in (1, 2, 4, 8) if c <= shares):
-        parts = launch_parts(x, weight, scale, count)
+        parts = linear_parts.launch(x, weight, scale, count)
         assert parts.shape == (count, rows, n)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
@@ -224,23 +234,21 @@ def test_programs_and_pieces_have_the_same_bits(
         for first in (0, k // 2):
             columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)
             piece_scale = None if scale is None else scale[:, blocks]
-            parts = launch_parts(x[:, columns], weight[:, columns], piece_scale, 2, (n, k))
+            parts = linear_parts.launch(x[:, columns], weight[:, columns], piece_scale, 2, n, k)
             half = whole[:4] if first == 0 else whole[4:]
             assert torch.equal(add_tree(parts), add_tree(half))
 
 
 def test_a_piece_has_the_configuration_of_the_whole(interpreter: None) -> None:
     """Half the weight's rows: the bits are those of the whole weight's columns."""
-    from compiled_mtp.ops.linear.kernel import launch, launch_gated
-
     x, weight = torch.randn(3, 512).bfloat16(), torch.randn(128, 512).bfloat16()
-    whole = launch(x, weight, None, False, False, (16384, 512))
-    piece = launch(x, weight[:64], None, False, False, (16384, 512))
+    whole = linear.launch(x, weight, None, False, False, 16384)
+    piece = linear.launch(x, weight[:64], None, False, False, 16384)
     assert torch.equal(piece, whole[:, :64])
     config = linear_config("sm_90", 227 * 1024, 34816, 5120, torch.bfloat16, torch.bfloat16, 16, False)
     device = torch.zeros(1, 5120, dtype=torch.bfloat16)
     assert choose(device, torch.empty(17408, 5120, dtype=torch.bfloat16), (34816, 5120), False) == config
-    assert launch_gated(x, weight[:64], None, (16384, 512)).shape == (3, 32)
+    assert linear_silu_mul.launch(x, weight[:64], None, 16384).shape == (3, 32)
 
 
 # One tile and several, K in parts, a width that no tile divides.
@@ -255,25 +263,20 @@ def test_a_piece_has_the_configuration_of_the_whole(interpreter: None) -> None:
     ],
 )
 def test_gated_kernel_in_interpreter(interpreter: None, rows: int, width: int, k: int, fp8: bool) -> None:
-    from compiled_mtp.ops.linear.kernel import launch, launch_gated
-    from compiled_mtp.ops.silu_mul.kernel import launch as launch_silu_mul
-
     x = torch.randn(rows, k).bfloat16()
     weight, scale = (torch.randn(2 * width, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(2 * width, k)
         scale = scale * k**-0.5
-    check_launch(launch_gated, linear_silu_mul_reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
+    check_launch(linear_silu_mul, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
     # The very bits of one after the other.
-    apart = launch_silu_mul(launch(x, weight, scale, False, False))
-    assert torch.equal(launch_gated(x, weight, scale), apart)
+    apart = silu_mul.launch(linear.launch(x, weight, scale))
+    assert torch.equal(linear_silu_mul.launch(x, weight, scale), apart)
 
 
 def test_kernel_float32_in_interpreter(interpreter: None) -> None:
-    from compiled_mtp.ops.linear.kernel import launch
-
     x, weight = torch.randn(18, 70), torch.randn(40, 70)
-    check_launch(launch, linear_reference, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
+    check_launch(linear, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
 
 
 def test_one_split_for_every_number_of_rows() -> None:
@@ -321,7 +324,7 @@ def test_bad_arguments_raise() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
     with pytest.raises(ValueError, match="x must have columns"):
         linear(torch.zeros(2, 0), torch.zeros(4, 0))
-    with pytest.raises(ValueError, match="x must have shape"):
+    with pytest.raises(ValueError, match="weight must have shape"):
         linear(x, torch.zeros(4, 9))
     with pytest.raises(ValueError, match="x must have dtype"):
         linear(x.half(), weight.half())
@@ -329,9 +332,9 @@ def test_bad_arguments_raise() -> None:
         linear(x, weight.bfloat16())
     with pytest.raises(ValueError, match="stride 1"):
         linear(x, torch.zeros(8, 4).t())
-    for whole_shape in ((4, 12), (6, 8), (4,), (4, 16)):
-        with pytest.raises(ValueError, match="whole_shape must be a multiple of the weight's"):
-            linear(x, weight, whole_shape=whole_shape)
+    for whole_n, whole_k in ((4, 12), (6, 8), (4, 16)):
+        with pytest.raises(ValueError, match="whole_n and whole_k must be multiples of the weight's"):
+            linear(x, weight, None, False, False, whole_n, whole_k)
     fp8 = weight.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="weight_scale must be given"):
         linear(x, fp8)

@@ -7,9 +7,7 @@ import torch
 
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
-from compiled_mtp.ops.linear_w8a8.reference import linear_w8a8_parts_reference, linear_w8a8_reference
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.quantize_rows.reference import quantize_rows_reference
 from compiled_mtp.ops.shares import add_tree, part_counts
 from tests.ops.harness import (
     assert_same_bits,
@@ -57,7 +55,7 @@ def test_a_group_needs_no_other() -> None:
 
 def test_quantized_rows_compile_and_refuse() -> None:
     cases = [(torch.randn(m, 256).bfloat16(),) for m in (3, 5)]
-    torch.library.opcheck(torch.ops.compiled_mtp.quantize_rows.default, cases[0])
+    torch.library.opcheck(quantize_rows.overload, cases[0])
     check_compiles(quantize_rows, cases)
     with pytest.raises(ValueError, match="x must have a multiple of 128 columns, got 72"):
         quantize_rows(torch.zeros(2, 72).bfloat16())
@@ -67,14 +65,12 @@ def test_quantized_rows_compile_and_refuse() -> None:
 
 @pytest.mark.parametrize("columns", [128, 1280])
 def test_quantize_rows_in_interpreter(interpreter: None, columns: int) -> None:
-    from compiled_mtp.ops.quantize_rows.kernel import launch
-
     wide = torch.randn(3, columns + 8).bfloat16()
     wide[:, columns:] = float("nan")
     wide[1, :128] = 0.0
     with poisoned_allocations():
-        got = launch(wide[:, :columns])
-    assert_same_bits(got, quantize_rows_reference(wide[:, :columns]))
+        got = quantize_rows.launch(wide[:, :columns])
+    assert_same_bits(got, quantize_rows.reference(wide[:, :columns]))
 
 
 @pytest.mark.parametrize("n, k", [(130, 256), (40, 1024)])
@@ -100,9 +96,9 @@ def test_products_compile_and_refuse() -> None:
     cases = [make(m, 40, 256) for m in (3, 5)]
     # Of opcheck's tests the one of the schema cannot compare e4m3.
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.compiled_mtp.linear_w8a8.default, cases[0], test_utils=kinds)
+    torch.library.opcheck(linear_w8a8.overload, cases[0], test_utils=kinds)
     check_compiles(linear_w8a8, cases)
-    torch.library.opcheck(torch.ops.compiled_mtp.linear_w8a8_parts.default, (*cases[0], 2), test_utils=kinds)
+    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0), test_utils=kinds)
     check_compiles(linear_w8a8_parts, [(*case, 2) for case in cases])
     x, x_scale, weight, scale = cases[0]
     with pytest.raises(ValueError, match=r"count must be one of \(1, 2\) for this weight, got 4"):
@@ -115,29 +111,25 @@ def test_products_compile_and_refuse() -> None:
 
 @pytest.mark.parametrize("rows, n, k", [(3, 130, 384), (20, 64, 256), (40, 130, 256), (70, 64, 256)])
 def test_kernel_in_interpreter(interpreter: None, rows: int, n: int, k: int) -> None:
-    from compiled_mtp.ops.linear_w8a8.kernel import launch
-
-    check_launch(launch, linear_w8a8_reference, make(rows, n, k), rtol=8e-3, atol=1e-4)
+    check_launch(linear_w8a8, make(rows, n, k), rtol=8e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows, k", [(3, 1024), (20, 1024), (70, 512)])
 def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> None:
     """Shares added by 1, 2, 4 and 8 programs, and a half of them."""
-    from compiled_mtp.ops.linear_w8a8.kernel import launch_parts
-
     args = make(rows, 130, k)
-    wanted = launch_parts(*args, 1)[0]
+    wanted = linear_w8a8_parts.launch(*args, 1)[0]
     whole = part_counts(k, k)[-1]
-    check_launch(launch_parts, linear_w8a8_parts_reference, (*args, whole), rtol=1e-4, atol=1e-4)
+    check_launch(linear_w8a8_parts, (*args, whole), rtol=1e-4, atol=1e-4)
     for count in part_counts(k, k):
-        parts = launch_parts(*args, count)
+        parts = linear_w8a8_parts.launch(*args, count)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
     x, x_scale, weight, scale = args
     blocks = k // 256
     half = (x[:, : k // 2], x_scale[:, :blocks], weight[:, : k // 2], scale[:, :blocks])
-    left = add_tree(launch_parts(*half, 2, (130, k)))
-    assert torch.equal(left, add_tree(launch_parts(*args, whole)[: whole // 2]))
+    left = add_tree(linear_w8a8_parts.launch(*half, 2, k))
+    assert torch.equal(left, add_tree(linear_w8a8_parts.launch(*args, whole)[: whole // 2]))
 
 
 @pytest.mark.kernels

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.moe_experts import moe_experts
-from tests.ops.harness import check_compiles, check_registration, poisoned_allocations
+from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
 
 def routing(rows: int, experts: int, top_k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +69,16 @@ def test_rows_do_not_depend_on_their_company(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_cpu_computes_the_specification(dtype: torch.dtype, tolerance: float) -> None:
+    x, weights, ids, gate_up, down = experts_case(9, 6, 3, 32, 16)
+    plain = (x.to(dtype), weights, ids, gate_up.to(dtype), down.to(dtype), None, None)
+    scales = torch.rand(len(down), 1, 1) * 0.1, torch.rand(len(down), 1, 1) * 0.1
+    fp8 = (x.to(dtype), weights, ids, gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn), *scales)
+    for args in (plain, fp8):
+        check_equal(moe_experts, moe_experts.reference, args, rtol=tolerance, atol=tolerance)
+
+
 def test_errors() -> None:
     x, weights, ids, gate_up, down = experts_case(3, 4, 2, 32, 16)
     scale = torch.ones(5, 1, 1)
@@ -77,8 +87,8 @@ def test_errors() -> None:
         ((x.double(), weights, ids, gate_up, down), "x must have dtype"),
         ((x, weights, ids.long(), gate_up, down), "ids must have dtype"),
         ((x, weights, ids[:2], gate_up, down), "ids must have shape"),
-        ((x, weights[:, :2], ids, gate_up, down), "weights must have shape"),
-        ((x, weights, ids, gate_up[:4], down), "gate_up must have shape"),
+        ((x, weights[:2], ids, gate_up, down), "weights must have shape"),
+        ((x, weights, ids, gate_up[:4], down), r"down must have shape \[4, 32, 16\], got \[5, 32, 16\]"),
         (
             (x, weights, ids, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down),
             "gate_up must be contiguous",
@@ -120,22 +130,18 @@ def test_fp8_weights_are_dequantised_by_blocks() -> None:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_kernel_in_interpreter(interpreter: None, rows: int, dtype: torch.dtype, tolerance: float) -> None:
-    from compiled_mtp.ops.moe_experts.kernel import launch
-
     x, *rest = experts_case(rows, 6, 3, 96, 40, dtype)
     strided = torch.full((rows, 120), float("nan"), dtype=dtype)
     strided[:, :96] = x
     with poisoned_allocations():
-        got = launch(strided[:, :96], *rest, None, None)
+        got = moe_experts.launch(strided[:, :96], *rest, None, None)
     assert relative_error(got, loop_float64(x, *rest)) < tolerance
 
 
 def test_fp8_kernel_in_interpreter(interpreter: None) -> None:
-    from compiled_mtp.ops.moe_experts.kernel import launch
-
     fp8, plain = fp8_case(5, 4, 2, 160, 136)
     with poisoned_allocations():
-        assert relative_error(launch(*fp8), loop_float64(*plain)) < 1e-6
+        assert relative_error(moe_experts.launch(*fp8), loop_float64(*plain)) < 1e-6
 
 
 def test_registration_and_compile() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from compiled_mtp.ops.moe_router import moe_router
-from compiled_mtp.ops.moe_router.reference import moe_router as reference
 from tests.ops.harness import check_compiles, check_registration, poisoned_allocations
 
 
@@ -83,8 +82,6 @@ def test_errors(logits: torch.Tensor, top_k: int, message: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*(invalid value|All-NaN):RuntimeWarning")
 @pytest.mark.parametrize("experts, top_k, renormalize", [(8, 2, True), (50, 5, False), (512, 10, True)])
 def test_kernel_in_interpreter(interpreter: None, experts: int, top_k: int, renormalize: bool) -> None:
-    from compiled_mtp.ops.moe_router.kernel import launch
-
     wide = torch.randn(6, experts + 4) * 3
     logits = wide[:, : experts + 1]
     logits[1] = logits[1].round()
@@ -93,7 +90,7 @@ def test_kernel_in_interpreter(interpreter: None, experts: int, top_k: int, reno
     logits[4, 1] = float("nan")
     logits[5, 3] = float("-inf")
     with poisoned_allocations():
-        weights, ids = launch(logits, top_k, renormalize)
-    expected, expected_ids = reference(logits, top_k, renormalize)
+        weights, ids = moe_router.launch(logits, top_k, renormalize)
+    expected, expected_ids = moe_router.reference(logits, top_k, renormalize)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8, equal_nan=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-from compiled_mtp.ops.paged_attention.reference import reference
 from tests.ops.attention_cases import exact, make
-from tests.ops.harness import check_launch
+from tests.ops.harness import check_equal, check_launch
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
@@ -129,6 +128,10 @@ def test_traces_as_one_graph_at_two_sizes():
         assert torch.equal(compiled(*args), paged_attention(*args))
 
 
+def with_scale(args):
+    args[3] = torch.ones(args[2].shape[:4])
+
+
 def bad(index, value):
     def change(args):
         args[index] = value(args[index])
@@ -148,7 +151,7 @@ def bad(index, value):
         ("kv must have dtype", bad(2, lambda t: t.bfloat16())),
         ("query heads must be a multiple", bad(2, lambda t: t[:, :, [0, 1, 1]])),
         ("block_size must be a multiple of 16", bad(2, lambda t: t[:, :, :, :24])),
-        ("kv must have dtype", bad(3, lambda t: torch.ones(1))),
+        ("kv must have dtype", with_scale),
         ("block_table must have dtype", bad(4, lambda t: t.long())),
         ("rows must be a multiple", bad(4, lambda t: t[[0, 0, 0]])),
         ("positions must have shape", bad(5, lambda t: t[:3])),
@@ -168,6 +171,13 @@ def test_head_dim_outside_the_kernels_is_refused():
     args[0], args[1], args[2] = (t[..., :48] for t in args[:3])
     with pytest.raises(ValueError, match="head_dim must be"):
         paged_attention(*args)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("first_key", [0, 70])
+def test_the_cpu_computes_the_specification(fp8, first_key):
+    args = (*make([130, 5, 64], 3, 4, 2, 64, fp8=fp8)[:7], first_key)
+    check_equal(paged_attention, paged_attention.reference, args, rtol=1e-5, atol=2e-6)
 
 
 def test_scores_far_apart_do_not_overflow():
@@ -195,27 +205,25 @@ def test_scores_far_apart_do_not_overflow():
     ],
 )
 def test_kernels_in_interpreter(interpreter, lengths, window, heads, dtype, fp8, block_size, first_key):
-    from compiled_mtp.ops.paged_attention.kernel import launch
-
     args = make(lengths, window, *heads, 64, dtype=dtype, block_size=block_size, fp8=fp8)
     args[-1] = first_key
     # A weight rounded to bfloat16 errs by 2^-9 of itself, and values reach 4.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 4e-3}
-    check_launch(launch, reference, args, **tolerance)
+    check_launch(paged_attention, args, **tolerance)
 
 
 def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
-    from compiled_mtp.ops.paged_attention.kernel import launch
-
     for window in (2, 10):
         args = make([70], window, 2, 1, 64)
-        want = launch(*args)
+        want = paged_attention.launch(*args)
         # A padding request, and rows whose keys in the last page were never written.
         q, gate = (torch.cat((t, t, t, t)) for t in args[:2])
         table = torch.cat((args[4], torch.full_like(args[4], -1)))
         after = torch.arange(70, 70 + window)
         padding = torch.zeros(2 * window, dtype=torch.int64)
-        got = launch(q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:])
+        got = paged_attention.launch(
+            q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:]
+        )
         assert torch.equal(got[:window], want)
         assert (got[2 * window :] == 0).all()
 

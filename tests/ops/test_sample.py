@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_mtp.ops.sample import sample
+from compiled_mtp.ops.sample import Sampled, sample
 from compiled_mtp.ops.sample.reference import gumbel, philox
-from compiled_mtp.ops.sample.reference import sample as reference
 from tests.ops.harness import assert_same_bits, check_compiles, check_registration, poisoned_allocations
 from tests.ops.sample_cases import (
     Case,
+    arguments,
     full_case,
     make_case,
     numpy_noise,
@@ -22,6 +22,10 @@ from tests.ops.sample_cases import (
     numpy_token,
     part_of,
 )
+
+
+def draw(case: Case) -> Sampled:
+    return sample(*arguments(case))
 
 
 def signed(low: int, high: int) -> int:
@@ -75,7 +79,7 @@ def test_noise_has_the_gumbel_distribution_in_both_tails() -> None:
 def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
     logits = torch.randn(6, 1000)
     logits[2, 100] = logits[2, 900] = 50.0
-    token, logprob = sample(**make_case(logits, 2))
+    token, logprob, _ = draw(make_case(logits, 2))
     assert torch.equal(token, logits.argmax(-1))
     assert token[2] == 100
     exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
@@ -89,7 +93,7 @@ def test_every_processor_equals_numpy(vocab: int, query_len: int) -> None:
         some = case | off
         if name:
             some[name] = case[name][:0]
-        token, _ = sample(**some)
+        token, *_ = draw(some)
         assert token.tolist() == [numpy_token(some, row) for row in range(len(token))]
 
 
@@ -105,7 +109,7 @@ def test_full_vocabulary_equals_numpy() -> None:
         min_p=[0.0, 0.0, 0.0, 0.0, 0.01],
         num_valid_ids=248077,
     )
-    token, logprob = sample(**case)
+    token, logprob, _ = draw(case)
     assert token.tolist() == [numpy_token(case, row) for row in range(5)]
     exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
     torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=3e-6)
@@ -144,7 +148,7 @@ def test_tokens_have_the_specified_distribution() -> None:
         seed=torch.arange(kinds * repeats) // (kinds * 100),
         **tables,
     )
-    token, _ = sample(**case)
+    token, *_ = draw(case)
     by_row = token.view(repeats, kinds * query_len)
     for row in range(kinds * query_len):
         counts = torch.bincount(by_row[:, row], minlength=vocab).double()
@@ -163,9 +167,9 @@ def test_drafts_of_the_window_count_as_output() -> None:
     counts = torch.zeros(4, 8, dtype=torch.int32)
     case = make_case(logits, 3, tokens=tokens, output_counts=counts, presence_penalty=[1.0, 1.0, 0.0])
     # Row 0 of a window counts no draft, row k the first k of them; the third request has no penalty.
-    assert sample(**case)[0].tolist() == [3, 5, 5, 3, 3, 3, 3, 3, 3]
+    assert draw(case)[0].tolist() == [3, 5, 5, 3, 3, 3, 3, 3, 3]
     case = make_case(logits, 3, tokens=tokens, output_counts=counts, frequency_penalty=[0.3, 1.0, 0.0])
-    assert sample(**case)[0].tolist() == [3, 3, 5, 3, 3, 3, 3, 3, 3]
+    assert draw(case)[0].tolist() == [3, 3, 5, 3, 3, 3, 3, 3, 3]
     assert not counts.any()
 
 
@@ -175,27 +179,27 @@ def test_processors_apply_in_order() -> None:
     # 4 / 2 - 0.9 = 1.1; taken the other way round, (4 - 0.9) / 2 = 1.55 would win over 1.3.
     case = make_case(logits, repetition_penalty=2.0, presence_penalty=0.9, **base)
     case["bias"] = torch.tensor([[0.0, -1.7, 0.0, 0.0]] * 2)
-    assert int(sample(**case)[0]) == 1
+    assert int(draw(case)[0]) == 1
     # The mask comes after the bias, and ends at min_position.
     case["bias"][:, 2] = 100.0
     case["stop_ids"] = torch.tensor([[2, -1]] * 2)
     case["min_position"] = torch.tensor([11, 11])
-    assert int(sample(**case)[0]) == 1
+    assert int(draw(case)[0]) == 1
     case["min_position"] = torch.tensor([10, 10])
-    assert int(sample(**case)[0]) == 2
+    assert int(draw(case)[0]) == 2
     case["num_valid_ids"] = 2
-    assert int(sample(**case)[0]) == 1
+    assert int(draw(case)[0]) == 1
 
 
 def test_filters_keep_ties_and_at_least_the_peak() -> None:
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.0, 0.0]]).expand(400, 5).contiguous()
     ties = make_case(logits, 400, temperature=1.0, top_k=1, positions=torch.arange(400))
-    assert sorted(set(sample(**ties)[0].tolist())) == [0, 1, 2]
+    assert sorted(set(draw(ties)[0].tolist())) == [0, 1, 2]
     ties = make_case(logits, 400, temperature=1.0, top_p=0.01, positions=torch.arange(400))
-    assert sorted(set(sample(**ties)[0].tolist())) == [0, 1, 2]
+    assert sorted(set(draw(ties)[0].tolist())) == [0, 1, 2]
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.0, 0.0]]).expand(400, 5).contiguous()
     peak = make_case(logits, 400, temperature=1.0, top_p=0.0, positions=torch.arange(400))
-    assert sample(**peak)[0].tolist() == [0] * 400
+    assert draw(peak)[0].tolist() == [0] * 400
 
 
 def test_rows_without_a_finite_logit_give_token_zero() -> None:
@@ -205,10 +209,20 @@ def test_rows_without_a_finite_logit_give_token_zero() -> None:
     logits[3, 4:] = 1.0
     logits[4] = 1.0
     case = make_case(logits, 6, temperature=[1.0, 0.0, 1.0, 0.0, 0.0, 1.0], top_k=[0, 0, 3, 0, 0, 0])
-    token, logprob = sample(**case | {"num_valid_ids": 4})
+    token, logprob, _ = draw(case | {"num_valid_ids": 4})
     assert token.tolist() == [0] * 6
     # The log-probability is that of the raw logits: token 0 of row 3 has none, row 4 is uniform.
     assert logprob.tolist() == [float("-inf")] * 4 + [pytest.approx(-np.log(9))] + [float("-inf")]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_is_finite_if_its_raw_logits_at_valid_ids_are(value: float) -> None:
+    logits = torch.randn(4, 9)
+    logits[1, 5], logits[2, 6], logits[3, 0] = value, value, value
+    case = make_case(logits, 4, num_valid_ids=6, temperature=[0.0, 1.0, 1.0, 0.0])
+    # Beyond the valid ids anything may stand; what the processors add is not asked for.
+    case["bias"] = torch.full((5, 9), float("-inf"))
+    assert draw(case).is_finite.tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -218,9 +232,9 @@ def test_rows_do_not_depend_on_their_company(threads: int, vocab: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sample(**case)
+        together = draw(case)
         for requests in (1, 4):
-            parts = [sample(**part_of(case, first, requests)) for first in range(0, 12, requests)]
+            parts = [draw(part_of(case, first, requests)) for first in range(0, 12, requests)]
             assert_same_bits([torch.cat(column) for column in zip(*parts, strict=True)], together)
     finally:
         torch.set_num_threads(before)
@@ -234,9 +248,9 @@ def test_logprob_of_a_lone_row(threads: int, vocab: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sample(**make_case(logits, 3))
+        together = draw(make_case(logits, 3))
         for row in range(3):
-            assert_same_bits(sample(**make_case(logits[row : row + 1])), [t[row : row + 1] for t in together])
+            assert_same_bits(draw(make_case(logits[row : row + 1])), [t[row : row + 1] for t in together])
     finally:
         torch.set_num_threads(before)
 
@@ -249,27 +263,25 @@ def without_tables(case: Case) -> Case:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("with_tables", [True, False])
 def test_kernel_in_interpreter(interpreter: None, with_tables: bool) -> None:
-    from compiled_mtp.ops.sample.kernel import launch
-
     case = part_of(full_case(2100, 1), 0, 12) if with_tables else without_tables(full_case(150, 1))
     with poisoned_allocations():
-        token, logprob = launch(*case.values())
-    wanted, wanted_logprob = reference(*case.values())
+        token, logprob, is_finite = sample.launch(*arguments(case))
+    wanted, wanted_logprob, wanted_is_finite = sample.reference(*arguments(case))
     assert torch.equal(token, wanted)
+    assert torch.equal(is_finite, wanted_is_finite)
+    assert not is_finite.all()
     torch.testing.assert_close(logprob, wanted_logprob, rtol=0, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernel_searches_flat_rows_in_interpreter(interpreter: None) -> None:
-    from compiled_mtp.ops.sample.kernel import launch
-
     # More candidates than one chunk holds, with few and with many equal values.
     logits = torch.randn(3, 5000)
     logits[1] = logits[1].round()
     case = make_case(logits, 3, temperature=1.0, top_p=[0.95, 0.9, 0.6], top_k=[0, 0, 4000], seed=[1, 2, 3])
     with poisoned_allocations():
-        token, _ = launch(*case.values())
-    assert torch.equal(token, reference(*case.values())[0])
+        token, *_ = sample.launch(*arguments(case))
+    assert torch.equal(token, sample.reference(*arguments(case))[0])
 
 
 def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
@@ -296,16 +308,19 @@ def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
         return whole[:size].view(interval)
 
     monkeypatch.setattr(torch, "empty", guarded_empty)
-    token, _ = kernel.launch(*case.values())
+    token, *_ = sample.launch(*arguments(case))
     assert guards
     assert guards[0].isnan().all()
-    assert torch.equal(token, reference(*case.values())[0])
+    assert torch.equal(token, sample.reference(*arguments(case))[0])
 
 
 def test_registration_and_compile() -> None:
-    cases = [tuple(part_of(full_case(37, 2), 0, requests).values()) for requests in (3, 12)]
-    check_registration(torch.ops.compiled_mtp.sample.default, cases[0])
-    check_compiles(sample, cases)
+    cases = [part_of(full_case(37, 2), 0, requests) for requests in (3, 12)]
+    check_registration(torch.ops.compiled_mtp.sample.default, tuple(cases[0].values()))
+    check_compiles(
+        lambda *flat: draw(dict(zip(cases[0], flat, strict=True))),
+        [tuple(case.values()) for case in cases],
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,7 +329,7 @@ def test_registration_and_compile() -> None:
         ("logits", torch.zeros(6, 8, dtype=torch.bfloat16), "logits must have dtype"),
         ("logits", torch.zeros(8), "logits must have shape"),
         ("logits", torch.zeros(8, 6).t(), "logits must have a last dimension of stride 1"),
-        ("logits", torch.zeros(5, 8), "logits must have a multiple of 2 rows, got 5"),
+        ("state_index", torch.zeros(4, dtype=torch.int32), "logits must have a multiple of 4 rows, got 6"),
         ("state_index", torch.zeros(2, dtype=torch.int64), "state_index must have dtype"),
         ("tokens", torch.zeros(5, dtype=torch.int64), "tokens must have shape"),
         ("positions", torch.zeros(6, dtype=torch.int32), "positions must have dtype"),
@@ -330,4 +345,4 @@ def test_registration_and_compile() -> None:
 def test_bad_arguments_raise(name: str, value: Any, message: str) -> None:
     case = make_case(torch.zeros(6, 8), 2)
     with pytest.raises(ValueError, match=message):
-        sample(**case | {name: value})
+        draw(case | {name: value})

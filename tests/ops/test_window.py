@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.window import accept_window, read_window
-from compiled_mtp.ops.window import reference as specified
-from tests.ops.harness import check_compiles, check_launch, check_registration, clone_args
+from compiled_mtp.ops.window import Cursors, accept_window, read_window
+from compiled_mtp.ops.window.reference import HASH_FACTOR
+from tests.ops.harness import check_compiles, check_launch, check_registration
 from tests.ops.window_cases import (
     BLOCKS,
     END,
@@ -53,19 +53,22 @@ def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int],
     arguments = accept_arguments(slots, window, order, mtp_step, hash_limit)
     result, row, bonus, positions, kv_slots, chain, chain_slots = accept_window(*arguments)
     tokens, drawn = arguments[0].view(len(order), -1), arguments[1].view(len(order), -1)
-    assert torch.equal(result[:, 1:], drawn)
+    is_finite = arguments[2].view(len(order), -1).tolist()
+    assert torch.equal(result[:, 2:], drawn)
     assert chain.shape == chain_slots.shape == (mtp_step, len(order) + len(order) % 2)
     for request, slot in enumerate(order):
         pos, table = int(before["pos"][slot]), before["block_table"][slot].tolist()
         kept = 0
         while kept < mtp_step:
-            hashed = (pos + kept + 1) * specified.HASH_FACTOR % 2**32 // 2**16
+            hashed = (pos + kept + 1) * HASH_FACTOR % 2**32 // 2**16
             is_right = tokens[request, kept + 1] == drawn[request, kept]
             if not (is_right if hash_limit < 0 else hashed < hash_limit):
                 break
             kept += 1
         num_new = kept + 1 if slot else 0
         assert int(result[request, 0]) == num_new
+        leading = (is_finite[request] + [False]).index(False)
+        assert int(result[request, 1]) == min(leading, num_new)
         assert int(row[request]) == request * (mtp_step + 1) + kept
         last = int(drawn[request, kept]) if slot else 0
         assert int(bonus[request]) == int(slots["last_token"][slot]) == last
@@ -105,15 +108,17 @@ def test_bad_arguments_raise() -> None:
     slots = make_slots(3, "cpu")
     read = read_arguments(slots, [1, 2], 3)
     accept = accept_arguments(slots, read_window(*read), [1, 2], 3, -1)
+    wide = torch.zeros(SLOTS, 2, dtype=torch.int64)
     for arguments, index, value, message in (
         (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
-        (read, 2, slots["pos"].int(), "pos must have dtype"),
-        (read, 4, slots["drafts"][:, :2], "drafts must hold 3 ids a slot, got 2"),
-        (read, 6, 8, "mtp_step must be 0 to 7, got 8"),
-        (read, 8, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
+        (read, 1, Cursors(slots["base"], slots["pos"].int(), slots["pos"]), "pos must have dtype"),
+        (read, 2, slots["drafts"][:, :2], "drafts must hold 3 ids a slot, got 2"),
+        (read, 4, 8, "mtp_step must be 0 to 7, got 8"),
+        (read, 6, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
         (accept, 0, accept[0][:-1], "tokens must have shape"),
-        (accept, 4, accept[4][:1], "table must have shape"),
-        (accept, 5, torch.zeros(SLOTS, 2, dtype=torch.int64)[:, 0], "base must be contiguous"),
+        (accept, 2, accept[2].int(), "is_finite must have dtype"),
+        (accept, 5, accept[5][:1], "table must have shape"),
+        (accept, 6, Cursors(wide[:, 0], *accept[6][1:]), "base must have a last dimension of stride 1"),
     ):
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
         with pytest.raises(ValueError, match=message):
@@ -124,12 +129,8 @@ def test_bad_arguments_raise() -> None:
 @pytest.mark.parametrize("order", ORDERS[1:])
 @pytest.mark.parametrize("hash_limit", [-1, HASH_LIMIT])
 def test_kernels_in_interpreter(interpreter: None, mtp_step: int, order: list[int], hash_limit: int) -> None:
-    from compiled_mtp.ops.window.kernel import launch_accept_window, launch_read_window
-
     slots = make_slots(mtp_step, "cpu")
     read = read_arguments(slots, order, mtp_step)
-    check_launch(launch_read_window, specified.read_window, read, rtol=0, atol=0)
-    accept = accept_arguments(slots, specified.read_window(*read), order, mtp_step, hash_limit)
-    check_launch(
-        launch_accept_window, specified.accept_window, clone_args(accept), rtol=0, atol=0, mutated=(5, 6, 7)
-    )
+    check_launch(read_window, read, rtol=0, atol=0)
+    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit)
+    check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8))

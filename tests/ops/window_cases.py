@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.window import Cursors, Window
+
 BLOCK_SIZE, BLOCKS, END = 16, 5, 75
 SLOTS = 9
 HASH_LIMIT = 40000
@@ -33,29 +35,35 @@ def make_slots(mtp_step: int, device: str) -> dict[str, torch.Tensor]:
 
 def read_arguments(slots: dict[str, torch.Tensor], order: list[int], mtp_step: int) -> tuple[Any, ...]:
     index = torch.tensor(order, dtype=torch.int32, device=slots["pos"].device)
-    names = ("base", "pos", "last_token", "drafts", "block_table")
-    return (index, *(slots[name] for name in names), mtp_step, BLOCK_SIZE, END)
+    return (index, cursors_of(slots), slots["drafts"], slots["block_table"], mtp_step, BLOCK_SIZE, END)
+
+
+def cursors_of(slots: dict[str, torch.Tensor]) -> Cursors:
+    return Cursors(slots["base"], slots["pos"], slots["last_token"])
 
 
 def accept_arguments(
     slots: dict[str, torch.Tensor],
-    window: tuple[torch.Tensor, ...],
+    window: Window,
     order: list[int],
     mtp_step: int,
     hash_limit: int,
 ) -> tuple[Any, ...]:
-    """Request b keeps b of its drafts, or all; samples past the first wrong draft may agree again."""
-    _, start, tokens, *_, table = window
-    device = start.device
+    """Request b keeps b of its drafts, or all; samples past the first wrong draft may agree again. Row 2 b of
+    it, if there is one, is not finite."""
+    device = window.pos.device
     batch = len(order)
     drawn = torch.full((batch, mtp_step + 1), 77, device=device)
-    drawn[:, :-1] = tokens.view(batch, -1)[:, 1:]
+    drawn[:, :-1] = window.tokens.view(batch, -1)[:, 1:]
     for request in range(batch):
         if request % (mtp_step + 1) < mtp_step:
             drawn[request, request % (mtp_step + 1)] += 1
     index = torch.tensor(order, dtype=torch.int32, device=device)
-    cursors = (slots["base"], slots["pos"], slots["last_token"])
-    return (tokens, drawn.flatten(), index, start, table, *cursors, mtp_step, BLOCK_SIZE, END, hash_limit)
+    rows = torch.arange(mtp_step + 1, device=device)
+    is_finite = rows != 2 * torch.arange(batch, device=device)[:, None] % (mtp_step + 3)
+    sampled = (window.tokens, drawn.flatten(), is_finite.flatten())
+    place = (index, window.pos, window.block_table, cursors_of(slots))
+    return (*sampled, *place, mtp_step, BLOCK_SIZE, END, hash_limit)
 
 
 def slot_of(table: list[int], position: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.spec_conv1d import conv_prefill, reference, spec_conv1d
+from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 from op_cases import ModelShape, OpCase
 
 
@@ -36,9 +36,9 @@ def check(args: tuple[Any, ...], prefill: bool) -> None:
         [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
     ]
     if prefill:
-        got, wanted = conv_prefill(*copies[0]), reference.conv_prefill(*copies[1])
+        got, wanted = conv_prefill(*copies[0]), conv_prefill.reference(*copies[1])
     else:
-        got, wanted = spec_conv1d(*copies[0]), reference.spec_conv1d(*copies[1])
+        got, wanted = spec_conv1d(*copies[0]), spec_conv1d.reference(*copies[1])
     for a, b in zip((*got, copies[0][4]), (*wanted, copies[1][4]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -59,7 +59,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             call=conv_prefill if prefill else spec_conv1d,
             bytes_moved=rows * channels * (2 + 4) + (0 if prefill else rows * channels * 2) + history,
             check=functools.partial(check, prefill=prefill),
-            alternative=None if prefill else reference.spec_conv1d,
+            alternative=None if prefill else spec_conv1d.reference,
             alternative_name="none" if prefill else "reference",
         )
     ]

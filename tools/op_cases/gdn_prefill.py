@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
-from compiled_mtp.ops.gdn_prefill.reference import gdn_prefill as reference
 from op_cases import ModelShape, OpCase
 
 MAX_RELATIVE_ERROR = 6e-3
@@ -40,7 +39,7 @@ def check(args: tuple[Any, ...]) -> None:
     copies: list[list[Any]] = [
         [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
     ]
-    got, wanted = gdn_prefill(*copies[0]).double(), reference(*copies[1]).double()
+    got, wanted = gdn_prefill(*copies[0]).double(), gdn_prefill.reference(*copies[1]).double()
     error = float((got - wanted).norm() / wanted.norm())
     assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.gdn_verify.reference import gdn_verify as reference
 from op_cases import ModelShape, OpCase
 
 MAX_RELATIVE_ERROR = 3e-3
@@ -44,7 +43,7 @@ def check(args: tuple[Any, ...]) -> None:
     copies: list[list[Any]] = [
         [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
     ]
-    got, wanted = gdn_verify(*copies[0]), reference(*copies[1])
+    got, wanted = gdn_verify(*copies[0]), gdn_verify.reference(*copies[1])
     error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
     assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 

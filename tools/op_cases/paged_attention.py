@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-from compiled_mtp.ops.paged_attention.reference import reference
 from op_cases import ModelShape, OpCase
 
 BLOCK_SIZE = 64
@@ -40,7 +39,7 @@ def make_inputs(
 
 
 def check(args: tuple[Any, ...]) -> None:
-    got, want = paged_attention(*args[:8]).float(), reference(*args[:8]).float()
+    got, want = paged_attention(*args[:8]).float(), paged_attention.reference(*args[:8]).float()
     error = float((got - want).norm() / want.norm())
     assert error < TOLERANCE, f"rel-L2 {error:.2e} against the reference, allowed {TOLERANCE:.0e}"
 

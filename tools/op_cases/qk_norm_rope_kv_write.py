@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from compiled_mtp.ops.qk_norm_rope_kv_write.reference import reference
 from op_cases import ModelShape, OpCase
 
 BLOCK_SIZE = 64
@@ -45,7 +44,7 @@ def check(args: tuple[Any, ...]) -> None:
     caches = [args[6].clone(), args[6].clone()]
     scales = [args[7], args[7]] if args[7] is None else [args[7].clone(), args[7].clone()]
     calls = [[*args[:6], kv, scale, *args[8:]] for kv, scale in zip(caches, scales, strict=True)]
-    got, want = qk_norm_rope_kv_write(*calls[0]), reference(*calls[1])
+    got, want = qk_norm_rope_kv_write(*calls[0]), qk_norm_rope_kv_write.reference(*calls[1])
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
     tolerance = 2**-7 if args[7] is None else 2**-3
     torch.testing.assert_close(caches[0].float(), caches[1].float(), rtol=tolerance, atol=2e-3)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from compiled_mtp.ops.sample import sample
-from compiled_mtp.ops.sample.reference import sample as reference
+from compiled_mtp.ops.sample import SamplingTables, sample
 from op_cases import ModelShape, OpCase
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -19,7 +17,6 @@ SETTINGS: dict[str, dict[str, float]] = {
     "T=1 top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
     "T=1 min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
 }
-NAMES = tuple(inspect.signature(sample).parameters)
 
 
 def make_inputs(
@@ -34,33 +31,33 @@ def make_inputs(
     def table(name: str, dtype: torch.dtype, neutral: float = 0.0) -> torch.Tensor:
         return torch.full((rows + 1,), parameters.get(name, neutral), dtype=dtype, device=device)
 
-    arguments = {
-        "logits": logits,
-        "tokens": torch.zeros(rows, dtype=torch.int64, device=device),
-        "positions": torch.arange(rows, device=device) + 1000 * seed,
-        "state_index": torch.arange(1, rows + 1, dtype=torch.int32, device=device),
-        "temperature": table("temperature", torch.float32),
-        "top_p": table("top_p", torch.float32, 1.0),
-        "min_p": table("min_p", torch.float32),
-        "repetition_penalty": table("repetition_penalty", torch.float32, 1.0),
-        "presence_penalty": table("presence_penalty", torch.float32),
-        "frequency_penalty": table("frequency_penalty", torch.float32),
-        "top_k": table("top_k", torch.int32),
-        "seed": torch.arange(rows + 1, device=device),
-        "output_counts": torch.zeros(0, vocab, dtype=torch.int32, device=device),
-        "prompt_seen": torch.zeros(0, vocab, dtype=torch.bool, device=device),
-        "bias": torch.zeros(0, vocab, device=device),
-        "min_position": table("min_position", torch.int64),
-        "stop_ids": torch.zeros(0, 1, dtype=torch.int64, device=device),
-        "num_valid_ids": vocab - 243,
-    }
-    return tuple(arguments[name] for name in NAMES)
+    tables = SamplingTables(
+        temperature=table("temperature", torch.float32),
+        top_k=table("top_k", torch.int32),
+        top_p=table("top_p", torch.float32, 1.0),
+        min_p=table("min_p", torch.float32),
+        repetition_penalty=table("repetition_penalty", torch.float32, 1.0),
+        presence_penalty=table("presence_penalty", torch.float32),
+        frequency_penalty=table("frequency_penalty", torch.float32),
+        seed=torch.arange(rows + 1, device=device),
+        output_counts=torch.zeros(0, vocab, dtype=torch.int32, device=device),
+        prompt_seen=torch.zeros(0, vocab, dtype=torch.bool, device=device),
+        bias=torch.zeros(0, vocab, device=device),
+        min_position=table("min_position", torch.int64),
+        stop_ids=torch.zeros(0, 1, dtype=torch.int64, device=device),
+    )
+    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    positions = torch.arange(rows, device=device) + 1000 * seed
+    state_index = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    return logits, tokens, positions, state_index, tables, vocab - 243
 
 
 def check(args: tuple[Any, ...]) -> None:
-    token, logprob = sample(*args)
-    on_cpu: Any = (value.cpu() if isinstance(value, torch.Tensor) else value for value in args)
-    wanted, wanted_logprob = reference(*on_cpu)
+    token, logprob, _ = sample(*args)
+    logits, tokens, positions, state_index, tables, num_valid_ids = args
+    on_cpu = SamplingTables(*(table.cpu() for table in tables))
+    rows = (logits.cpu(), tokens.cpu(), positions.cpu(), state_index.cpu())
+    wanted, wanted_logprob, _ = sample(*rows, on_cpu, num_valid_ids)
     # A noise that differs in its last bit decides between two ids whose scores are as good as equal.
     different = int((token.cpu() != wanted).sum())
     assert different <= len(token) // 1000, f"{different} of {len(token)} tokens differ from the reference"

@@ -1,0 +1,69 @@
+"""`gdn_prefill` on a CPU, in chunks of 64 from the segment's start, as the kernel does it."""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_mtp.ops.gdn_math import gated_norm
+
+CHUNK = 64
+
+
+def _in_chunks(x: torch.Tensor, length: int, chunks: int) -> torch.Tensor:
+    """The first `length` rows of x [T, heads, ...] as [chunks, heads, CHUNK, ...], zeros after them."""
+    out = x.new_zeros((chunks * CHUNK, *x.shape[1:]))
+    out[:length] = x[:length]
+    return out.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
+
+
+def gdn_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    z: torch.Tensor,
+    norm_weight: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    start: torch.Tensor,
+    length: torch.Tensor,
+    eps: float,
+    gate_activation: str,
+) -> torch.Tensor:
+    rows, num_v_heads, head_v_dim = v.shape
+    group = num_v_heads // k.shape[1]
+    slot, used = int(state_index[0]), int(length[0])
+    chunks = -(-used // CHUNK)
+    y = z.new_zeros((rows, num_v_heads * head_v_dim))
+    current = state[slot].clone() if int(start[0]) > 0 else torch.zeros_like(state[slot])
+
+    queries = _in_chunks(q, used, chunks).repeat_interleave(group, dim=1)  # [chunks, nv, CHUNK, dk]
+    keys = _in_chunks(k, used, chunks).repeat_interleave(group, dim=1)
+    values = _in_chunks(v, used, chunks)
+    rate = _in_chunks(beta, used, chunks)[..., None]  # [chunks, nv, CHUNK, 1]
+    log_decay = _in_chunks(g, used, chunks).cumsum(-1)  # from the chunk's start, the row's own included
+    # Above the diagonal the difference is positive and may overflow: mask it before exp.
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay = torch.exp(difference.masked_fill(~causal, -torch.inf))
+    from_start = torch.exp(log_decay)[..., None]
+    to_end = torch.exp(log_decay[..., -1:] - log_decay)[..., None]
+    # x_i = beta_i (v_i - e^{G_i} S k_i - sum_{j<i} e^{G_i-G_j} (k_i.k_j) x_j): unit lower triangular.
+    system = (rate * (keys @ keys.transpose(-1, -2)) * decay).tril(-1)
+    scores = (queries @ keys.transpose(-1, -2)) * decay
+    right = torch.cat((rate * values, rate * from_start * keys), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    fixed, reading = solved.split((head_v_dim, k.shape[2]), dim=-1)
+    queries = queries * from_start
+    keys = keys * to_end
+    out = torch.empty_like(values)
+    for chunk in range(chunks):
+        x = fixed[chunk] - reading[chunk] @ current.transpose(-1, -2)
+        out[chunk] = queries[chunk] @ current.transpose(-1, -2) + scores[chunk] @ x
+        current = current * from_start[chunk, :, -1:] + x.transpose(-1, -2) @ keys[chunk]
+    state[slot] = current
+
+    out = out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used]
+    y[:used] = gated_norm(out, z[:used], norm_weight, eps, gate_activation)
+    return y
