@@ -9,6 +9,7 @@ which are fences, count as none here: they may be fused or moved.
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ OPS = Path(__file__).parents[1] / "ops"
 NUMBERS = {
     "block_size", "end", "eps", "first_key", "hash_limit", "k", "max_blocks", "n", "num_keys", "num_requests",
     "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows", "scale_log2",
+    "share_length",
 }  # fmt: skip
 
 
@@ -176,6 +178,8 @@ def place(tensor: torch.Tensor) -> int:
 
 
 def test_declarations_are_what_the_sources_say() -> None:
+    for path in sorted(OPS.glob("*/reference.py")):
+        importlib.import_module(f"compiled_mtp.ops.{path.parent.name}")
     kernels = read_kernels()
     declared = {launch.kernel: launch for made in operators().values() for launch in made.launches}
     assert declared.keys() == kernels.keys()

@@ -2,6 +2,7 @@
 
     python tools/kernel_table.py --capabilities 90                 # every configuration, as JSON
     python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
+    python tools/kernel_table.py --products --capabilities 90      # which tensor-core instructions they hold
     python tools/kernel_table.py --record                          # rewrite the table of this Triton version
 
 launch_cases.py lists the calls, record_launches.py finds out what they launch.
@@ -11,13 +12,14 @@ The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,25 @@ def launches_of(operator: str, capability: int, first: bool) -> Iterator[tuple[s
                 yield f"{launch.name.removesuffix('_kernel')}-{case.label}", launch
 
 
-def resources(launch: Launch) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
-    compiled = launch.compile()
+def inspect(compiled: Any, tool: str, flag: str) -> str:
+    """What one of the tools of Triton's own package says of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage = subprocess.run(
-            [tool, "-res-usage", cubin.name], check=True, capture_output=True, text=True
-        ).stdout
+        path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        return subprocess.run([path, flag, cubin.name], check=True, capture_output=True, text=True).stdout
+
+
+def products_of(launch: Launch) -> dict[str, int]:
+    """How many instructions of each class of tensor-core product (HMMA, HGMMA, QGMMA) one kernel holds."""
+    code = inspect(launch.compile(), "nvdisasm", "-c")
+    return dict(collections.Counter(re.findall(r"\b([A-Z]*MMA)\.", code)))
+
+
+def resources_of(launch: Launch) -> dict[str, int]:
+    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    compiled = launch.compile()
+    usage = inspect(compiled, "cuobjdump", "-res-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     return {
         "registers": found["REG"],
@@ -69,8 +80,10 @@ def resources(launch: Launch) -> dict[str, int]:
     }
 
 
-def compile_table(operators: list[str], capabilities: list[int], first: bool) -> dict[str, Any]:
-    """Resources, or {"error": text}, keyed by "operator/kernel-case@sm_NN"."""
+def compile_table(
+    operators: list[str], capabilities: list[int], first: bool, describe: Callable[[Launch], dict[str, int]]
+) -> dict[str, Any]:
+    """What `describe` finds, or {"error": text}, keyed by "operator/kernel-case@sm_NN"."""
     table: dict[str, Any] = {}
     for operator in operators:
         for capability in capabilities:
@@ -81,7 +94,7 @@ def compile_table(operators: list[str], capabilities: list[int], first: bool) ->
                         f"a case must launch a kernel in one way, got {key} twice; split the case"
                     )
                 try:
-                    table[key] = resources(launch)
+                    table[key] = describe(launch)
                 except Exception as error:  # one bad kernel must not hide the others
                     table[key] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
     return table
@@ -95,9 +108,13 @@ def main() -> None:
     parser.add_argument("--operators", nargs="*", default=operators_with_kernels())
     parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
     parser.add_argument("--first", action="store_true", help="one configuration a kernel")
+    parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
     args = parser.parse_args()
-    table = compile_table(args.operators, args.capabilities, args.first)
+    if args.products and args.record:
+        parser.error("--record must stand alone: the table holds resources; drop --products")
+    describe = products_of if args.products else resources_of
+    table = compile_table(args.operators, args.capabilities, args.first, describe)
     if not args.record:
         print(json.dumps(table))
         return

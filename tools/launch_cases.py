@@ -18,10 +18,12 @@ from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.moe_experts import moe_experts
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
 from compiled_mtp.ops.row_logprobs import row_logprobs
 from compiled_mtp.ops.sample import SamplingTables, filter_logits, sample
@@ -140,7 +142,7 @@ def product(
     if kind == "gated":
         linear_silu_mul(x, weight, scale)
     elif kind == "parts":
-        linear_parts(x, weight, scale, count_parts(weight, x.dtype))
+        linear_parts(x, weight, scale, count_parts(weight))
     else:
         linear(x, weight, scale, kind == "logits", prefill)
 
@@ -180,6 +182,31 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
 
 def capability_of(dtype: torch.dtype) -> int:
     return FP8_CAPABILITY if dtype == FP8 else 80
+
+
+def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int) -> None:
+    """linear_w8a8 ("count" 0) or linear_w8a8_parts in that many parts."""
+    x, weight = tensor(device, rows, k, dtype=FP8), tensor(device, n, k, dtype=FP8)
+    scales = tensor(device, rows, k // 128), tensor(device, -(-n // 128), k // 128)
+    if count:
+        linear_w8a8_parts(x, scales[0], weight, scales[1], count)
+    else:
+        linear_w8a8(x, scales[0], weight, scales[1])
+
+
+def linear_w8a8_cases(capability: int) -> Iterator[LaunchCase]:
+    """Each height of a tile, whole and in each number of parts."""
+    for rows in (4, 20, 50, 100):
+        for n, k, counts in ((34816, 5120, (0,)), (5120, 17408, (1, 2, 4, 8))):
+            for count in counts:
+                call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
+                yield LaunchCase(f"{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+
+
+def quantize_rows_cases(capability: int) -> Iterator[LaunchCase]:
+    yield LaunchCase(
+        "5120", lambda device: quantize_rows(tensor(device, ROWS, 5120, dtype=BF16)), FP8_CAPABILITY
+    )
 
 
 def experts(device: torch.device, rows: int, dtype: torch.dtype) -> None:
@@ -370,10 +397,12 @@ CASES: dict[str, Callable[[int], Iterator[LaunchCase]]] = {
     "gdn_prefill": gdn_prefill_cases,
     "gdn_verify": gdn_verify_cases,
     "linear": linear_cases,
+    "linear_w8a8": linear_w8a8_cases,
     "moe_experts": moe_experts_cases,
     "moe_router": moe_router_cases,
     "paged_attention": paged_attention_cases,
     "qk_norm_rope_kv_write": qk_norm_rope_kv_write_cases,
+    "quantize_rows": quantize_rows_cases,
     "rms_norm": rms_norm_cases,
     "row_logprobs": row_logprobs_cases,
     "sample": sample_cases,

@@ -44,9 +44,11 @@ from compiled_mtp.ops.linear.config import (
     dtype_name,
     linear_config,
     read_table,
+    with_shares,
 )
 from compiled_mtp.ops.linear.kernel import launch_config
 from compiled_mtp.ops.rms_norm import rms_norm
+from compiled_mtp.ops.shares import share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)
@@ -59,6 +61,7 @@ LITTLE_SHARED_BYTES = 114 * 1024  # half of a processor's
 # Enough to be more than L2 and the address translation hold.
 STACK_LAYERS = {"0.8b": 24, "4b": 12, "9b": 8, "27b": 8, "35b-a3b": 12}
 NOT_IN_A_STACK = ("lm_head", "mtp_fc")
+BEFORE_NORM = {"gdn_out", "o", "down"}
 MAX_SETS = 128
 
 
@@ -105,32 +108,39 @@ def tiles(dtype: torch.dtype) -> list[LinearConfig]:
     return [LinearConfig(16, n, k, w, s, 1, c, FIRST_PREFETCH) for n, k, c, w, s in chosen]
 
 
-def candidates(n: int, k: int, dtype: torch.dtype) -> list[LinearConfig]:
-    """The configurations worth timing: enough programs to fill the GPU, parts of K long enough to stream."""
+def candidates(n: int, k: int, dtype: torch.dtype, is_before_norm: bool) -> list[LinearConfig]:
+    """The configurations worth timing: enough programs to fill the GPU, parts of K long enough to stream.
+
+    Of a product before a norm K is cut into its shares, whatever the tile.
+    """
     result = []
     for tile in tiles(dtype):
-        for split in (1, 2, 3, 4, 6):
+        for split in (1, 2, 4, 8):
             config = replace(tile, split=split)
+            if is_before_norm:
+                config = with_shares(config, share_count(k), split)
             programs = -(-n // tile.block_n) * split
             length = config.part_length(k) * config.chains
-            if config.programs_along_k(k) != split or not config.is_even(k):
+            if config.sequential or not config.is_even(k):
                 continue
             if (split == 1 or (length >= 512 and programs <= 700)) and programs >= min(60, n // 16):
                 result.append(config)
-    return list(dict.fromkeys([*result, *one_step_candidates(n, k, dtype)]))
+    return list(dict.fromkeys([*result, *one_step_candidates(n, k, dtype, is_before_norm)]))
 
 
-def one_step_candidates(n: int, k: int, dtype: torch.dtype) -> list[LinearConfig]:
+def one_step_candidates(n: int, k: int, dtype: torch.dtype, is_before_norm: bool) -> list[LinearConfig]:
     """Configurations whose programs hold all their weights in registers, few enough to run all at once."""
     result = []
     block_ks = (128,) if dtype == torch.float8_e4m3fn else (128, 256, 512)
     for split, block_n, block_k, warps in itertools.product(
-        (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (16, 32, 64), block_ks, (1, 2, 4, 8)
+        (1, 2, 4, 8), (16, 32, 64), block_ks, (1, 2, 4, 8)
     ):
         chains = k // (split * block_k)
         config = LinearConfig(16, block_n, block_k, warps, 2, split, chains, 0)
         programs = -(-n // block_n) * split
-        if not 2 <= chains <= 8 or k != split * chains * block_k or config.programs_along_k(k) != split:
+        if chains not in (2, 4, 8) or k != split * chains * block_k:
+            continue
+        if is_before_norm and split * chains != share_count(k):
             continue
         registers = block_n * chains * block_k * dtype.itemsize // (warps * 32 * 4)
         if 16 <= registers <= 128 and 100 <= programs <= 1056 and block_n >= 8 * warps // 2:
@@ -179,11 +189,11 @@ def compile_share(share: int, shares: int, dtypes: tuple[torch.dtype, ...], shap
         (config, dtype)
         for shape in shapes
         for dtype in dtypes
-        for n, k in projections(SHAPES[shape], dtype == torch.float8_e4m3fn).values()
-        for config in one_step_candidates(n, k, dtype)
+        for name, (n, k) in projections(SHAPES[shape], dtype == torch.float8_e4m3fn).items()
+        for config in one_step_candidates(n, k, dtype, name in BEFORE_NORM)
     ]
     kernels = {
-        (c.block_n, c.block_k, c.num_warps, c.chains, c.split > 1, dtype): (c, dtype) for c, dtype in one_step
+        (c.block_n, c.block_k, c.num_warps, c.chains, c.split, dtype): (c, dtype) for c, dtype in one_step
     }
     for config, dtype in list(kernels.values())[share::shares]:
         inputs = make_inputs(8, 256, config.block_k * config.chains * config.split, dtype)[0]
@@ -191,7 +201,7 @@ def compile_share(share: int, shares: int, dtypes: tuple[torch.dtype, ...], shap
     done = 0
     for dtype in dtypes:
         for tile in tiles(dtype):
-            for split in (1, 2):
+            for split in (1, 2, 4, 8):
                 done += 1
                 if done % shares == share:
                     inputs = make_inputs(8, 256, 2048, dtype)[0]
@@ -200,10 +210,13 @@ def compile_share(share: int, shares: int, dtypes: tuple[torch.dtype, ...], shap
                     launch_config(replace(tile, split=split, prefetch_bytes=0), *inputs, False)
 
 
-def rank(rows: int, n: int, k: int, dtype: torch.dtype) -> list[tuple[float, LinearConfig]]:
+def rank(
+    rows: int, n: int, k: int, dtype: torch.dtype, is_before_norm: bool
+) -> list[tuple[float, LinearConfig]]:
     """Every candidate with its microseconds alone, the fastest first."""
     inputs = make_inputs(rows, n, k, dtype)
-    return sorted(((measure(c, inputs), c) for c in candidates(n, k, dtype)), key=lambda pair: pair[0])
+    configs = candidates(n, k, dtype, is_before_norm)
+    return sorted(((measure(c, inputs), c) for c in configs), key=lambda pair: pair[0])
 
 
 def finalists(ranked: list[tuple[float, LinearConfig]], n: int, k: int) -> list[LinearConfig]:
@@ -259,7 +272,7 @@ class Stack:
         linear_config.cache_clear()
         for module in self.target.modules():
             if isinstance(module, Linear):
-                module.num_parts = count_parts(module.weight, torch.bfloat16)
+                module.num_parts = count_parts(module.weight)
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 
@@ -328,10 +341,11 @@ def main() -> None:
             # By name: two weights of one size share an entry.
             sizes = {f"{n}x{k} {dtype_name(dtype)}": (n, k) for n, k in weights.values()}
             in_stack = {size for weight, size in weights.items() if weight not in NOT_IN_A_STACK}
+            before_norm = {size for weight, size in weights.items() if weight in BEFORE_NORM}
             alone = set(sizes.values()) - (in_stack if dtype == torch.bfloat16 else set())
             for name, (n, k) in sizes.items():
                 if name not in ranked and has_time():
-                    order = rank(args.rows, n, k, dtype)
+                    order = rank(args.rows, n, k, dtype, (n, k) in before_norm)
                     ranked[name] = finalists(order, n, k)
                     us, best = order[0]
                     speed = n * k * dtype.itemsize / us / 1e6

@@ -36,7 +36,7 @@ class Linear(nn.Module):
     def __init__(self, make: ParameterFactory, in_features: int, out_features: int) -> None:
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
-        self.num_parts = count_parts(self.weight, make.dtype)
+        self.num_parts = count_parts(self.weight)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         return linear(x, self.weight, self.weight_scale, False, isinstance(rows, PrefillRows))

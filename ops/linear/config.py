@@ -1,7 +1,11 @@
 """Which tile a product runs with: a measured table per (architecture, N, K, dtype) and a rule for the rest.
 
-The parts of K alone decide a row's bits, and they depend on the weight, never on the number of rows. The tile
+The parts of K alone decide a row's bits: each is summed from zero in one order, and they are added as a tree,
+((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). They depend on the weight, never on the number of rows. The tile
 follows the rows: 16 to 128 were measured to give the same bits (tests/gpu/test_linear.py checks).
+
+A product before a norm (`linear_parts`) has `share_count(K)` parts, its shares, whatever the table says, so
+that any number of programs, or of GPUs that hold a piece of the weight each, may sum a subtree.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.shares import SHARE_UNIT, share_count
 
-PART_UNIT = 128  # every block_k divides it, and it is a block of FP8 scales
+MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
+# Of a thread's 255.
+MAX_SUM_REGISTERS = 128
 TABLE = Path(__file__).with_name("table.json")
 
 
@@ -27,12 +34,13 @@ class LinearConfig:
     """One launch configuration.
 
     block_m, block_n: rows and weight rows of a tile. block_k: columns of one chain a step.
-    split, chains: K is cut into split * chains parts. `split` programs take `chains` of them each, side by
-    side (one chain of tensor-core products is bound by latency), or one after the other when `sequential`.
+    split, chains: powers of two; K is cut into split * chains parts. `split` programs take `chains` of them
+    each, side by side (one chain of tensor-core products is bound by latency), or one after the other when
+    `sequential`.
     prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
 
     Where block_k is a whole part, all of a program's weights are loaded at once, before the previous kernel
-    has finished; block_k may then exceed PART_UNIT, and there may be any number of chains.
+    has finished; block_k may then exceed SHARE_UNIT, and there may be any number of chains.
     """
 
     block_m: int
@@ -46,18 +54,13 @@ class LinearConfig:
     sequential: bool = False
 
     def part_length(self, k: int) -> int:
-        """Columns of one part of K, a multiple of PART_UNIT."""
-        return -(-k // (self.split * self.chains * PART_UNIT)) * PART_UNIT
-
-    def programs_along_k(self, k: int) -> int:
-        """Programs that share a tile; fewer than `split` where K is short."""
-        return -(-k // (self.part_length(k) * self.chains))
+        """Columns of one part of K, a multiple of SHARE_UNIT."""
+        return -(-k // (self.split * self.chains * SHARE_UNIT)) * SHARE_UNIT
 
     def is_even(self, k: int) -> bool:
         """Whether every step of every chain is whole."""
         length = self.part_length(k)
-        is_whole = k == length * self.chains * self.programs_along_k(k)
-        return is_whole and length % self.block_k == 0
+        return k == length * self.chains * self.split and length % self.block_k == 0
 
     def is_one_step(self, k: int) -> bool:
         """Whether a program takes all its columns in one step, without a loop."""
@@ -90,7 +93,10 @@ def read_table() -> dict[str, dict[str, list[int]]]:
 
 
 def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> LinearConfig:
-    """The configuration of up to 16 rows; its parts of K hold for any number of rows."""
+    """The configuration of up to 16 rows; its parts of K hold for any number of rows.
+
+    n, k: of the whole weight, here and below, also where a device holds a piece of it.
+    """
     entry = read_table().get(arch, {}).get(f"{n}x{k} {dtype_name(weight_dtype)}")
     if entry is not None:
         block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes = entry
@@ -109,7 +115,7 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
 
 def fp8_tile_of_32(config: LinearConfig) -> LinearConfig:
     """FP8 tiles of 32 rows: side by side the chains would not fit in the registers."""
-    block_k = min(config.block_k, PART_UNIT)
+    block_k = min(config.block_k, SHARE_UNIT)
     return replace(config, block_m=32, block_k=block_k, sequential=True, num_stages=4)
 
 
@@ -128,6 +134,9 @@ def tall_tile(
     tiles = [(64, 128, 4), (64, 64, 4), (64, 32, 4)]
     if block_m == 128:
         tiles[:1] = [(128, 128, 8), (128, 64, 4)]
+    # Sums that wait while a program goes through its parts one after the other, and the one that grows.
+    sums = config.chains.bit_length()
+    tiles = [tile for tile in tiles if sums * block_registers(*tile) <= MAX_SUM_REGISTERS]
     programs = {tile: -(-n // tile[1]) * config.split * (block_m // tile[0]) for tile in tiles}
     tile = next((tile for tile in tiles if programs[tile] >= MIN_PROGRAMS), tiles[-1])
     rows, weight_rows, num_warps = tile
@@ -143,6 +152,38 @@ def tall_tile(
     return replace(config, num_stages=min(most, max(3, shared_bytes // (places * stage))))
 
 
+def block_registers(block_m: int, block_n: int, num_warps: int) -> int:
+    """Registers of a thread for one tile of sums."""
+    return block_m * block_n // (32 * num_warps)
+
+
+def with_shares(config: LinearConfig, shares: int, split: int) -> LinearConfig:
+    """The configuration for `shares` parts in `split` programs, with about as many bytes on their way."""
+    chains = shares // split
+    if (config.split, config.chains) == (split, chains):
+        return config
+    stages = max(3, config.num_stages * config.chains // chains)
+    return replace(
+        config,
+        block_k=min(config.block_k, SHARE_UNIT),
+        num_stages=min(config.num_stages, stages),
+        split=split,
+        chains=chains,
+        sequential=chains > MAX_SIDE_BY_SIDE,
+    )
+
+
+def shared_split(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> int:
+    """The table's number of programs for a product before a norm; else as many as fill the processors."""
+    config, shares = narrow_config(arch, n, k, weight_dtype), share_count(k)
+    if config.split * config.chains == shares:
+        return config.split
+    split = 1
+    while split < shares and -(-n // config.block_n) * split < MIN_PROGRAMS:
+        split *= 2
+    return split
+
+
 @functools.lru_cache(maxsize=4096)
 def linear_config(
     arch: str,
@@ -153,12 +194,19 @@ def linear_config(
     weight_dtype: torch.dtype,
     block_m: int,
     prefill: bool,
+    split: int = 0,
+    pieces: int = 1,
 ) -> LinearConfig:
     """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory.
 
-    With `prefill` the bits may differ from those of other tiles.
+    With `prefill` the bits may differ from those of other tiles. With `split` the product is one before a
+    norm, of 1 / `pieces` of the columns, in that many programs.
     """
     config = narrow_config(arch, n, k, weight_dtype)
+    if split:
+        config = with_shares(config, share_count(k) // pieces, split)
+    elif prefill:
+        config = replace(config, chains=1, block_k=min(config.block_k, SHARE_UNIT))
     fp8 = weight_dtype == torch.float8_e4m3fn
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
@@ -176,20 +224,44 @@ def linear_config(
     return replace(config, num_stages=stages)
 
 
-def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
-    """The configuration of a product on x's device; `is_long`: a prefill of many rows."""
+def whole_size(weight: torch.Tensor, whole_n: int, whole_k: int) -> tuple[int, int]:
+    """N and K of the weight of which `weight` is a piece; zero stands for its own."""
+    return whole_n or weight.shape[0], whole_k or weight.shape[1]
+
+
+def choose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    whole: tuple[int, int],
+    is_long: bool,
+    split: int = 0,
+) -> LinearConfig:
+    """The configuration of a product on x's device; `is_long`: a prefill of many rows.
+
+    whole: N and K of the weight of which `weight` is a piece, zeros if it is whole. split: as for
+    `linear_config`.
+    """
     device = device_of(x.device.index)
-    shape = (*weight.shape, x.dtype, weight.dtype)
-    return linear_config(device.arch, device.shared_bytes, *shape, block_rows(x.shape[0]), is_long)
+    n, k = whole_size(weight, *whole)
+    return linear_config(
+        device.arch,
+        device.shared_bytes,
+        n,
+        k,
+        x.dtype,
+        weight.dtype,
+        block_rows(x.shape[0]),
+        is_long,
+        split,
+        k // weight.shape[1],
+    )
 
 
-def count_parts(weight: torch.Tensor, x_dtype: torch.dtype) -> int:
-    """Into how many parts of K `linear_parts` cuts a product with this weight; 1 on a CPU."""
+def count_parts(weight: torch.Tensor, whole_n: int = 0, whole_k: int = 0) -> int:
+    """In how many parts `linear_parts` is fastest with this weight; 1 on a CPU. No count changes a bit."""
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
-    n, k = weight.shape
-    config = linear_config(
-        device.arch, device.shared_bytes, n, k, x_dtype, weight.dtype, block_rows(1), False
-    )
-    return config.programs_along_k(k)
+    n, k = whole_size(weight, whole_n, whole_k)
+    split = shared_split(device.arch, n, k, weight.dtype)
+    return max(1, split * weight.shape[1] // k)

@@ -16,7 +16,13 @@ WEIGHT_ROWS_PER_CAST = 8192
 
 
 def linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, out_float32: bool, prefill: bool
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out_float32: bool,
+    prefill: bool,
+    whole_n: int = 0,
+    whole_k: int = 0,
 ) -> Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
@@ -43,11 +49,15 @@ def linear(
     return y[:rows].to(torch.float32 if out_float32 else x.dtype)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
+def linear_silu_mul(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int
+) -> Tensor:
     gate, up = linear(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
 
 
-def linear_parts(x: Tensor, weight: Tensor, weight_scale: Tensor | None, count: int) -> Tensor:
+def linear_parts(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, count: int, whole_n: int, whole_k: int
+) -> Tensor:
     assert count == 1, "count_parts is 1 on a CPU"
     return linear(x, weight, weight_scale, False, False)[None]

@@ -1,7 +1,7 @@
 """x @ weight.T for few rows: the weight is read once, at the speed of memory.
 
-A row's bits depend on the weight's K split and on the order in which the parts are summed, and both are fixed
-by the weight's shape (config.py).
+A row's bits depend on the parts that K is cut into and on the order in which they are added, and both are
+fixed by the whole weight's shape (config.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
     if weight.stride(0) * item % 16:
         return 0
     length = config.part_length(k) * config.chains
-    shortest = k - (k - 1) // length * length
+    shortest = max(0, k - (config.split - 1) * length)
     return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
 
 
@@ -62,19 +62,18 @@ def launch(args: Any) -> torch.Tensor:
         if args.out_float32 and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight)
-    return launch_config(choose(x, weight, is_long), x, weight, args.weight_scale, args.out_float32)
+    config = choose(x, weight, (args.whole_n, args.whole_k), is_long)
+    return launch_config(config, x, weight, args.weight_scale, args.out_float32)
 
 
 def launch_linear_silu_mul(args: Any) -> torch.Tensor:
-    return launch_config(
-        choose(args.x, args.weight, False), args.x, args.weight, args.weight_scale, False, gated=True
-    )
+    config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False)
+    return launch_config(config, args.x, args.weight, args.weight_scale, False, gated=True)
 
 
 def launch_linear_parts(args: Any) -> torch.Tensor:
-    return launch_config(
-        choose(args.x, args.weight, False), args.x, args.weight, args.weight_scale, False, keep_parts=True
-    )
+    config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False, args.count)
+    return launch_config(config, args.x, args.weight, args.weight_scale, False, keep_parts=True)
 
 
 def launch_config(
@@ -90,14 +89,14 @@ def launch_config(
     (rows, k), n = x.shape, weight.shape[0]
     shape = (rows, n // 2 if gated else n)
     if keep_parts:
-        shape = (config.programs_along_k(k), *shape)
+        shape = (config.split, *shape)
         out_float32 = shape[0] > 1
     out = torch.empty(shape, dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
     part_length = config.part_length(k)
-    split = config.programs_along_k(k)
+    split = config.split
     partials = counters = None
     if split > 1 and not keep_parts:
         assert tiles <= MAX_TILES, "a weight this wide must not be split"
@@ -129,7 +128,7 @@ def launch_config(
         SEQUENTIAL=config.sequential,
         EVEN_K=config.is_even(k),
         FP8=weight_scale is not None,
-        SPLIT=split > 1,
+        SPLIT=1 if keep_parts else split,
         PDL=has_pdl,
         PREFETCH_PARTS=prefetch_parts(config) if piece and not config.is_one_step(k) else 0,
         GATED=gated,

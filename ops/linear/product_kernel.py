@@ -94,6 +94,44 @@ def add_step(
 
 
 @triton.jit
+def add_chains(
+    inputs,
+    weights,
+    scale_at,
+    first: tl.constexpr,
+    count: tl.constexpr,
+    FP8: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """The products of `count` neighbouring chains, each summed from zero, added as a tree."""
+    if count == 1:
+        x_tile = inputs[first]
+        sums = tl.zeros((x_tile.shape[0], weights[first].shape[0]), tl.float32)
+        if ON_DEVICE:
+            # A visible zero would let the compiler put another sum in its place: one long sum, other bits.
+            sums = opaque(sums, 1)
+        scale = 1.0
+        if FP8:
+            scale = tl.load(scale_at + first)
+        return multiply_add(x_tile, weights[first], scale, sums, FP8, ON_DEVICE)
+    else:
+        half: tl.constexpr = count // 2
+        left = add_chains(inputs, weights, scale_at, first, half, FP8, ON_DEVICE)
+        return left + add_chains(inputs, weights, scale_at, first + half, half, FP8, ON_DEVICE)
+
+
+@triton.jit
+def load_tree(at, part_stride, inside, count: tl.constexpr):
+    """The sum of `count` neighbouring parts, added as a tree."""
+    if count == 1:
+        return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        half: tl.constexpr = count // 2
+        left = load_tree(at, part_stride, inside, half)
+        return left + load_tree(at + half * part_stride, part_stride, inside, half)
+
+
+@triton.jit
 def store_tile(
     total, out, row, row_inside, first_column, n, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr
 ):
@@ -204,23 +242,19 @@ def linear_kernel(
         inputs = ()
         for chain in tl.static_range(CHAINS):
             inputs += (tl.load(x_at + chain * BK, mask=row_inside, other=0.0),)
-        for chain in tl.static_range(CHAINS):
-            sums = tl.zeros((BM, BN), tl.float32)
-            if ON_DEVICE:
-                # A visible zero would let the compiler put the total in its place: one long sum, other bits.
-                sums = opaque(sums, 1)
-            scale = 1.0
-            if FP8:
-                scale = tl.load(scale_at + chain)
-            total += multiply_add(inputs[chain], weights[chain], scale, sums, FP8, ON_DEVICE)
+        total = add_chains(inputs, weights, scale_at, 0, CHAINS, FP8, ON_DEVICE)
     elif SEQUENTIAL:
+        # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four chains.
+        one = total
+        two = total
+        four = total
         for chain in range(CHAINS):
             begin = chain * part_length
-            sum_0 = tl.zeros((BM, BN), tl.float32)
+            total = tl.zeros((BM, BN), tl.float32)
             for at in range(begin, tl.minimum(begin + part_length, k - first_k), BK):
                 left = k - first_k - at
-                sum_0 = add_step(
-                    sum_0,
+                total = add_step(
+                    total,
                     x_at,
                     weight_at,
                     scale_at + at // 128,
@@ -232,7 +266,21 @@ def linear_kernel(
                     FP8,
                     ON_DEVICE,
                 )
-            total += sum_0
+            if CHAINS > 1:
+                if chain & 1 == 0:
+                    one = total
+                else:
+                    total = one + total
+                    if CHAINS > 2:
+                        if chain & 2 == 0:
+                            two = total
+                        else:
+                            total = two + total
+                            if CHAINS > 4:
+                                if chain & 4 == 0:
+                                    four = total
+                                else:
+                                    total = four + total
     else:
         sum_1 = total
         sum_2 = total
@@ -264,18 +312,16 @@ def linear_kernel(
                 sum_3 = add_step(
                     sum_3, x_at, weight_at, scale, at_3, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
                 )
-        # The order of the sequential form.
         if CHAINS > 1:
             total += sum_1
         if CHAINS > 2:
-            total += sum_2
-            total += sum_3
+            total += sum_2 + sum_3
 
-    if not SPLIT:
-        store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
-    elif KEEP_PARTS:
+    if KEEP_PARTS:
         part_out = out + part.to(tl.int64) * rows * n
         store_tile(total, part_out, row, row_inside, first_column, n, BM, BN, False)
+    elif SPLIT == 1:
+        store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
     else:
         in_tile = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         part_stride = tl.num_programs(0).to(tl.int64) * (BM * BN)
@@ -284,13 +330,8 @@ def linear_kernel(
         # All threads' parts must be written before one of them announces it.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        parts = tl.num_programs(1)
-        if arrived == parts - 1:
-            total = tl.load(first_part, mask=row_inside, other=0.0, cache_modifier=".cg")
-            for other in range(1, parts):
-                total += tl.load(
-                    first_part + other * part_stride, mask=row_inside, other=0.0, cache_modifier=".cg"
-                )
+        if arrived == SPLIT - 1:
+            total = load_tree(first_part, part_stride, row_inside, SPLIT)
             store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
             # Zero for the next launch, which may be a replay of the same graph.
             tl.store(counters + tile, 0)

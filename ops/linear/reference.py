@@ -10,9 +10,10 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.linear.config import count_parts
+from compiled_mtp.ops.linear.config import whole_size
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 
 Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
@@ -23,7 +24,9 @@ Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one sca
 LAUNCHES = (Launch("linear_kernel", reads_early=("weight",), is_fence=True),)
 
 
-def _weight_fits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, K: int) -> None:
+def _weight_fits(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, N: int, K: int
+) -> None:
     if K == 0:
         raise fail("x", "have columns", list(x.shape), "pass rows as long as the weight's")
     if weight.dtype == FP8:
@@ -35,6 +38,10 @@ def _weight_fits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, K: int)
         raise wrong_dtype("weight", weight, (x.dtype, FP8))
     elif weight_scale is not None:
         raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
+    n, k = whole_size(weight, whole_n, whole_k)
+    if (N and n % N) or k % K or (k > K and K * share_count(k) % k):
+        rule = f"be multiples of the weight's {[N, K]} in whole shares of K"
+        raise fail("whole_n and whole_k", rule, [n, k], "pass the sizes of the weight that was cut, or 0")
 
 
 def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
@@ -49,12 +56,15 @@ def linear(
     weight_scale: Scale | None = None,
     out_float32: bool = False,
     prefill: bool = False,
+    whole_n: int = 0,
+    whole_k: int = 0,
 ) -> Annotated[Tensor, "M N", ACTIVATION]:
     """x @ weight.T, accumulated in float32 and rounded once.
 
     x: [M, K] float32 or bfloat16, rows at any stride. weight: [N, K] of the same dtype, or float8_e4m3fn with
     weight_scale [ceil(N/128), ceil(K/128)] float32, one factor per 128 x 128 block. Returns [M, N] of x's
-    dtype, or float32 when `out_float32`.
+    dtype, or float32 when `out_float32`. whole_n, whole_k: N and K of the weight of which `weight` holds some
+    rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
 
     With prefill=False the bits of a row depend on that row and on the weight alone, for every M; with
     prefill=True they may depend on M too, which lets a GPU use its fastest product.
@@ -63,15 +73,17 @@ def linear(
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
 
 
-def _is_gate_and_up(x: Tensor, weight: Tensor, weight_scale: Tensor | None, N: int, K: int) -> None:
-    _weight_fits(x, weight, weight_scale, K)
+def _is_gate_and_up(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, N: int, K: int
+) -> None:
+    _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
     if N % 2:
         raise fail("weight", "have an even number of rows", N, "pass gate | up")
 
 
 @operator(launches=LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
 def linear_silu_mul(
-    x: Rows, weight: Weight, weight_scale: Scale | None = None
+    x: Rows, weight: Weight, weight_scale: Scale | None = None, whole_n: int = 0, whole_k: int = 0
 ) -> Annotated[Tensor, "M N//2", Like("x")]:
     """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
 
@@ -82,11 +94,22 @@ def linear_silu_mul(
     return (silu(gate) * up).to(x.dtype)
 
 
-def _count_fits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, count: int, K: int) -> None:
-    _weight_fits(x, weight, weight_scale, K)
-    if count != count_parts(weight, x.dtype):
-        remedy = f"pass count_parts(weight, {x.dtype})"
-        raise fail("count", f"be {count_parts(weight, x.dtype)} for this weight and device", count, remedy)
+def _count_fits(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    count: int,
+    whole_n: int,
+    whole_k: int,
+    N: int,
+    K: int,
+) -> None:
+    _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
+    # On a CPU the product is one.
+    counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
+    if count not in counts:
+        remedy = "pass count_parts(weight, whole_n, whole_k)"
+        raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
 
 
 def _parts(x: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -96,23 +119,28 @@ def _parts(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 @operator(launches=LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
 def linear_parts(
-    x: Rows, weight: Weight, weight_scale: Scale | None, count: int
+    x: Rows, weight: Weight, weight_scale: Scale | None, count: int, whole_n: int = 0, whole_k: int = 0
 ) -> Annotated[Tensor, "count M N", ACTIVATION]:
-    """`linear` for the norm that follows, which adds up what other programs would have to wait for.
+    """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 
-    Arguments as those of `linear`, and count = P = count_parts(weight, x.dtype): a number in the graph, or
+    Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
+    and x those columns. count = P, by rule count_parts(weight, whole_n, whole_k): a number in the graph, or
     code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N], the P parts
-    of each sum in float32; with P = 1 the sum, rounded to x's dtype. Added up in their order and rounded
-    once, as `add_rms_norm` does, the parts are `linear`'s result to the bit.
+    of each sum in float32; with P = 1 the sum, rounded to x's dtype.
+
+    K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
+    tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
+    and every number of pieces that a weight is cut into, gives the same bits.
     """
     if count == 1:
         return linear.reference(x, weight, weight_scale)[None]
-    # Of any length: what the parts are is the kernel's choice, their sum is not.
-    length = -(-x.shape[1] // (count * FP8_BLOCK)) * FP8_BLOCK
-    parts = []
-    for first in range(0, count * length, length):
+    k = whole_k or x.shape[1]
+    length = k // share_count(k)
+    shares = []
+    for first in range(0, x.shape[1], length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        parts.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
-    return torch.stack(parts)
+        shares.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
+    size = len(shares) // count
+    return torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])

@@ -27,6 +27,22 @@ def load_row(at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
+def load_tree(
+    at, part_stride, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+):
+    """A row's sum of COUNT neighbouring parts, added as a tree."""
+    if COUNT == 1:
+        head, tail = load_row(at, WIDTH, BLOCK, TAIL)
+    else:
+        head, tail = load_tree(at, part_stride, COUNT // 2, WIDTH, BLOCK, TAIL)
+        at += COUNT // 2 * part_stride
+        right_head, right_tail = load_tree(at, part_stride, COUNT // 2, WIDTH, BLOCK, TAIL)
+        head += right_head
+        tail += right_tail
+    return head, tail
+
+
+@triton.jit
 def store_row(at, head, tail, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
     tl.store(at + tl.arange(0, BLOCK), head)
     column = BLOCK + tl.arange(0, TAIL)
@@ -56,7 +72,8 @@ def scale_row(
     store_row(out, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
 
 
-# x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added up and rounded.
+# x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added, as a tree, and
+# rounded.
 # All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
 # product has followed: from memory they take as long as everything that comes after.
 @triton.jit
@@ -88,12 +105,7 @@ def add_rms_norm_kernel(
     head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
-    x += source * x_stride
-    head, tail = load_row(x, WIDTH, BLOCK, TAIL)
-    for part in tl.static_range(1, PARTS):
-        head_part, tail_part = load_row(x + part * part_stride, WIDTH, BLOCK, TAIL)
-        head += head_part
-        tail += tail_part
+    head, tail = load_tree(x + source * x_stride, part_stride, PARTS, WIDTH, BLOCK, TAIL)
     dtype = new_residual.dtype.element_ty
     if PARTS > 1:
         head = head.to(dtype).to(tl.float32)

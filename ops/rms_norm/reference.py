@@ -9,11 +9,12 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.shares import add_tree
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, I64, Like, Remedy
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
 MAX_WIDTH = 32768
-MAX_PARTS = 16
+PART_COUNTS = (1, 2, 4, 8)
 Weight = Annotated[Tensor, "H", ACTIVATION, Remedy("pass a vector as long as the rows")]
 Rows = Annotated[Tensor, "M H", ACTIVATION]
 
@@ -40,8 +41,8 @@ def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:
     _is_hidden_row(H)
     if x.dim() > 3:
         raise fail("x", f"have shape [{M}, {H}] or [parts, {M}, {H}]", list(x.shape), "drop dimensions")
-    if x.dim() == 3 and not 1 <= x.shape[0] <= MAX_PARTS:
-        raise fail("x", f"have 1 to {MAX_PARTS} parts", x.shape[0], "pass linear_parts' result")
+    if x.dim() == 3 and x.shape[0] not in PART_COUNTS:
+        raise fail("x", f"have one of {PART_COUNTS} parts", x.shape[0], "pass linear_parts' result")
     if x.dim() == 3 and x.shape[0] > 1:
         if x.dtype != torch.float32:
             raise wrong_dtype("x", x, (torch.float32,))
@@ -72,18 +73,16 @@ def add_rms_norm(
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
     x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_parts`
-    gives, [P, M, H]: float32 parts to be added up in their order and rounded to residual's dtype first, or
-    with P = 1 the sum in that dtype. kept_rows [N], if given, names the rows that are wanted, in that order
+    gives, [P, M, H]: P of 2, 4 or 8 float32 parts, to be added as the tree
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
+    that dtype. kept_rows [N], if given, names the rows that are wanted, in that order
     (each below M, not checked: it would cost a synchronisation). Returns (norm, new residual), [M, H] or
     [N, H].
     """
     if kept_rows is not None:
         x, residual = x.index_select(-2, kept_rows), residual[kept_rows]
     if x.dim() == 3:
-        total = x[0]
-        for part in x[1:]:
-            total = total + part
-        x = total.to(residual.dtype)
+        x = add_tree(x).to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm.reference(new_residual, weight, eps), new_residual
 

@@ -11,6 +11,7 @@ from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.shares import add_tree, part_counts
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_launch, check_row_invariance, rel_l2
 
@@ -106,7 +107,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: 
         (7168, 1024, [16, 256, 4, 2, 1, 4, 0]),
         (2560, 4096, [16, 128, 2, 2, 8, 4, 0]),
         (2560, 4096, [32, 512, 8, 2, 4, 2, 0]),
-        (12352, 2560, [16, 512, 4, 2, 1, 5, 0]),
+        (9216, 2048, [32, 256, 8, 2, 1, 8, 0]),
     ],
 )
 def test_one_step_has_the_bits_of_every_number_of_rows(
@@ -144,23 +145,44 @@ def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) ->
         (5120, 6144, False),
         (2048, 4096, False),
         (2560, 9216, True),
+        (1024, 3584, True),
+        (4096, 12288, False),
         (333, 1001, False),
     ],
 )
-def test_parts_have_the_bits_of_their_sum(n: int, k: int, fp8: bool) -> None:
-    """The norm adds the parts up as the product itself would, for every number of rows."""
+def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
+    """Shares added by 1, 2, 4 and 8 programs and by the norm, for every number of rows."""
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
-    count = count_parts(weight, x.dtype)
-    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257):
-        parts = linear_parts(x[:rows], weight, scale, count)
-        apart = add_rms_norm(linear(x[:rows], weight, scale), residual[:rows], factor, 1e-6)
-        together = add_rms_norm(parts, residual[:rows], factor, 1e-6)
-        assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True)), f"{rows} rows"
-    whole = linear_parts(x, weight, scale, count)
-    for rows in range(1, 257):
-        assert torch.equal(linear_parts(x[:rows], weight, scale, count), whole[:, :rows]), f"{rows} rows"
+    assert count_parts(weight) in part_counts(k, k)
+    wanted = add_rms_norm(linear_parts(x, weight, scale, 1), residual, factor, 1e-6)
+    exact = x.double() @ (weight.double() if scale is None else dequantize(weight, scale).double()).T
+    assert rel_l2(linear_parts(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
+    for count in part_counts(k, k):
+        for rows in range(1, 257):
+            parts = linear_parts(x[:rows], weight, scale, count)
+            got = add_rms_norm(parts, residual[:rows], factor, 1e-6)
+            same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
+            assert same, f"{rows} rows, {count} programs"
+
+
+@pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, pieces: int) -> None:
+    """A device that holds some of the columns gives the tree's part of its shares."""
+    x, weight, scale = make(64, n, k, fp8)
+    length = k // pieces
+    for rows in (1, 4, 33, 64):
+        parts = []
+        for first in range(0, k, length):
+            columns = slice(first, first + length)
+            piece_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
+            count = max(part_counts(length, k))
+            piece = linear_parts(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
+            parts.append(add_tree(piece.float()))
+        whole = linear_parts(x[:rows], weight, scale, 8)
+        assert torch.equal(add_tree(parts).bfloat16(), add_tree(whole).bfloat16()), f"{rows} rows"
 
 
 def test_scales_beyond_k_are_not_read() -> None:
@@ -170,7 +192,7 @@ def test_scales_beyond_k_are_not_read() -> None:
     guarded = torch.full((64,), float("nan"), device="cuda")
     guarded[: scale.numel()] = scale.flatten()
     scale = guarded[: scale.numel()].view(scale.shape)
-    count = count_parts(weight, x.dtype)
+    count = count_parts(weight)
     for rows in (1, 5):
         assert linear(x[:rows], weight, scale).isfinite().all()
         assert linear_silu_mul(x[:rows], weight, scale).isfinite().all()

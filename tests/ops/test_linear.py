@@ -8,12 +8,13 @@ import torch
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
-    PART_UNIT,
     LinearConfig,
     block_rows,
+    choose,
     linear_config,
     read_table,
 )
+from compiled_mtp.ops.shares import SHARE_UNIT, add_tree, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import (
     check_compiles,
@@ -65,7 +66,7 @@ def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
 def test_registration_and_compile() -> None:
     weight = torch.randn(24, 16)
     cases = [(torch.randn(m, 16), weight, None, False, False) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear.default, (*cases[0], 0, 0))
     check_compiles(linear, cases)
     fp8, scale, _ = block_fp8(24, 16)
     check_compiles(linear, [(torch.randn(m, 16).bfloat16(), fp8, scale, True, True) for m in (3, 5)])
@@ -75,7 +76,7 @@ def test_registration_and_compile() -> None:
 def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, (*cases[0], 0, 0))
     check_compiles(linear_silu_mul, cases)
     for x, _, _ in cases:
         assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
@@ -87,22 +88,37 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, cases[0])
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
         assert torch.equal(linear_parts(x, weight, None, 1).sum(0), linear(x, weight))
-    with pytest.raises(ValueError, match="count must be 1 for this weight and device, got 2"):
+    with pytest.raises(ValueError, match=r"count must be one of \(1,\) for this weight and device, got 2"):
         linear_parts(cases[0][0], weight, None, 2)
 
 
-@pytest.mark.parametrize("k", [300, 1024])
-def test_the_reference_of_parts_is_their_sum(k: int) -> None:
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_reference_of_parts_is_their_tree(count: int) -> None:
     """As on a GPU whose operators are put back on their reference: P is the kernel's."""
-    x = torch.randn(5, k)
-    weight, scale, exact = block_fp8(200, k)
-    parts = linear_parts.reference(x, weight, scale, 3)
-    assert parts.shape == (3, 5, 200)
+    x = torch.randn(5, 1024)
+    weight, scale, exact = block_fp8(200, 1024)
+    parts = linear_parts.reference(x, weight, scale, count)
+    assert parts.shape == (count, 5, 200)
     torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
+    eight = linear_parts.reference(x, weight, scale, 8)
+    assert torch.equal(add_tree(parts), add_tree(eight))
+    if count == 4:
+        half = [
+            linear_parts.reference(x[:, c], weight[:, c], scale[:, b], count // 2, 200, 1024)
+            for c, b in ((slice(0, 512), slice(0, 4)), (slice(512, 1024), slice(4, 8)))
+        ]
+        assert torch.equal(torch.cat(half), parts)
+
+
+def test_shares_are_equal_and_whole_blocks() -> None:
+    """All the released shapes: 0.8B, 4B, 9B, 27B, 35B-A3B and an expert."""
+    for k in (2048, 4096, 5120, 6144, 8192, 9216, 12288, 17408):
+        assert share_count(k) == 8
+    assert [share_count(k) for k in (3584, 512, 256, 128, 1001)] == [4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +165,7 @@ def test_kernel_in_interpreter(
         check_launch(linear, args, rtol=rtol, atol=1e-5)
 
 
-@pytest.mark.parametrize("split, chains, block_k", [(1, 4, 256), (3, 5, 128)])
+@pytest.mark.parametrize("split, chains, block_k", [(1, 4, 256), (4, 8, 128)])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, block_k: int, fp8: bool) -> None:
     from compiled_mtp.ops.linear.kernel import launch_config
@@ -187,21 +203,52 @@ def test_scales_beyond_k_are_not_read(interpreter: None, gated: bool) -> None:
         torch.testing.assert_close(y, (x.double() @ exact.T).float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("n, k, fp8", [(40, 1100, False), (200, 300, True), (40, 128, False)])
-def test_parts_in_interpreter(interpreter: None, n: int, k: int, fp8: bool) -> None:
-    """Added up in their order and rounded, the parts are the product's very bits."""
+@pytest.mark.parametrize(
+    "rows, n, k, fp8",
+    [
+        (3, 40, 1024, False),
+        (20, 40, 1024, True),
+        (20, 40, 1024, False),
+        (70, 40, 512, False),
+        (3, 40, 130, False),
+    ],
+)
+def test_programs_and_pieces_have_the_same_bits(
+    interpreter: None, rows: int, n: int, k: int, fp8: bool
+) -> None:
+    """Shares added by 1, 2, 4 or 8 programs, of one weight or of two halves of its columns."""
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(n, k)
-    for rows in (3, 20):
-        x = torch.randn(rows, k).bfloat16()
-        parts = linear_parts.launch(x, weight, scale, 1)  # as many as there are, whatever count says
-        assert parts.shape[1:] == (rows, n)
-        assert parts.dtype == (torch.bfloat16 if parts.shape[0] == 1 else torch.float32)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        assert torch.equal(total.bfloat16(), linear.launch(x, weight, scale))
+    x = torch.randn(rows, k).bfloat16()
+    shares = share_count(k)
+    whole = linear_parts.launch(x, weight, scale, shares)
+    wanted = add_tree(whole).bfloat16()
+    torch.testing.assert_close(wanted, linear.reference(x, weight, scale), rtol=2e-2, atol=1e-2)
+    for count in (c for c in (1, 2, 4, 8) if c <= shares):
+        parts = linear_parts.launch(x, weight, scale, count)
+        assert parts.shape == (count, rows, n)
+        assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
+        assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
+    if shares == 8:
+        for first in (0, k // 2):
+            columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)
+            piece_scale = None if scale is None else scale[:, blocks]
+            parts = linear_parts.launch(x[:, columns], weight[:, columns], piece_scale, 2, n, k)
+            half = whole[:4] if first == 0 else whole[4:]
+            assert torch.equal(add_tree(parts), add_tree(half))
+
+
+def test_a_piece_has_the_configuration_of_the_whole(interpreter: None) -> None:
+    """Half the weight's rows: the bits are those of the whole weight's columns."""
+    x, weight = torch.randn(3, 512).bfloat16(), torch.randn(128, 512).bfloat16()
+    whole = linear.launch(x, weight, None, False, False, 16384)
+    piece = linear.launch(x, weight[:64], None, False, False, 16384)
+    assert torch.equal(piece, whole[:, :64])
+    config = linear_config("sm_90", 227 * 1024, 34816, 5120, torch.bfloat16, torch.bfloat16, 16, False)
+    device = torch.zeros(1, 5120, dtype=torch.bfloat16)
+    assert choose(device, torch.empty(17408, 5120, dtype=torch.bfloat16), (34816, 5120), False) == config
+    assert linear_silu_mul.launch(x, weight[:64], None, 16384).shape == (3, 32)
 
 
 # One tile and several, K in parts, a width that no tile divides.
@@ -239,13 +286,19 @@ def test_one_split_for_every_number_of_rows() -> None:
         n, k = map(int, shape.split("x"))
         weights.append((n, k, NAMED_DTYPES[dtype]))
     for n, k, dtype in weights:
-        configs = [
-            linear_config("sm_90", 227 * 1024, n, k, torch.bfloat16, dtype, block_rows(rows), False)
-            for rows in (1, 17, 33, 65, 512)
-        ]
+        shape, rows_of = (n, k, torch.bfloat16, dtype), (1, 17, 33, 65, 512)
+        configs = [linear_config("sm_90", 227 * 1024, *shape, block_rows(rows), False) for rows in rows_of]
         assert len({(config.part_length(k), config.chains) for config in configs}) == 1
+        for split in (count for count in (1, 2, 4, 8) if count <= share_count(k)):
+            shared = [
+                linear_config("sm_90", 227 * 1024, *shape, block_rows(rows), False, split) for rows in rows_of
+            ]
+            assert {(config.split, config.part_length(k)) for config in shared} == {
+                (split, k // share_count(k))
+            }
+            configs += shared
         for config in configs:
-            assert config.is_one_step(k) or PART_UNIT % config.block_k == 0
+            assert config.is_one_step(k) or SHARE_UNIT % config.block_k == 0
             assert config.num_stages * config.stage_bytes(2, dtype.itemsize) <= 227 * 1024
             if dtype == torch.float8_e4m3fn:
                 # A tile must lie in one block of scales, and a step must be one block.
@@ -253,6 +306,18 @@ def test_one_split_for_every_number_of_rows() -> None:
                 assert 128 % config.block_n == 0
                 # Products of a warp group (64 rows, 4 warps) take converted weights' columns in other order.
                 assert config.block_m < 64 or config.num_warps < 4
+
+
+def test_the_table_holds_shares_for_products_before_a_norm() -> None:
+    """Else `linear_parts` would run with other parts than were measured."""
+    for entry, fields in read_table()["sm_90"].items():
+        shape, _ = entry.split()
+        n, k = map(int, shape.split("x"))
+        split, chains = fields[4:6]
+        assert all(count in (1, 2, 4, 8) for count in (split, chains)), entry
+        is_mtp_fc = k == 2 * n
+        if k > n and not is_mtp_fc and n != 257:
+            assert split * chains == share_count(k), entry
 
 
 def test_bad_arguments_raise() -> None:
@@ -267,6 +332,9 @@ def test_bad_arguments_raise() -> None:
         linear(x, weight.bfloat16())
     with pytest.raises(ValueError, match="stride 1"):
         linear(x, torch.zeros(8, 4).t())
+    for whole_n, whole_k in ((4, 12), (6, 8), (4, 16)):
+        with pytest.raises(ValueError, match="whole_n and whole_k must be multiples of the weight's"):
+            linear(x, weight, None, False, False, whole_n, whole_k)
     fp8 = weight.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="weight_scale must be given"):
         linear(x, fp8)

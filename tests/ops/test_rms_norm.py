@@ -47,17 +47,18 @@ def test_bad_arguments_raise() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_added_up_in_order_and_rounded_first(dtype: torch.dtype) -> None:
-    parts, residual, weight = torch.randn(3, 4, 64), torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
-    x = ((parts[0] + parts[1]) + parts[2]).to(dtype)
+def test_parts_are_added_as_a_tree_and_rounded_first(dtype: torch.dtype) -> None:
+    parts, residual, weight = torch.randn(8, 4, 64), torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
+    pairs = [parts[i] + parts[i + 1] for i in (0, 2, 4, 6)]
+    x = ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3])).to(dtype)
     for got, wanted in zip(
         add_rms_norm(parts, residual, weight, EPS), add_rms_norm(x, residual, weight, EPS), strict=True
     ):
         assert torch.equal(got, wanted)
     one = add_rms_norm(x[None], residual, weight, EPS)
     assert torch.equal(one[0], add_rms_norm(x, residual, weight, EPS)[0])
-    with pytest.raises(ValueError, match="x must have 1 to 16 parts"):
-        add_rms_norm(parts[:0], residual, weight, EPS)
+    with pytest.raises(ValueError, match=r"x must have one of \(1, 2, 4, 8\) parts, got 3"):
+        add_rms_norm(parts[:3], residual, weight, EPS)
     with pytest.raises(ValueError, match=r"x must have dtype torch\.float32"):
         add_rms_norm(parts.bfloat16(), residual.bfloat16(), weight.bfloat16(), EPS)
 
@@ -134,7 +135,7 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
     x, residual, weight = wide[:, :width], torch.randn(3, width).to(dtype), torch.randn(width).to(dtype)
     check_launch(rms_norm, (x, weight, EPS), rtol=rtol, atol=1e-6)
     check_launch(add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6)
-    for parts in (x[None].contiguous(), torch.randn(2, 3, width), torch.randn(5, 3, width)):
+    for parts in (x[None].contiguous(), torch.randn(2, 3, width), torch.randn(8, 3, width)):
         args = (parts, residual, weight, EPS)
         check_launch(add_rms_norm, args, rtol=rtol, atol=1e-6)
         args = (*args, torch.tensor([2, 0]))

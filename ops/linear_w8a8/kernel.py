@@ -1,0 +1,206 @@
+"""x @ weight.T in FP8 on Hopper's tensor cores: the weight is the left operand, whatever the number of rows.
+
+So one class of instruction, QGMMA, serves 1 row and 256: from 64 weight rows, 4 warps and 16 activation rows
+on Triton makes nothing else of it, and a test counts them. What it adds up inside is imprecise, so each
+product is one of 128 columns, multiplied by both factors and added in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.shares import share_count
+
+OPTIONS = {"enable_fp_fusion": True}
+MIN_PROGRAMS = 120  # of an H200's 132 processors
+
+
+@triton.jit
+def keep(tile):
+    """`tile`, as something that the compiler computes only where it stands: a branch stays one."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride", "x_scale_stride"])
+def linear_w8a8_kernel(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    out,
+    rows,
+    n,
+    x_stride,
+    weight_stride,
+    x_scale_stride,
+    scale_stride,
+    share_length,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """One tile [BN weight rows, BM rows] over SHARES neighbouring shares of K, added as a tree."""
+    # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
+    row_tiles = tl.cdiv(rows, BM)
+    tile = tl.program_id(0)
+    row = (tile % row_tiles) * BM + tl.arange(0, BM)
+    first_column = (tile // row_tiles) * BN
+    column = first_column + tl.arange(0, BN)
+    first_k = tl.program_id(1) * (share_length * SHARES)
+    # Weight rows beyond N and rows beyond the last are read as the last one and never stored.
+    weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
+    if PDL:
+        if PREFETCH > 0:
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [weight_rows.to(tl.uint64, bitcast=True), tl.full((BN,), PREFETCH, tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
+        # The next kernel may come only now: measured, two kernels that wait crowd a third.
+        gdc_launch_dependents()
+    row_at = tl.minimum(row, rows - 1).to(tl.int64)
+    in_k = tl.arange(0, 128)
+    x_at = x + (row_at * x_stride + first_k)[None, :] + in_k[:, None]
+    weight_at = weight_rows[:, None] + in_k[None, :]
+    x_scale_at = x_scale + row_at * x_scale_stride + first_k // 128
+    scale_at = weight_scale + first_column // 128 * scale_stride + first_k // 128
+    total = tl.zeros((BN, BM), tl.float32)
+    # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four shares.
+    one = total
+    two = total
+    four = total
+    share = 0
+    left = share_length
+    # One loop over all shares: a loop for each would empty its pipeline between them.
+    for at in tl.range(0, share_length * SHARES, 128, num_stages=STAGES):
+        product = tl.dot(tl.load(weight_at + at), tl.load(x_at + at))
+        factor = tl.load(x_scale_at + at // 128) * tl.load(scale_at + at // 128)
+        total = tl.fma(product, tl.broadcast_to(factor[None, :], (BN, BM)), total)
+        if SHARES > 1:
+            left -= 128
+            if left == 0:
+                left = share_length
+                if share & 1 == 0:
+                    one = keep(total) if ON_DEVICE else total
+                elif SHARES > 2:
+                    if share & 2 == 0:
+                        two = keep(one + total) if ON_DEVICE else one + total
+                    elif SHARES > 4:  # noqa: SIM102  a constant and a number
+                        if share & 4 == 0:
+                            four = keep(two + (one + total)) if ON_DEVICE else two + (one + total)
+                share += 1
+                if share < SHARES:
+                    total = tl.zeros((BN, BM), tl.float32)
+                    if ON_DEVICE:
+                        total = keep(total)
+    if SHARES > 1:
+        total = one + total
+    if SHARES > 2:
+        total = two + total
+    if SHARES > 4:
+        total = four + total
+    to = out + tl.program_id(1).to(tl.int64) * rows * n + row.to(tl.int64)[None, :] * n + column[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[None, :] & (column < n)[:, None])
+
+
+@dataclass(frozen=True)
+class W8A8Config:
+    """Rows and weight rows of a tile, its warps, stages of its pipeline, and bytes of a weight row sent to L2
+    before the previous kernel has finished. None of them decides a bit."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    prefetch_bytes: int = 512
+
+
+def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
+    """Tiles for `rows` rows where `split` programs sum `shares` shares each: the fewest instructions a byte
+    that leave the processors programs enough, and the sums that wait registers enough."""
+    if rows <= 32:
+        block_m = 16 if rows <= 16 else 32
+        block_n = 128 if -(-n // 128) * split >= MIN_PROGRAMS else 64
+        return W8A8Config(block_m, block_n, 4, 4)
+    if rows <= 64 or shares == 2:
+        return W8A8Config(64, 128, 8, 4)
+    return W8A8Config(128, 128, 8, 4) if shares == 1 else W8A8Config(64, 64, 8, 4)
+
+
+def launch(args: Any) -> torch.Tensor:
+    config = configuration(args.x.shape[0], args.weight.shape[0], 1, 1)
+    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    return launch_config(config, *tensors, 1, args.x.shape[1])[0]
+
+
+def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
+    (rows, k), n = args.x.shape, args.weight.shape[0]
+    whole_k = args.whole_k or k
+    length = whole_k // share_count(whole_k)
+    config = configuration(rows, n, args.count, k // (length * args.count))
+    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    return launch_config(config, *tensors, args.count, length)
+
+
+def launch_config(
+    config: W8A8Config,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    count: int,
+    share_length: int,
+) -> torch.Tensor:
+    """[count, M, N] of shares of `share_length` columns with a configuration given, as a tuner does."""
+    (rows, k), n = x.shape, weight.shape[0]
+    dtype = torch.bfloat16 if count == 1 else torch.float32
+    out = torch.empty((count, rows, n), dtype=dtype, device=x.device)
+    if rows == 0 or n == 0:
+        return out
+    has_pdl = device_of(x.device.index).has_dependent_launch
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
+    prefetch = min(config.prefetch_bytes, k // count) // 16 * 16 if weight.stride(0) % 16 == 0 else 0
+    linear_w8a8_kernel[(tiles, count)](
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        out,
+        rows,
+        n,
+        # One row may have any stride; another value would compile another kernel.
+        x.stride(0) if rows > 1 else k,
+        weight.stride(0),
+        x_scale.stride(0),
+        weight_scale.stride(0),
+        share_length,
+        BM=config.block_m,
+        BN=config.block_n,
+        SHARES=k // (share_length * count),
+        STAGES=config.num_stages,
+        PREFETCH=prefetch,
+        PDL=has_pdl,
+        ON_DEVICE=x.is_cuda,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=has_pdl,
+        **OPTIONS,
+    )
+    return out

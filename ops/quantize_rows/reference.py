@@ -1,0 +1,40 @@
+"""The specification of `quantize_rows`, and what runs on the CPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.fp8 import FP8_BLOCK
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import F32, FP8, Remedy
+
+LARGEST = 448.0  # of e4m3
+# A group that is smaller everywhere keeps a factor that float32 can divide by.
+LEAST = 1e-10
+
+
+def _is_groups(K: int) -> None:
+    if K == 0 or K % FP8_BLOCK:
+        raise fail("x", f"have a multiple of {FP8_BLOCK} columns", K, "keep this weight in bfloat16")
+
+
+@operator(launches=(Launch("quantize_rows_kernel"),), check=_is_groups)
+def quantize_rows(
+    x: Annotated[Tensor, "M K", torch.bfloat16, Remedy("round the activations first")],
+) -> tuple[Annotated[Tensor, "M K", FP8], Annotated[Tensor, "M K//128", F32]]:
+    """Rows in e4m3, with one factor for each group of 128 columns.
+
+    x: [M, K], rows at any stride, K a multiple of 128. Returns (values [M, K], factors [M, K / 128]): a
+    factor is the group's largest magnitude over 448, and values * factors is x to within half a step of e4m3.
+    The bits of a row depend on that row alone.
+    """
+    rows, columns = x.shape
+    groups = x.float().reshape(rows, columns // FP8_BLOCK, FP8_BLOCK)
+    scale = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
+    # No value is above 448 by more than a rounding of the division, which e4m3 rounds back.
+    values = (groups / scale[..., None]).to(FP8)
+    return values.reshape(rows, columns), scale

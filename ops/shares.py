@@ -1,0 +1,34 @@
+"""The order in which a product before a norm is summed: equal shares of K, added as a tree.
+
+It is one order however many programs, or devices that hold a piece of the weight each, split the work: each
+sums a subtree, and whoever adds up goes on with the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+SHARE_UNIT = 128  # a block of FP8 scales, which every tile of K divides
+
+
+def share_count(k: int) -> int:
+    """Equal shares of K columns, in whole blocks of SHARE_UNIT, that a product before a norm is cut into.
+
+    Eight where they come out even. Of the released shapes 0.8B's down (3,584 columns, 28 blocks) and experts
+    of 512 have four.
+    """
+    return next((count for count in (8, 4, 2) if k % (count * SHARE_UNIT) == 0), 1)
+
+
+def add_tree(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of 1, 2, 4 or 8 parts."""
+    half = len(parts) // 2
+    return parts[0] if half == 0 else add_tree(parts[:half]) + add_tree(parts[half:])
+
+
+def part_counts(k: int, whole_k: int) -> tuple[int, ...]:
+    """The numbers of subtrees in which K of a weight's whole_k columns can be summed."""
+    shares = share_count(whole_k) * k // whole_k
+    return tuple(count for count in (1, 2, 4, 8) if count <= shares)

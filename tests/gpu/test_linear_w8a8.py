@@ -1,0 +1,72 @@
+"""quantize_rows and linear_w8a8 on the device: right, the same bits for every number of rows and programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.fp8 import dequantize
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.shares import part_counts
+from tests.ops.harness import assert_same_bits, check_row_invariance, rel_l2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a CUDA device with FP8 products",
+    ),
+]
+
+SHAPES = [(5120, 6144), (2560, 9216), (1024, 3584), (34816, 5120), (300, 256)]
+
+
+def make(rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    x, x_scale = quantize_rows(torch.randn(rows, k, device="cuda").bfloat16())
+    scale = torch.rand(-(-n // 128), k // 128, device="cuda") * 0.01 + 0.001
+    return x, x_scale, (torch.randn(n, k, device="cuda") * 40).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("columns", [128, 2560, 17408])
+def test_quantised_rows_have_the_bits_of_the_reference(columns: int) -> None:
+    wide = torch.randn(257, columns + 8, device="cuda").bfloat16() * 3
+    wide[1, :128] = 0.0
+    wide[2] *= 1e-30
+    x = wide[:, :columns]
+    assert_same_bits(quantize_rows(x), quantize_rows.reference(x))
+    check_row_invariance(lambda m: quantize_rows(x[:m]), range(1, 257), 257)
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_errs_little_more_than_its_rounding(n: int, k: int) -> None:
+    x, x_scale, weight, scale = make(200, n, k)
+    exact = x.double() * x_scale.double().repeat_interleave(128, 1) @ dequantize(weight, scale).double().T
+    error = rel_l2(linear_w8a8(x, x_scale, weight, scale), exact)
+    rounding = rel_l2(exact.bfloat16(), exact)
+    assert error < 4 * rounding, f"{error:.2e}, of which rounding {rounding:.2e}"
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int) -> None:
+    x, x_scale, weight, scale = make(300, n, k)
+    check_row_invariance(lambda m: linear_w8a8(x[:m], x_scale[:m], weight, scale), range(1, 257), 300)
+
+
+@pytest.mark.parametrize("n, k", SHAPES[:3])
+def test_programs_have_the_same_bits(n: int, k: int) -> None:
+    x, x_scale, weight, scale = make(257, n, k)
+    residual = torch.randn(257, n, device="cuda").bfloat16()
+    factor = torch.randn(n, device="cuda").bfloat16()
+
+    def run(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = linear_w8a8_parts(x[:rows], x_scale[:rows], weight, scale, count)
+        return add_rms_norm(parts, residual[:rows], factor, 1e-6)
+
+    wanted = run(257, 1)
+    for count in part_counts(k, k):
+        for rows in range(1, 257):
+            got = run(rows, count)
+            same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
+            assert same, f"{rows} rows, {count} programs"
