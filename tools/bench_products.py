@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import multiprocessing
 import sys
 import time
@@ -224,10 +225,11 @@ def check_all(shapes: list[str]) -> None:
 
 
 def compile_part(part: int, parts: int, shapes: list[str], row_counts: list[int]) -> None:
-    """Compile a part of all kernels into Triton's cache, in a process of its own: on 256 weight rows."""
+    """Compile a part of all kernels into Triton's cache, in a process of its own: on few weight rows."""
     number = 0
     for _, name, n, k, fp8 in wanted_cases(shapes):
-        weight, scale = make_weight(256, k, fp8)
+        # As many as divide N: of a weight that was cut only whole pieces are taken.
+        weight, scale = make_weight(math.gcd(n, 256), k, fp8)
         # `check` needs the tiles of every number of rows.
         for rows in sorted({4, 32, 64, 128, *row_counts}):
             x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
