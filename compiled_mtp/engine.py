@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from compiled_mtp.build import Progress
+from compiled_mtp.build import Fill, Progress
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
@@ -89,7 +89,8 @@ class Engine:
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
     model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
-    the same config; it is the engine's from then on. `with` closes the engine at its end. Raises ValueError
+    the same config; it is the engine's from then on. `fill` writes the weights in the place of the
+    checkpoint's loader (benchmarks). `with` closes the engine at its end. Raises ValueError
     for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -99,6 +100,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         front: Front | None = None,
+        fill: Fill | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig() if config is None else EngineConfig(model=config)
@@ -108,7 +110,7 @@ class Engine:
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
-        self.runner = Runner(self.config, self.model_config, num_valid_ids, progress)
+        self.runner = Runner(self.config, self.model_config, num_valid_ids, progress, fill)
         self._depths = self._make_depths()
         depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(

@@ -40,7 +40,7 @@ logger = logging.getLogger("compiled_mtp.server")
 # Flags are public.
 _SECRET = ("api_key",)
 # What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -194,7 +194,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
