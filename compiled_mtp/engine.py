@@ -160,9 +160,9 @@ class Engine:
         Whoever has the lower priority gets its place sooner, and keeps it longer where blocks run short.
         With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
         caller's thread. Fields of `params` that were not set come from the checkpoint's
-        generation_config.json. May be called from any thread. Raises ValueError, and queues nothing, for a
-        prompt that is empty or too long, an id out of range, a parameter out of range, a grammar that cannot
-        be compiled and a request_id that is empty or in use.
+        generation_config.json. May be called from any thread, and by a signal's handler. Raises ValueError,
+        and queues nothing, for a prompt that is empty or too long, an id out of range, a parameter out of
+        range, a grammar that cannot be compiled and a request_id that is empty or in use.
         """
         self._check_open()
         check_type("request_id", request_id, str, "leave it out for one of our own")
@@ -229,8 +229,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason 'abort', comes from the next step.
 
-        May be called from any thread; a request that ends by itself before that step stays as it ended.
-        Raises ValueError for an id that is not running or waiting.
+        May be called from any thread, and by a signal's handler; a request that ends by itself before that
+        step stays as it ended. Raises ValueError for an id that is not running or waiting.
         """
         self._inbox.abort(request_id)
 

@@ -66,7 +66,8 @@ class GrammarCompiler:
         self._num_ids = num_ids
         self._eos_token_ids = sorted(eos_token_ids)
         self._step_max_items = step_max_items
-        self._lock = threading.Lock()
+        # A signal's handler may add a request while its thread is adding one.
+        self._lock = threading.RLock()
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
