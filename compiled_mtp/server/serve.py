@@ -85,7 +85,7 @@ def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
 
 
 class Door(H11Protocol):
-    """uvicorn's connection with a deadline for headers, and a way to cut a client off that does not read."""
+    """uvicorn's connection with a deadline for headers, and what streams need of one (sse.Connection)."""
 
     header_timeout_s = 10.0
     _deadline: asyncio.TimerHandle | None = None
@@ -93,7 +93,7 @@ class Door(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first headers."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort_connection": transport.abort}
+        self.app_state = {**self.app_state, "connection": self}
         self._start_clock()
 
     def data_received(self, data: bytes) -> None:
@@ -108,6 +108,22 @@ class Door(H11Protocol):
         """Stop the clock."""
         self._stop_clock()
         super().connection_lost(exc)
+
+    def write(self, body: bytes) -> bool:
+        """Send a part of an answer whose length nobody knows; False when the connection is full."""
+        if not self.transport.is_closing():
+            # An older client's answer ends with its connection.
+            is_chunked = self.scope["http_version"] != "1.0"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
+        return not self.flow.write_paused
+
+    async def wait_for_room(self) -> None:
+        """Until the connection is no longer full, or closed."""
+        await self.flow.drain()
+
+    def abort(self) -> None:
+        """Close it at once; what is buffered is lost."""
+        self.transport.abort()
 
     def _start_clock(self) -> None:
         self._deadline = self.loop.call_later(self.header_timeout_s, self.transport.abort)

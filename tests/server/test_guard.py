@@ -187,6 +187,25 @@ def test_slow_senders(door: Running) -> None:
         assert time.monotonic() - start < 3
 
 
+def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
+    whole = json.dumps(BODY | {"stream": True}).encode()
+    request = head(len(whole)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + whole
+    answer, body = raw(door, request)[0].split(b"\r\n\r\n", 1)
+    assert b"transfer-encoding: chunked" in answer.lower()
+    plain = b""
+    while not body.startswith(b"0\r\n"):
+        size, body = body.split(b"\r\n", 1)
+        plain += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    answer, body = raw(door, request.replace(b"HTTP/1.1", b"HTTP/1.0"))[0].split(b"\r\n\r\n", 1)
+    assert b"transfer-encoding" not in answer.lower()
+    for found in (plain, body):
+        events = found.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2]]
+        assert "".join(texts) == "one two three"
+
+
 def test_a_slow_reader_is_cut_off(door: Running, engine: ScriptedEngine) -> None:
     script, engine.script = engine.script, engine.tokenizer.encode("word " * 40) * 20_000
     engine.chunk = 4000
