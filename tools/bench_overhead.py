@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -47,7 +48,7 @@ from compiled_mtp.front import Front
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.server.serve import SWITCH_INTERVAL_S, Server, make_service
+from compiled_mtp.server.serve import Server, make_service, settle_interpreter
 from compiled_mtp.tokenizer import Tokenizer, byte_characters
 
 CLIENT = Path(__file__).with_name("stream_client.py")
@@ -330,7 +331,8 @@ def serving(engine: Engine, model: Path) -> Iterator[int]:
     config = ServerConfig(served_model_name="m", prompt_workers=1, drain_timeout_s=1.0)
     service = make_service(engine, engine.tokenizer, model, engine.runner.max_model_len, config)
     server = Server(service)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_interval_s = sys.getswitchinterval()
+    settle_interpreter()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
@@ -345,6 +347,8 @@ def serving(engine: Engine, model: Path) -> Iterator[int]:
             server.should_exit = True
             thread.join()
             service.engine.close()
+            sys.setswitchinterval(switch_interval_s)
+            gc.unfreeze()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -40,7 +41,7 @@ logger = logging.getLogger("compiled_mtp.server")
 # Flags are public.
 _SECRET = ("api_key",)
 # What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
-SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -71,6 +72,14 @@ def make_service(
         has_reasoning=len(tokenizer.encode("<think>")) == len(tokenizer.encode("</think>")) == 1,
         metrics=metrics,
     )
+
+
+def settle_interpreter() -> None:
+    """Let the thread that steps wait for others no longer than it must, once all that stays is loaded."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # To look through it for garbage would take a tenth of a second, in the middle of every stream.
+    gc.collect()
+    gc.freeze()
 
 
 def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
@@ -210,7 +219,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        settle_interpreter()
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
