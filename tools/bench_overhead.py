@@ -52,7 +52,7 @@ from compiled_mtp.server.serve import Server, make_service, settle_interpreter
 from compiled_mtp.tokenizer import Tokenizer, byte_characters
 
 CLIENT = Path(__file__).with_name("stream_client.py")
-TIMED_STEPS, LEAST_ROUNDS = 60, 10
+PREFILL_CHUNK, TIMED_STEPS, LEAST_ROUNDS = 64, 60, 10
 START_TIMEOUT_S = 60.0
 
 
@@ -109,7 +109,7 @@ class Client:
 
 
 class Bench:
-    """One engine, its service and its client; `prompts` are texts of `context` tokens."""
+    """One engine, its service and its client; prompts are texts of at most `context` tokens."""
 
     def __init__(self, engine: SharedEngine, client: Client, context: int, max_tokens: int) -> None:
         self.engine, self._client = engine, client
@@ -120,8 +120,8 @@ class Bench:
         self._prompts = []
         for _ in range(engine.config.max_batch):
             text = "".join(words.choices("etaoin shrdlu", k=8 * context))
-            while len(tokenizer.encode(text)) > context:
-                text = text[:-1]
+            while (length := len(tokenizer.encode(text))) > context:
+                text = text[: len(text) * context // length]
             self._prompts.append(text)
 
     def step(self, streams: int) -> list[float]:
@@ -292,15 +292,11 @@ def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path)
         "mtp_step": flags.mtp_step,
         "max_batch": max(batches),
         "batch_sizes": tuple(batches),
-        "prefill_chunk": 64,
+        "prefill_chunk": PREFILL_CHUNK,
         "graph_mode": flags.graph_mode,
         # What a block before has left must not make the next one faster.
         "prefix_cache": False,
     }
-    chunks = -(-flags.context // 64)
-    # bench_step's loop decodes a round for every chunk.
-    rounds = max(batches) * chunks + WARM_UP_STEPS + TIMED_STEPS + 80
-    longest = max(flags.max_tokens, rounds * (flags.mtp_step + 1))
     if flags.shape is None:
         given["model"] = flags.model
         config = EngineConfig(**given)
@@ -308,6 +304,9 @@ def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path)
         return SharedEngine(config, front=front)
     model = model_config(flags.shape)
     write_tokenizer(folder, model.vocab_size)
+    # bench_step's loop, too, decodes a round for every chunk.
+    rounds = max(batches) * -(-flags.context // PREFILL_CHUNK) + WARM_UP_STEPS + TIMED_STEPS + 80
+    longest = max(flags.max_tokens, rounds * (flags.mtp_step + 1))
     given |= {"model": folder, "max_model_len": flags.context + longest}
     given["synthetic_acceptance"] = rate_for(flags.accept, 3)
     config = EngineConfig(**given)
@@ -363,7 +362,9 @@ def main() -> None:
     parser.add_argument("--mtp-step", type=int, default=3)
     parser.add_argument("--accept", type=float, default=2.6, help="of a shape: mean new tokens at mtp_step 3")
     parser.add_argument("--context", type=int, default=64, help="prompt tokens")
-    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of each request of a block")
+    parser.add_argument(
+        "--max-tokens", type=int, help="of each request of a block; default: enough for 40 rounds of all"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="for the blocks of one --streams")
     parser.add_argument("--cores", help="SERVER,CLIENT: the two cores of the two processes, on Linux")
     flags = parser.parse_args()
@@ -378,6 +379,9 @@ def run(flags: argparse.Namespace, client_core: int | None) -> dict[str, Any]:
     """Start, check and time; return the object to print."""
     batches = sorted(int(batch) for batch in flags.streams.split(","))
     begin = time.perf_counter()
+    # The first decodes a round for every chunk of the others' prompts, of at most mtp_step + 1 tokens.
+    chunks = max(batches) * -(-flags.context // PREFILL_CHUNK)
+    flags.max_tokens = flags.max_tokens or (chunks + 40) * (flags.mtp_step + 1)
     with tempfile.TemporaryDirectory() as name:
         engine = open_engine(flags, batches, Path(name))
         with (
