@@ -38,6 +38,7 @@ def test_the_run_ends_in_one_line(tool: Any, capsys: pytest.CaptureFixture[str])
     (row,) = last["rows"]
     assert (row["streams"], row["turns"], row["tokens"]) == (2, 1, 64)
     assert min(row["throughput_ratio"], row["cpu_ratio"]) > 0
+    assert 0 < row["loop_share"] < 1
     assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p99"]
     for name, times in (("round", "bare_round_ms"), ("step", "step_ms")):
         expected = row["chunk_ms"]["p50"] / row[times]["p50"]

@@ -11,7 +11,9 @@ reads must be those of the bare engine, and in each turn the texts; else nothing
 Ratios are medians over turns of two blocks of the same turn; a time a round, or between the chunks of one
 stream, is taken while all of a block's requests decode, and over all turns. cpu_ratio is of the seconds that
 the cores gave this process for a block: with --cores and a CPU's engine, which never waits, it is what the
-throughput's would be if nobody else used the core. Ends in one JSON line.
+throughput's would be if nobody else used the core. loop_share is the part of the service's that the thread
+of the sockets took, which is surer on a busy machine: all but that is the bare engine's work, and what the
+stepping thread does to hand it out. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ START_TIMEOUT_S = 60.0
 @dataclass
 class Block:
     """What one way gave: a request's tokens or texts, seconds in all, of this process's cores, and of each
-    round with all requests, or between the chunks of such rounds.
+    round with all requests, or between the chunks of such rounds. loop_s: of the cores, those of the loop.
     """
 
     tokens: list[list[int]]
@@ -67,6 +69,7 @@ class Block:
     seconds: float
     cpu_s: float
     rounds: list[float]
+    loop_s: float = 0.0
 
 
 class SharedEngine(Engine):
@@ -111,9 +114,13 @@ class Client:
 class Bench:
     """One engine, its service and its client; prompts are texts of at most `context` tokens."""
 
-    def __init__(self, engine: SharedEngine, client: Client, context: int, max_tokens: int) -> None:
+    def __init__(
+        self, engine: SharedEngine, loop: threading.Thread, client: Client, context: int, max_tokens: int
+    ) -> None:
         self.engine, self._client = engine, client
         self._context, self._max_tokens = context, max_tokens
+        assert loop.ident is not None
+        self._loop_clock = time.pthread_getcpuclockid(loop.ident)
         tokenizer = engine.tokenizer
         assert tokenizer is not None
         words = random.Random(0)
@@ -180,9 +187,9 @@ class Bench:
         bodies = [fields | {"prompt": prompt} for prompt in self._prompts[:streams]]
         if with_ids:
             bodies = [body | {"return_token_ids": True} for body in bodies]
-        cpu_s = time.process_time()
+        cpu_s, loop_s = time.process_time(), time.clock_gettime(self._loop_clock)
         found = self._client.stream(bodies)
-        cpu_s = time.process_time() - cpu_s
+        cpu_s, loop_s = time.process_time() - cpu_s, time.clock_gettime(self._loop_clock) - loop_s
         times = [stream["times"] for stream in found["streams"]]
         first, last = _span(times)
         return Block(
@@ -191,6 +198,7 @@ class Bench:
             found["seconds"],
             cpu_s,
             _gaps([[now for now in one if first <= now <= last] for one in times]),
+            loop_s,
         )
 
     def check(self, streams: int) -> None:
@@ -232,6 +240,8 @@ class Bench:
             "bare_cpu_us_a_token": round(1e6 * median(block.cpu_s for block in bares) / tokens, 2),
             "service_cpu_us_a_token": round(1e6 * median(block.cpu_s for block in services) / tokens, 2),
             "cpu_ratio": round(median(one.cpu_s / two.cpu_s for one, two in pairs), 4),
+            "loop_share": round(median(block.loop_s / block.cpu_s for block in services), 4),
+            "loop_us_a_token": round(1e6 * median(block.loop_s for block in services) / tokens, 2),
             "step_ms": _ms(step_s),
             "bare_round_ms": _ms(bare_s),
             "chunk_ms": _ms(chunk_s),
@@ -324,8 +334,8 @@ def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path)
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, model: Path) -> Iterator[int]:
-    """Serve the engine from a thread of its own; yields the port."""
+def serving(engine: Engine, model: Path) -> Iterator[tuple[int, threading.Thread]]:
+    """Serve the engine from a thread of its own; yields the port and the thread."""
     assert engine.tokenizer is not None
     config = ServerConfig(served_model_name="m", prompt_workers=1, drain_timeout_s=1.0)
     service = make_service(engine, engine.tokenizer, model, engine.runner.max_model_len, config)
@@ -341,7 +351,7 @@ def serving(engine: Engine, model: Path) -> Iterator[int]:
             assert time.monotonic() < deadline, "the server took too long to start"
             time.sleep(0.01)
         try:
-            yield listener.getsockname()[1]
+            yield listener.getsockname()[1], thread
         finally:
             server.should_exit = True
             thread.join()
@@ -385,11 +395,11 @@ def run(flags: argparse.Namespace, client_core: int | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         engine = open_engine(flags, batches, Path(name))
         with (
-            serving(engine, engine.front.path) as port,
+            serving(engine, engine.front.path) as (port, loop),
             contextlib.closing(Client(port, client_core)) as client,
         ):
             start_s = time.perf_counter() - begin
-            bench = Bench(engine, client, flags.context, flags.max_tokens)
+            bench = Bench(engine, loop, client, flags.context, flags.max_tokens)
             rows = [bench.measure(streams, flags.seconds) for streams in batches]
     return {
         "model": flags.shape or flags.model.name,
