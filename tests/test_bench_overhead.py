@@ -27,6 +27,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in (("TIMED_STEPS", 6), ("WARM_UP_STEPS", 1), ("LEAST_ROUNDS", 3)):
         monkeypatch.setattr(tool, name, value)
     monkeypatch.setenv("COMPILED_MTP_NUM_THREADS", "1")
+    # As on a GPU.
+    monkeypatch.setenv("COMPILED_MTP_MAX_IN_FLIGHT", "1")
     flags = ["--shape=4b", "--streams=2", "--context=5", "--max-tokens=32", "--seconds=0", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["bench_overhead", *flags])
     return tool

@@ -135,6 +135,9 @@ class Bench:
         """Seconds of rounds in bench_step's loop."""
         self.engine.is_lent = True
         runner = self.engine.runner
+        # A round may have been launched ahead for requests that had ended.
+        while (result := runner.run(None)) is not None:
+            self.engine.scheduler.update(result)
         loop = start_loop(runner, streams, self._context)
         for _ in range(WARM_UP_STEPS):
             loop.step()
