@@ -391,6 +391,7 @@ def test_a_schema_too_deep_is_refused() -> None:
             ),
             r"s.(items|\$defs.x) must .*uniqueItems",
         ),
+        (from_schema("s", {"properties": {"a\nb": {"format": "zip"}}}), r"s.properties.a\\nb must .*: zip"),
         (from_regex("("), "guided_regex must be a grammar that can be compiled, got: .*unclosed group"),
         (from_lark("start: nothing"), "guided_grammar must be .*unknown name"),
     ],
