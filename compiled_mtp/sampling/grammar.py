@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from compiled_mtp.errors import escape
 from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
 
 if TYPE_CHECKING:
@@ -303,7 +304,8 @@ def _schema_problem(schema: Schema, root: Schema, limits: LLParserLimits) -> str
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.replace("<non-verbose/>", "").split())[:200]
+    # It quotes the caller's grammar.
+    return escape(" ".join(text.replace("<non-verbose/>", "").split())[:200])
 
 
 def _llguidance(place: str) -> ModuleType:
