@@ -108,6 +108,8 @@ class Bench:
             self.runner = Runner(config, model, model.vocab_size, fill=fill)
         programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
         if programs.is_compiled:
+            if self.runner.later is not None:
+                self.runner.later.close()
             later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
             with compiler_settings():
                 for one in later:
