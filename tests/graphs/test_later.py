@@ -144,7 +144,7 @@ def test_a_process_compiles_depths_and_may_be_killed(
     engine = make_engine(checkpoint, compile="on", **OPTIONS)
     with torch.compiler.set_stance("fail_on_recompile"):
         check_that_depths_come(engine, expected.new_token_ids, monkeypatch)
-    assert not caplog.text
+    assert "are not used" not in caplog.text
     monkeypatch.undo()
     engine = make_engine(checkpoint, compile="on", **OPTIONS)
     assert engine.runner.later is not None

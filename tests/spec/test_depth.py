@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.spec.depth import DepthController, context_class
+from compiled_mtp.spec.depth import DepthController, context_class, context_span
 
 # Milliseconds a round by depth: a released 4B and 27B, one request and 32.
 TIMES = {
@@ -123,7 +123,10 @@ def test_one_time_beyond_reason_moves_little() -> None:
 
 
 def test_context_classes_double() -> None:
-    assert [context_class(n) for n in (1, 4096, 4097, 8192, 8193, 16384, 131072)] == [0, 0, 1, 1, 2, 2, 5]
+    lengths = (1, 4096, 4097, 8192, 8193, 16384, 131072)
+    assert [context_class(n) for n in lengths] == [0, 0, 1, 1, 2, 2, 5]
+    spans = [(-1, 4096)] * 2 + [(4096, 8192)] * 2 + [(8192, 16384)] * 2 + [(65536, 131072)]
+    assert [context_span(n) for n in lengths] == spans
 
 
 def test_a_depth_that_becomes_ready_is_used() -> None:
