@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from compiled_mtp import build
+from compiled_mtp.build_order import Features
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.programs import Programs
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -201,6 +204,22 @@ def _count(controller: Any, depth: int) -> int:
     controller._rounds += 1
     controller.depth, controller.reason = depth, "best"
     return depth
+
+
+def test_memory_is_left_for_the_process(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(build, "_MAKER_SHARE", 0.25)
+    num_blocks = []
+    for mtp_step in (1, "auto"):
+        options = OPTIONS | {"mtp_step": mtp_step, "max_model_len": 4096, "max_batch": 64}
+        config = EngineConfig(
+            model=checkpoint, device="cpu", compile="on", offload_gb=0, prefix_cache=False, **options
+        )
+        model = read_model_config(checkpoint)
+        settings = build._resolve(config, model, Features(), 512, is_checkpoint=True)
+        memory = build._plan_memory(settings, 0, 0, 4)
+        num_blocks.append(memory.num_blocks * memory.block_bytes)
+    assert num_blocks[0] - num_blocks[1] == pytest.approx(0.25e9, rel=0.1)
 
 
 class FakeMaker:
