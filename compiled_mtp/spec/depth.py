@@ -27,6 +27,8 @@ _BELIEF_WEIGHT = 8.0
 # A new measurement's share in the time of its depth, and in those of the others in its class: what slows one
 # down, a neighbour of the machine or a longer context, mostly slows them all.
 _TIME_SHARE, _COMMON_SHARE = 0.1, 0.05
+# The most by which one round may seem slower than its depth.
+_MOST_RISE = 1.3
 # Rounds before a depth's own time is believed; until then it is taken to be a little faster than it is
 # estimated to be, so that it is tried where that could pay. Rounds count less and less while the depth does
 # not run: what was measured beside a busy neighbour is measured again one day.
@@ -76,14 +78,14 @@ class _Rate:
 
 
 class _Time:
-    """Seconds of a round, and what weight in rounds they have; the first few of them, and the sum of those
-    that are not yet taken in."""
+    """Seconds of a round, and what weight in rounds they have; how many of the first few rounds were timed,
+    and the sum of those that are not yet taken in."""
 
-    __slots__ = ("count", "first", "new_count", "new_s", "seconds")
+    __slots__ = ("count", "new_count", "new_s", "seconds", "tries")
 
     def __init__(self, seconds: float, count: float = 1.0) -> None:
         self.seconds, self.count = seconds, count
-        self.first = [seconds] * min(round(count), _TRIES)
+        self.tries = min(round(count), _TRIES)
         self.new_s, self.new_count = 0.0, 0
 
 
@@ -183,13 +185,14 @@ class DepthController:
         known = times.get(depth)
         if known is None:
             times[depth] = _Time(seconds)
-        elif len(known.first) < _TRIES:
-            # The first may make something ready, and any may be held up by a neighbour of the machine.
-            known.first.append(seconds)
-            known.seconds, known.count = sorted(known.first)[len(known.first) // 2], known.count + 1
+        elif known.tries < _TRIES:
+            # The first may make something ready, and a neighbour of the machine may hold up any: a depth that
+            # looks slow for it would not be tried again for long.
+            known.seconds = min(known.seconds, seconds)
+            known.tries, known.count = known.tries + 1, known.count + 1
         else:
-            # One that was held up says nothing about the depth.
-            known.new_s += min(seconds, 2 * known.seconds)
+            # How long one was held up says nothing about the depth.
+            known.new_s += min(seconds, _MOST_RISE * known.seconds)
             known.new_count += 1
 
     def choose(self, bucket: Hashable, context: int) -> int:
