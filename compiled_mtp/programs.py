@@ -285,7 +285,7 @@ class Programs:
             self.launch_apart()  # It makes buffers anew, so it comes first.
         self._mark_static()
         if saved is not None:
-            self._check_layout(saved)
+            self.check_layout(saved)
         if self.device.type == "cuda":
             # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
             self._pool = torch.cuda.graph_pool_handle()
@@ -331,17 +331,27 @@ class Programs:
         """
         if self.graph_mode == "reduce-overhead":
             return
-        self._mark_static()
         directory.mkdir()
         with compiler_settings():
             for shape in self.shapes():
-                save_program(shape.method, self.step, shape.inputs, directory / shape.name)
-        (directory / _LAYOUT_NAME).write_text(json.dumps(self._layout()))
+                self.save_shape(shape, directory)
+
+    def save_shape(self, shape: Shape, directory: Path) -> None:
+        """Write one program to `directory`, and the layout that all have been compiled for."""
+        self._mark_static()
+        layout = directory / _LAYOUT_NAME
+        if not layout.exists():
+            layout.write_text(json.dumps(self._layout()))
+        save_program(shape.method, self.step, shape.inputs, directory / shape.name)
 
     def shapes(self, depth: int | None = None) -> Iterator[Shape]:
         """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool
         of the CUDA graphs need not grow again."""
         return (shape for shape in self._every_shape() if depth is None or shape.depth in (depth, None))
+
+    def shapes_of(self, depths: Sequence[int]) -> Iterator[Shape]:
+        """Those that rounds of these depths need and prompts do not, a depth after the other."""
+        return (shape for depth in depths for shape in self.shapes(depth) if shape.depth == depth)
 
     def _every_shape(self) -> Iterator[Shape]:
         slot = self._prefill_slot
@@ -390,7 +400,8 @@ class Programs:
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
         return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors}
 
-    def _check_layout(self, saved: Path) -> None:
+    def check_layout(self, saved: Path) -> None:
+        """Raise ValueError if the programs in `saved` were made for tensors of another layout."""
         stored, wanted = json.loads((saved / _LAYOUT_NAME).read_text()), self._layout()
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_mtp.build import Features, Fill, Progress, build
+from compiled_mtp.build import Fill, Progress, build
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult

@@ -55,6 +55,7 @@ class Step(nn.Module):
 
     cos_sin: torch.Tensor
     draft_head: torch.Tensor | None
+    hash_limit: torch.Tensor | None
     draft_ids: torch.Tensor | None
     verified_hidden: torch.Tensor
     verified_logits: torch.Tensor
@@ -90,12 +91,23 @@ class Step(nn.Module):
         self.mtp_step = mtp_step
         self.num_valid_ids = num_valid_ids
         self.max_model_len = max_model_len
-        # Benchmarks only: drafts are kept at that rate, whatever they are.
-        self.hash_limit = -1 if synthetic_acceptance is None else round(synthetic_acceptance * 2**16)
+        # Benchmarks only: drafts are kept at that rate, whatever they are. Rounds read it when they run.
+        is_synthetic = synthetic_acceptance is not None
+        self.register_buffer("hash_limit", slots.pos.new_zeros(1) if is_synthetic else None)
+        if synthetic_acceptance is not None:
+            self.accept_at(synthetic_acceptance)
         # A cut head costs acceptance where the target draws another id, and never a token.
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
         self.reserve_halves(half_rows)
+
+    def accept_at(self, rate: float | None) -> None:
+        """Keep drafts at another synthetic rate, None for what they are worth, from the next launch on.
+
+        For a step that was made with a rate; compiled code stays as it is. Mutates hash_limit.
+        """
+        assert self.hash_limit is not None
+        self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
 
     def reserve_halves(self, rows: int) -> None:
         """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""

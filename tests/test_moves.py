@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
 from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS

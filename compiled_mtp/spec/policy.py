@@ -7,8 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
-from compiled_mtp.spec.depth import DepthController, Reason, context_class
+from compiled_mtp.spec.depth import DepthController, Reason, context_class, context_span
 
+_NOBODY: frozenset[int] = frozenset()
 _REASONS: tuple[Reason, ...] = ("best", "probe", "only")
 
 
@@ -28,7 +29,8 @@ class DepthPolicy:
         self.controller = DepthController(depths)
         self._sizes = sizes
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
-        self._context_tokens = self._context = 0
+        # The class of the contexts' length, and the lengths that have it: above the first, up to the second.
+        self._context, self._context_span = 0, (-1, 0)
         # Of each number of requests, in whole rounds and in halves.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._launched_s: dict[int, float] = {}
@@ -46,8 +48,9 @@ class DepthPolicy:
         controller = self.controller
         if not num_requests:
             return controller.depth
-        if context_tokens != self._context_tokens:
-            self._context_tokens, self._context = context_tokens, context_class(context_tokens)
+        above, most = self._context_span
+        if not above < context_tokens <= most:
+            self._context, self._context_span = context_class(context_tokens), context_span(context_tokens)
         depth = controller.choose(self._bucket(num_requests, is_halved), self._context)
         self._counts[depth][controller.reason] += 1
         return depth
@@ -60,14 +63,16 @@ class DepthPolicy:
     def read(self, result: StepResult) -> None:
         """Learn from a result that has come right now."""
         plan, now_s = result.plan, self._clock()
-        begin_s = max(self._launched_s.pop(plan.step_id, now_s), self._last_s)
+        begin_s = self._launched_s.pop(plan.step_id, now_s)
+        if begin_s < self._last_s:
+            begin_s = self._last_s
         half, self._half, self._last_s = self._half, None, now_s
         if result.error is not None:
             return
         if plan.kind == "verify":
             self._half = (plan.step_id + 1, begin_s, _replayed(plan))
             return
-        replayed = _replayed(plan)
+        replayed = _replayed(plan) if plan.moves else _NOBODY
         if plan.kind == "accept":
             # With a chunk between the halves the time is not the round's.
             is_next = half is not None and half[0] == plan.step_id
@@ -79,7 +84,9 @@ class DepthPolicy:
             rows = zip(plan.slots, token_ids, strict=True)
             token_ids = [new for slot, new in rows if slot not in replayed]
         self.controller.record_round(plan.num_drafts, token_ids)
-        if now_s > begin_s and not _is_disturbed(plan):
+        # Most plans have neither.
+        is_disturbed = (plan.moves or plan.catches_up) and _is_disturbed(plan)
+        if now_s > begin_s and not is_disturbed:
             bucket = self._bucket(len(plan.slots), plan.kind == "accept")
             self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
 
@@ -108,6 +115,6 @@ def _replayed(plan: StepPlan) -> frozenset[int]:
 
 def _is_disturbed(plan: StepPlan) -> bool:
     """Whether something else than the round took time."""
-    if plan.moves and any(isinstance(move, Copy) for move in plan.moves):
+    if any(isinstance(move, Copy) for move in plan.moves):
         return True
     return plan.catches_up and plan.verify_step > 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
