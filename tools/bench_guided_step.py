@@ -37,7 +37,7 @@ from bench_step import LAYERS, fill_random, model_config
 from llguidance import LLMatcher, LLTokenizer
 from synthetic_tokenizer import write_tokenizer
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.front import Front
