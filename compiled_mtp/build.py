@@ -33,12 +33,14 @@ from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.memory import (
+    DEFAULT_PREFIX_CACHE_BYTES,
     CacheShape,
     HostPlan,
     MemoryPlan,
     available_bytes,
     plan_host,
     plan_memory,
+    plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -127,8 +129,8 @@ class Assembly:
     """What a runner runs on, ready to use.
 
     max_model_len: of one request, as far as num_blocks hold it. formats: of the parameters that are not
-    plain. host: room in host memory for those who leave the device. later: what makes further depths ready,
-    if anything does.
+    plain. host: room in host memory for those who leave the device; shelf: for what the prefix cache gives
+    up there. later: what makes further depths ready, if anything does.
     """
 
     device: torch.device
@@ -136,6 +138,7 @@ class Assembly:
     num_blocks: int
     memory: MemoryPlan
     host: HostPlan
+    shelf: HostPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -199,7 +202,7 @@ def build(
     most_rows = max(bucket.rows for bucket in buckets)
     half_rows = most_rows if features.with_halves else 0
     memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
-    num_blocks, host = memory.num_blocks, _plan_host(settings, memory)
+    num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
@@ -211,7 +214,7 @@ def build(
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
-    moves = _make_moves(settings, step, memory, host)
+    moves = _make_moves(settings, step, memory, host, shelf)
     programs = Programs(
         step,
         buckets,
@@ -232,6 +235,7 @@ def build(
         num_blocks=num_blocks,
         memory=memory,
         host=host,
+        shelf=shelf,
         formats=settings.formats,
         step=step,
         programs=programs,
@@ -251,12 +255,16 @@ def _bound_length(settings: _Settings, num_blocks: int) -> int:
     return min(longest, room)
 
 
-def _make_moves(settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan) -> Moves:
+def _make_moves(
+    settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan, shelf: HostPlan
+) -> Moves:
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     if host.num_records:
         moves.allocate_host(host.num_records, host.num_blocks)
     if memory.num_checkpoints:
         moves.allocate_checkpoints(memory.num_checkpoints)
+        if shelf.num_records:
+            moves.allocate_shelf(shelf.num_records, shelf.num_blocks)
     elif settings.config.prefix_cache:
         logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
     return moves
@@ -500,6 +508,24 @@ def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     if asked is None:
         return plan_host(int(available_bytes() * _OFFLOAD_SHARE), memory)
     return plan_host(int(asked * 2**30), memory, available_bytes())
+
+
+def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
+    """Room in host memory for what the prefix cache gives up on the device."""
+    config = settings.config
+    blocks_per_chunk = config.prefill_chunk // config.block_size
+    return plan_shelf(_shelf_bytes(config, settings.device, available_bytes()), memory, blocks_per_chunk)
+
+
+def _shelf_bytes(config: EngineConfig, device: torch.device, free_bytes: int) -> int:
+    """As many as checkpoints may take on a GPU, but no more than the share of free host memory that those who
+    leave have too; on a CPU none, which is the same memory.
+    """
+    if device.type == "cpu":
+        return 0
+    given = _prefix_cache_bytes(config)
+    wanted = DEFAULT_PREFIX_CACHE_BYTES if given is None else given
+    return min(wanted, int(free_bytes * _OFFLOAD_SHARE))
 
 
 def _prefix_cache_bytes(config: EngineConfig) -> int | None:

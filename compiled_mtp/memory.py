@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _FLOAT32_BYTES = 4
+# Of what is packed into flat memory, as `RowLayout` does it.
+_ROW_ALIGNMENT = 64
 # Block 0, and one for a request.
 _LEAST_BLOCKS = 2
 # Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
@@ -58,7 +60,8 @@ class CacheShape:
 
     def checkpoint_bytes(self) -> int:
         """Bytes of what a prefill chunk leaves to the next: states, conv inputs and a hidden state."""
-        return self._prefill_state_bytes() + self.hidden_bytes
+        flat = self._prefill_state_bytes() + self.hidden_bytes
+        return -(-flat // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     def _prefill_state_bytes(self) -> int:
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim
@@ -140,7 +143,7 @@ def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """Room in host memory for requests that leave the device: their rows, and blocks."""
+    """Room in host memory for what leaves the device: rows, and blocks."""
 
     num_records: int
     num_blocks: int
@@ -160,6 +163,12 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
     records = min(plan.num_state_rows - 1, offload_bytes // 2 // plan.state_row_bytes)
     blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
     return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
+
+
+def plan_shelf(shelf_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> HostPlan:
+    """Return what `shelf_bytes` of host memory hold of chunks of so many blocks: states, and all blocks."""
+    chunks = shelf_bytes // (plan.checkpoint_bytes + blocks_per_chunk * plan.block_bytes)
+    return HostPlan(chunks, chunks * blocks_per_chunk) if plan.num_checkpoints else HostPlan(0, 0)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

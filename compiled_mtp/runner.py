@@ -54,6 +54,7 @@ class Runner:
         self.num_blocks = assembly.num_blocks
         self.memory = assembly.memory
         self.host = assembly.host
+        self.shelf = assembly.shelf
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.build import _length_bytes
+from compiled_mtp.build import _length_bytes, _shelf_bytes
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import (
     CacheShape,
     HostPlan,
@@ -21,6 +22,7 @@ from compiled_mtp.memory import (
     available_bytes,
     plan_host,
     plan_memory,
+    plan_shelf,
 )
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
@@ -104,6 +106,29 @@ def test_host_memory_holds_at_most_what_the_device_does() -> None:
     assert plan_host(6000, plan, 6000).num_records == 1
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
         plan_host(3 << 30, plan, 2 << 30)
+
+
+def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
+    sizes = {"num_blocks": 41, "num_state_rows": 5, "block_bytes": 1000, "state_row_bytes": 3000}
+    plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
+    assert plan_shelf(43_000, plan, 4) == HostPlan(7, 28)
+    assert plan_shelf(5999, plan, 4) == HostPlan(0, 0)
+    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == HostPlan(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "gib"),
+    [
+        ({}, "cuda", 4),
+        ({"prefix_cache_gb": 6.0}, "cuda", 6),
+        ({"prefix_cache_gb": 99.0}, "cuda", 10),
+        ({"prefix_cache": False}, "cuda", 0),
+        ({"prefix_cache_gb": 6.0}, "cpu", 0),
+    ],
+)
+def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
+    config = EngineConfig(**options)
+    assert _shelf_bytes(config, torch.device(device), 100 << 30) == gib << 30
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])

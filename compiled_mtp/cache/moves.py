@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
 
-from compiled_mtp.cache.host_tier import HostTier
+from compiled_mtp.cache.host_tier import HostTier, Staging, copy_out
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.row_layout import RowLayout
 from compiled_mtp.cache.slot_sampling import write_sampling
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, Place, Release, StepPlan
@@ -32,11 +34,14 @@ class Moves:
         self.slot_tensors = slot_tensors
         self.block_table = block_table
         self.num_blocks = kv_cache.num_blocks
-        self._pages = dict(kv_cache.named_buffers())
-        self.host: HostTier | None = None
-        # By name, what checkpoints hold [checkpoints, ...].
-        self._checkpoints: dict[str, torch.Tensor] = {}
-        self._num_checkpoints = 0
+        self._staging = Staging(block_table.device)
+        self._block_layout = RowLayout(kv_cache.block_tensors())
+        # By the name of the tier.
+        self._tiers: dict[str, HostTier] = {}
+        self._record_layout = RowLayout({})
+        # What checkpoints hold [checkpoints, row_bytes] uint8.
+        self._checkpoint_layout = RowLayout({})
+        self.checkpoints = torch.empty((0, 0), dtype=torch.uint8)
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
@@ -44,17 +49,30 @@ class Moves:
         Pinned memory beside a CUDA device, so that copies need no other thread or buffer. None is taken
         before it is needed.
         """
-        rows = {entry.name: entry.tensor for entry in self.slot_tensors}
-        self.host = HostTier(rows, self._pages, num_records, num_blocks)
+        self._record_layout = self._layout()
+        sizes = (self._record_layout.row_bytes, self._block_layout.row_bytes)
+        self._tiers["host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
     def allocate_checkpoints(self, count: int) -> None:
         """Make the device's checkpoints anew: the rows, of what is registered now, that chunks leave."""
-        self._num_checkpoints = count
-        self._checkpoints = {
-            entry.name: entry.tensor.new_empty((count, *entry.tensor.shape[1:]))
-            for entry in self.slot_tensors
-            if entry.is_in_checkpoint
-        }
+        self._checkpoint_layout = self._layout(is_checkpoint=True)
+        shape = (count, self._checkpoint_layout.row_bytes)
+        self.checkpoints = torch.empty(shape, dtype=torch.uint8, device=self.block_table.device)
+
+    def allocate_shelf(self, num_records: int, num_blocks: int) -> None:
+        """Make the host tier of checkpoints anew, as `allocate_host` does: so many of them, and blocks."""
+        sizes = (self._checkpoint_layout.row_bytes, self._block_layout.row_bytes)
+        self._tiers["shelf"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that have been needed so far."""
+        return sum(tier.allocated_bytes for tier in self._tiers.values())
+
+    def _layout(self, *, is_checkpoint: bool = False) -> RowLayout:
+        """Of what is registered now, or of that of it which is in a checkpoint."""
+        entries = [entry for entry in self.slot_tensors if entry.is_in_checkpoint or not is_checkpoint]
+        return RowLayout({entry.name: entry.tensor for entry in entries})
 
     def carry_out(self, plan: StepPlan) -> tuple[int, ...]:
         """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
@@ -105,33 +123,62 @@ class Moves:
         """Queue a copy; False if there is no memory for it."""
         for name, place, at in (("source", copy.source, 0), ("target", copy.target, 1)):
             self._check(name, place, [pair[at] for pair in copy.blocks])
-        if copy.target.tier == "host" and not self._reserve(copy):
+        if copy.target.tier in self._tiers and not self._reserve(copy):
             return False
-        # A checkpoint has some of a slot's rows; other tiers have all of them.
-        has_some = "checkpoint" in (copy.source.tier, copy.target.tier)
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for entry in self.slot_tensors:
-            if entry.is_in_checkpoint or not has_some:
-                by_dtype.setdefault(entry.tensor.dtype, []).append(entry.name)
-        for names in by_dtype.values():
-            targets = [self._row(name, copy.target) for name in names]
-            sources = [self._row(name, copy.source) for name in names]
-            # A launch for many rows where both tiers are the device's.
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for name in self._pages:
-            for source_id, target_id in copy.blocks:
-                source = self._block(name, copy.source, source_id)
-                self._block(name, copy.target, target_id).copy_(source, non_blocking=True)
+        if copy.has_rows:
+            self._copy_rows(copy.source, copy.target)
+        if copy.blocks:
+            self._copy_blocks(copy)
         return True
 
+    def _copy_rows(self, source: Place, target: Place) -> None:
+        tiers = (source.tier, target.tier)
+        if tiers == ("slot", "slot"):
+            self._layout().copy(source.number, target.number)
+        elif tiers == ("slot", "checkpoint"):
+            self._checkpoint_layout.pack(source.number, self.checkpoints[target.number])
+        elif tiers == ("checkpoint", "slot"):
+            self._checkpoint_layout.unpack(target.number, self.checkpoints[source.number])
+        elif tiers == ("slot", "host"):
+            pack = partial(self._record_layout.pack, source.number)
+            self._staging.store(pack, self._tiers["host"].pieces(target.number))
+        elif tiers == ("checkpoint", "shelf"):
+            copy_out(self.checkpoints[source.number], self._tiers["shelf"].pieces(target.number))
+        else:
+            assert tiers in (("host", "slot"), ("shelf", "slot")), tiers
+            layout = self._record_layout if source.tier == "host" else self._checkpoint_layout
+            unpack = partial(layout.unpack, target.number)
+            self._staging.load(self._tiers[source.tier].pieces(source.number), unpack)
+
+    def _copy_blocks(self, copy: Copy) -> None:
+        sources, targets = (list(ids) for ids in zip(*copy.blocks, strict=True))
+        layout, is_leaving = self._block_layout, copy.target.tier in self._tiers
+        if copy.source.tier == copy.target.tier:
+            num_bytes = len(sources) * layout.row_bytes
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.block_table.device)
+            layout.pack_many(self._indices(sources), flat)
+            layout.unpack_many(self._indices(targets), flat)
+            return
+        device_ids, host_ids = (sources, targets) if is_leaving else (targets, sources)
+        tier = self._tiers[copy.target.tier if is_leaving else copy.source.tier]
+        for indices, memory in tier.runs(host_ids):
+            rows, pieces = self._indices(device_ids[index] for index in indices), [memory.view(-1)]
+            if is_leaving:
+                self._staging.store(partial(layout.pack_many, rows), pieces)
+            else:
+                self._staging.load(pieces, partial(layout.unpack_many, rows))
+
     def _reserve(self, copy: Copy) -> bool:
-        assert self.host is not None
+        record, block_ids = (
+            copy.target.number if copy.has_rows else None,
+            [target for _, target in copy.blocks],
+        )
         try:
-            self.host.reserve(copy.target.number, [target_id for _, target_id in copy.blocks])
+            self._tiers[copy.target.tier].reserve(record, block_ids)
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "host memory for a request could not be had, with %d MiB taken (%s); lower offload_gb",
-                self.host.allocated_bytes >> 20,
+                "host memory could not be had, with %d MiB taken (%s); lower offload_gb or prefix_cache_gb",
+                self.host_bytes >> 20,
                 error,
             )
             return False
@@ -140,12 +187,13 @@ class Moves:
     def _check(self, name: str, place: Place, block_ids: Collection[int]) -> None:
         """Raise ValueError unless a place and its blocks exist."""
         tier, number = place
+        host, blocks = self._tiers.get(tier), range(1, self.num_blocks)
         if tier == "slot":
-            least, most, blocks = 1, self.block_table.shape[0] - 1, range(1, self.num_blocks)
-        elif tier == "host" and self.host is not None:
-            least, most, blocks = 0, self.host.num_records - 1, range(self.host.num_blocks)
-        elif tier == "checkpoint" and self._num_checkpoints:
-            least, most, blocks = 0, self._num_checkpoints - 1, range(0)
+            least, most = 1, self.block_table.shape[0] - 1
+        elif host is not None:
+            least, most, blocks = 0, host.num_records - 1, range(host.num_blocks)
+        elif tier == "checkpoint" and len(self.checkpoints):
+            least, most = 0, len(self.checkpoints) - 1
         else:
             raise ValueError(
                 f"{name} must lie in a tier that was allocated, got {tier!r}; give the runner room for it"
@@ -159,20 +207,6 @@ class Moves:
                 f"{name} must have blocks {blocks.start} to {blocks.stop - 1}, got {wrong[0]}; give the "
                 "runner room for more"
             )
-
-    def _row(self, name: str, place: Place) -> torch.Tensor:
-        if place.tier == "slot":
-            return self.slot_tensors[name][place.number]
-        if place.tier == "checkpoint":
-            return self._checkpoints[name][place.number]
-        assert self.host is not None
-        return self.host.row(name, place.number)
-
-    def _block(self, name: str, place: Place, block_id: int) -> torch.Tensor:
-        if place.tier == "slot":
-            return self._pages[name][block_id]
-        assert self.host is not None
-        return self.host.block(name, block_id)
 
     def _update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
         slots, columns, blocks = zip(*updates, strict=True)
