@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.build import Progress
+from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import Admit, Copy, StepPlan
@@ -44,6 +45,29 @@ def make_engine(directory: Path, progress: Progress | None = None, **options: An
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine
+
+
+class LateLane(Lane):
+    """Reports every copy some results late, as a stream of a GPU does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_apart = True
+
+    def record(self, step_id: int, copy_id: int) -> None:
+        self._under_way.append(_UnderWay(step_id, copy_id, _LateEvent()))  # type: ignore[arg-type]
+
+
+class _LateEvent:
+    def __init__(self) -> None:
+        self.num_left = 3
+
+    def query(self) -> bool:
+        self.num_left -= 1
+        return self.num_left < 0
+
+    def synchronize(self) -> None:
+        self.num_left = 0
 
 
 def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = lambda _: False) -> None:

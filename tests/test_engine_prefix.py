@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.plan import Copy, Place, StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import make_engine, prompt_of
+from tests.engines import LateLane, make_engine, prompt_of
 
 VOCAB = 512
 CHUNK = 64
@@ -153,6 +153,8 @@ def test_what_comes_back_from_host_memory_gives_the_same(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int, kv_dtype: str
 ) -> None:
     monkeypatch.setattr("compiled_mtp.build._shelf_bytes", lambda *_: 1 << 24)
+    if max_in_flight:
+        monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateLane)
     sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2, "kv_dtype": kv_dtype}
     engine = make_engine(checkpoint, mtp_step=mtp_step, max_in_flight=max_in_flight, **sizes)
     prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(3)]

@@ -41,6 +41,7 @@ FLOORS = {
     "compiled_mtp.cache.stacked": 3,
     "compiled_mtp.cache.row_layout": 3,
     "compiled_mtp.cache.host_tier": 3,
+    "compiled_mtp.cache.lane": 3,
     "compiled_mtp.cache.moves": 3,
     "compiled_mtp.step_output": 3,
     "compiled_mtp.sampling": 0,

@@ -70,6 +70,28 @@ def test_a_prompt_that_comes_again_resumes_and_gives_the_same(mode: dict[str, An
     engine.close()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+@pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
+def test_what_the_cache_gives_up_comes_back_from_host_memory(
+    mode: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks for little more than one of the prompts, one after the other."""
+    monkeypatch.setattr("compiled_mtp.build._shelf_bytes", lambda *_: 1 << 28)
+    engine = make(mtp_step=3, num_blocks=8, kv_dtype=kv_dtype, **mode)
+    turns = [[engine.generate([p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)] for _ in range(3)]
+    if kv_dtype == "auto":
+        for outputs in turns:
+            check(outputs, is_same_program=mode == MODES[0])
+    for outputs in turns[1:]:
+        assert [o.metrics.cached_tokens for o in outputs] == [(len(p) - 1) // 64 * 64 for p in PROMPTS]
+        assert [o.new_token_ids for o in outputs] == [o.new_token_ids for o in turns[0]]
+    stats = engine.stats()
+    assert stats.prefix_host_hits > 0
+    assert 0 < stats.prefix_host_bytes <= engine.runner.moves.host_bytes
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
 @pytest.mark.parametrize("offload_gb", [1.0, 0.0])
 @pytest.mark.parametrize("mtp_step", [0, 3])
