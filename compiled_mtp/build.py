@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from compiled_mtp.cache.host_tier import SEGMENT_BYTES
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState, sampling_bytes
@@ -205,6 +206,9 @@ def build(
     num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
+    text = "%d MiB of weights, %d MiB for %d blocks, %d slots, %d checkpoints and what else a step needs"
+    counts = (num_blocks - 1, config.max_batch, memory.num_checkpoints)
+    logger.info(text, weight_bytes >> 20, memory.total_bytes >> 20, *counts)
     graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = None
@@ -464,19 +468,21 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     # What rounds of depth 0 keep for the draft.
     other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
     block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
+    host_bytes = 0
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
-        other_bytes += settings.features.host_records * shape.state_row_bytes()
-        other_bytes += settings.features.host_blocks * block_bytes
+        host_bytes += settings.features.host_records * shape.state_row_bytes()
+        host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            other_bytes += int(config.offload_gb * 2**30)
+            host_bytes += int(config.offload_gb * 2**30)
         elif not settings.features.host_records:
-            other_bytes += int(free_bytes * _OFFLOAD_SHARE)
+            host_bytes += int(free_bytes * _OFFLOAD_SHARE)
+    else:
+        other_bytes += _staging_bytes(config, shape)
     # No request is longer than all free memory.
     longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
-    other_bytes += _length_bytes(settings, longest, most_rows)
     return plan_memory(
-        int(free_bytes * _CACHE_SHARE) - other_bytes,
+        int(free_bytes * _CACHE_SHARE) - host_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
@@ -484,7 +490,14 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         num_blocks=config.num_blocks or cached,
         prefix_cache_bytes=_prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
+        other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),
     )
+
+
+def _staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
+    """Bytes of the buffers in which a GPU packs what goes to host memory and comes from there."""
+    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), SEGMENT_BYTES)
+    return leaving + (max(shape.checkpoint_bytes(), SEGMENT_BYTES) if config.prefix_cache else 0)
 
 
 def _length_bytes(settings: _Settings, longest: int, most_rows: int) -> int:

@@ -72,7 +72,8 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody.
-    num_checkpoints are those of the prefix cache.
+    num_checkpoints are those of the prefix cache. other_bytes: what the engine takes on the device beside
+    them and the weights.
     """
 
     num_blocks: int
@@ -81,12 +82,18 @@ class MemoryPlan:
     state_row_bytes: int
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks, state rows and checkpoints."""
-        rows_bytes = self.num_state_rows * self.state_row_bytes
-        return self.num_blocks * self.block_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes
+        """Bytes of the device that the engine takes beside the weights and what a launch needs while it runs.
+        A CPU gives those of blocks only when they are written.
+        """
+        rows_bytes, blocks_bytes = (
+            self.num_state_rows * self.state_row_bytes,
+            self.num_blocks * self.block_bytes,
+        )
+        return blocks_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes + self.other_bytes
 
 
 def plan_memory(
@@ -99,8 +106,9 @@ def plan_memory(
     num_blocks: int | None = None,
     prefix_cache_bytes: int | None = 0,
     blocks_per_chunk: int = 1,
+    other_bytes: int = 0,
 ) -> MemoryPlan:
-    """Return how many blocks, state rows and checkpoints to create in `free_bytes`.
+    """Return how many blocks, state rows and checkpoints to create in `free_bytes` beside other_bytes.
 
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
     checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
@@ -108,6 +116,7 @@ def plan_memory(
     ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
     fit.
     """
+    free_bytes -= other_bytes
     block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
     each_bytes = shape.checkpoint_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
@@ -125,7 +134,7 @@ def plan_memory(
             f"{', prefix_cache_gb' if wanted else ''} or num_blocks"
         )
     num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
-    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes)
+    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)
 
 
 def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:

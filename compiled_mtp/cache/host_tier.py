@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-# Blocks are allocated, and copied, so many bytes at a time at most; rows are copied so.
-_SEGMENT_BYTES = 1 << 26
-_LEAST_PIECE_BYTES = 1 << 20
+# Blocks are allocated, and copied, so many bytes at a time.
+SEGMENT_BYTES = 1 << 24
+# Rows lie in pieces of at most, and but for the last of at least, so many bytes.
+_MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 1 << 26, 1 << 20
 
 
 class _Run(NamedTuple):
@@ -35,7 +36,7 @@ class HostTier:
         self._is_pinned = device.type == "cuda"
         # Pinned memory comes in powers of two.
         self._piece_bytes = _powers_of_two(row_bytes) if self._is_pinned else [row_bytes]
-        self._segment = max(min(_SEGMENT_BYTES // max(block_bytes, 1), num_blocks), 1)
+        self._segment = max(min(SEGMENT_BYTES // max(block_bytes, 1), num_blocks), 1)
         self._records: dict[int, list[torch.Tensor]] = {}
         self._segments: dict[int, torch.Tensor] = {}
 
@@ -129,6 +130,6 @@ def _powers_of_two(num_bytes: int) -> list[int]:
     """Sizes that sum up to num_bytes and are powers of two, but for the last."""
     sizes = []
     while num_bytes > _LEAST_PIECE_BYTES:
-        sizes.append(min(1 << (num_bytes.bit_length() - 1), _SEGMENT_BYTES))
+        sizes.append(min(1 << (num_bytes.bit_length() - 1), _MOST_PIECE_BYTES))
         num_bytes -= sizes[-1]
     return [*sizes, num_bytes] if num_bytes else sizes
