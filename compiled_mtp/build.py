@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.cache.host_tier import SEGMENT_BYTES
-from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
+from compiled_mtp.cache.kv_cache import KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
-from compiled_mtp.cache.slot_state import SlotState, sampling_bytes
-from compiled_mtp.cache.state_cache import StateCache, ring_length
+from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.cache_sizes import cache_shape, prefix_cache_bytes, shelf_bytes, staging_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
@@ -34,8 +34,6 @@ from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.memory import (
-    DEFAULT_PREFIX_CACHE_BYTES,
-    CacheShape,
     HostPlan,
     MemoryPlan,
     available_bytes,
@@ -444,23 +442,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
-    shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (settings.mtp_step > 0),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_bytes=kv_dtype.itemsize,
-        num_gdn_layers=model.num_gdn_layers,
-        num_key_heads=model.linear_num_key_heads,
-        num_value_heads=model.linear_num_value_heads,
-        key_head_dim=model.linear_key_head_dim,
-        value_head_dim=model.linear_value_head_dim,
-        conv_dim=model.linear_conv_dim,
-        conv_bytes=dtype.itemsize,
-        ring_length=ring_length(settings.mtp_step, model.conv_kernel),
-        kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
-        sampling_bytes=sampling_bytes(model.vocab_size),
-        hidden_bytes=model.hidden_size * dtype.itemsize,
-    )
+    shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
@@ -478,7 +460,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         elif not settings.features.host_records:
             host_bytes += int(free_bytes * _OFFLOAD_SHARE)
     else:
-        other_bytes += _staging_bytes(config, shape)
+        other_bytes += staging_bytes(config, shape)
     # No request is longer than all free memory.
     longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
     return plan_memory(
@@ -488,16 +470,10 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         max_batch=config.max_batch,
         max_model_len=settings.max_model_len,
         num_blocks=config.num_blocks or cached,
-        prefix_cache_bytes=_prefix_cache_bytes(config),
+        prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
         other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),
     )
-
-
-def _staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
-    """Bytes of the buffers in which a GPU packs what goes to host memory and comes from there."""
-    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), SEGMENT_BYTES)
-    return leaving + (max(shape.checkpoint_bytes(), SEGMENT_BYTES) if config.prefix_cache else 0)
 
 
 def _length_bytes(settings: _Settings, longest: int, most_rows: int) -> int:
@@ -527,25 +503,11 @@ def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     """Room in host memory for what the prefix cache gives up on the device."""
     config = settings.config
     blocks_per_chunk = config.prefill_chunk // config.block_size
-    return plan_shelf(_shelf_bytes(config, settings.device, available_bytes()), memory, blocks_per_chunk)
-
-
-def _shelf_bytes(config: EngineConfig, device: torch.device, free_bytes: int) -> int:
-    """As many as checkpoints may take on a GPU, but no more than the share of free host memory that those who
-    leave have too; on a CPU none, which is the same memory.
-    """
-    if device.type == "cpu":
-        return 0
-    given = _prefix_cache_bytes(config)
-    wanted = DEFAULT_PREFIX_CACHE_BYTES if given is None else given
-    return min(wanted, int(free_bytes * _OFFLOAD_SHARE))
-
-
-def _prefix_cache_bytes(config: EngineConfig) -> int | None:
-    """Bytes for checkpoints; None for the default."""
-    if not config.prefix_cache:
-        return 0
-    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30)
+    return plan_shelf(
+        shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE)),
+        memory,
+        blocks_per_chunk,
+    )
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:

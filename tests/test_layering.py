@@ -43,6 +43,7 @@ FLOORS = {
     "compiled_mtp.cache.host_tier": 3,
     "compiled_mtp.cache.lane": 3,
     "compiled_mtp.cache.moves": 3,
+    "compiled_mtp.cache_sizes": 4,
     "compiled_mtp.step_output": 3,
     "compiled_mtp.sampling": 0,
     "compiled_mtp.sampling.params": 0,

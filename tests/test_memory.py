@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.build import _length_bytes, _shelf_bytes
+from compiled_mtp.build import _length_bytes
+from compiled_mtp.cache_sizes import shelf_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import (
     CacheShape,
@@ -155,7 +156,7 @@ def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> N
 )
 def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
     config = EngineConfig(**options)
-    assert _shelf_bytes(config, torch.device(device), 100 << 30) == gib << 30
+    assert shelf_bytes(config, device, 10 << 30) == gib << 30
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])
