@@ -70,11 +70,11 @@ class KVCache(nn.Module):
         shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
         # A CPU gives no memory before it is written, and nothing is read before it: a pool for the longest
         # requests costs what they use. Block 0 is what padding reads.
-        kv = stack(num_layers + with_draft, shape, dtype, device)
+        kv = stack(num_layers + with_draft, shape, dtype, device, is_zero=False)
         kv[:, 0] = 0
         scale = None
         if dtype == torch.float8_e4m3fn:
-            scale = stack(num_layers + with_draft, shape[:-1], torch.float32, device).fill_(1)
+            scale = stack(num_layers + with_draft, shape[:-1], torch.float32, device, is_zero=False).fill_(1)
         own = [KVLayer(kv[i], None if scale is None else scale[i]) for i in range(num_layers + with_draft)]
         self.layers = nn.ModuleList(own[:num_layers])
         self.draft = own[num_layers] if with_draft else None

@@ -10,12 +10,14 @@ import torch
 _ALIGNMENT = 256
 
 
-def stack(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory [count, *shape] of which every [index] is contiguous and aligned as one of its own would be.
-
-    Its contents are not set: a CPU gives no memory before it is written.
+def stack(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_zero: bool
+) -> torch.Tensor:
+    """Memory [count, *shape], zeros or not set, of which every [index] is contiguous and aligned as one of
+    its own would be. A CPU gives none of it before it is written.
     """
     size = math.prod(shape)
     step = _ALIGNMENT // dtype.itemsize
-    memory = torch.empty((count, -(-size // step) * step), dtype=dtype, device=device)
+    make = torch.zeros if is_zero else torch.empty
+    memory = make((count, -(-size // step) * step), dtype=dtype, device=device)
     return memory[:, :size].view(count, *shape)

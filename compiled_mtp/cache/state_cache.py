@@ -66,7 +66,7 @@ class StateCache(nn.Module):
         dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return stack(config.num_gdn_layers, (slots, *shape), dtype, device).zero_()
+            return stack(config.num_gdn_layers, (slots, *shape), dtype, device, is_zero=True)
 
         # By name, of all layers [layers, slots, ...].
         self._stacks = {
