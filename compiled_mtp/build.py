@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 import torch
 
 from compiled_mtp.build_order import Features, Order
-from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
+from compiled_mtp.cache.kv_cache import KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
-from compiled_mtp.cache.slot_state import SlotState, sampling_bytes
-from compiled_mtp.cache.state_cache import StateCache, ring_length
+from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.cache_sizes import cache_shape, prefix_cache_bytes, shelf_bytes, staging_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graph_choice import choose_compiled, choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
@@ -37,12 +38,12 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.memory import (
-    CacheShape,
     HostPlan,
     MemoryPlan,
     available_bytes,
     plan_host,
     plan_memory,
+    plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -119,8 +120,8 @@ class Assembly:
     """What a runner runs on, ready to use.
 
     max_model_len: of one request, as far as num_blocks hold it. formats: of the parameters that are not
-    plain. host: room in host memory for those who leave the device. later: what makes further depths ready,
-    if anything does.
+    plain. host: room in host memory for those who leave the device; shelf: for what the prefix cache gives
+    up there. later: what makes further depths ready, if anything does.
     """
 
     device: torch.device
@@ -128,6 +129,7 @@ class Assembly:
     num_blocks: int
     memory: MemoryPlan
     host: HostPlan
+    shelf: HostPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -191,9 +193,12 @@ def build(
     most_rows = max(bucket.rows for bucket in buckets)
     half_rows = most_rows if features.with_halves else 0
     memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
-    num_blocks, host = memory.num_blocks, _plan_host(settings, memory)
+    num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
+    text = "%d MiB of weights, %d MiB for %d blocks, %d slots, %d checkpoints and what else a step needs"
+    counts = (num_blocks - 1, config.max_batch, memory.num_checkpoints)
+    logger.info(text, weight_bytes >> 20, memory.total_bytes >> 20, *counts)
     graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = None
@@ -203,7 +208,7 @@ def build(
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
-    moves = _make_moves(settings, step, memory, host)
+    moves = _make_moves(settings, step, memory, host, shelf)
     programs = Programs(
         step,
         buckets,
@@ -237,6 +242,7 @@ def build(
         num_blocks=num_blocks,
         memory=memory,
         host=host,
+        shelf=shelf,
         formats=settings.formats,
         step=step,
         programs=programs,
@@ -273,12 +279,16 @@ def _bound_length(settings: _Settings, num_blocks: int) -> int:
     return min(longest, room)
 
 
-def _make_moves(settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan) -> Moves:
+def _make_moves(
+    settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan, shelf: HostPlan
+) -> Moves:
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     if host.num_records:
         moves.allocate_host(host.num_records, host.num_blocks)
     if memory.num_checkpoints:
         moves.allocate_checkpoints(memory.num_checkpoints)
+        if shelf.num_records:
+            moves.allocate_shelf(shelf.num_records, shelf.num_blocks)
     elif settings.config.prefix_cache:
         logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
     return moves
@@ -467,23 +477,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
-    shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (settings.mtp_step > 0),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_bytes=kv_dtype.itemsize,
-        num_gdn_layers=model.num_gdn_layers,
-        num_key_heads=model.linear_num_key_heads,
-        num_value_heads=model.linear_num_value_heads,
-        key_head_dim=model.linear_key_head_dim,
-        value_head_dim=model.linear_value_head_dim,
-        conv_dim=model.linear_conv_dim,
-        conv_bytes=dtype.itemsize,
-        ring_length=ring_length(settings.mtp_step, model.conv_kernel),
-        kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
-        sampling_bytes=sampling_bytes(model.vocab_size),
-        hidden_bytes=model.hidden_size * dtype.itemsize,
-    )
+    shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
@@ -491,28 +485,31 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     # What rounds of depth 0 keep for the draft.
     other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
     block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
+    host_bytes = 0
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
-        other_bytes += settings.features.host_records * shape.state_row_bytes()
-        other_bytes += settings.features.host_blocks * block_bytes
+        host_bytes += settings.features.host_records * shape.state_row_bytes()
+        host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            other_bytes += int(config.offload_gb * 2**30)
+            host_bytes += int(config.offload_gb * 2**30)
         elif not settings.features.host_records:
-            other_bytes += int(free_bytes * _OFFLOAD_SHARE)
+            host_bytes += int(free_bytes * _OFFLOAD_SHARE)
         if settings.cache is None and _later_depths(settings):
-            other_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
+            host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
+    else:
+        other_bytes += staging_bytes(config, shape)
     # No request is longer than all free memory.
     longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
-    other_bytes += _length_bytes(settings, longest, most_rows)
     return plan_memory(
-        int(free_bytes * _CACHE_SHARE) - other_bytes,
+        int(free_bytes * _CACHE_SHARE) - host_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
         max_model_len=settings.max_model_len,
         num_blocks=config.num_blocks or cached,
-        prefix_cache_bytes=_prefix_cache_bytes(config),
+        prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
+        other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),
     )
 
 
@@ -539,11 +536,15 @@ def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     return plan_host(int(asked * 2**30), memory, available_bytes())
 
 
-def _prefix_cache_bytes(config: EngineConfig) -> int | None:
-    """Bytes for checkpoints; None for the default."""
-    if not config.prefix_cache:
-        return 0
-    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30)
+def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
+    """Room in host memory for what the prefix cache gives up on the device."""
+    config = settings.config
+    blocks_per_chunk = config.prefill_chunk // config.block_size
+    return plan_shelf(
+        shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE)),
+        memory,
+        blocks_per_chunk,
+    )
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:

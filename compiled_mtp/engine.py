@@ -57,7 +57,8 @@ class EngineStats:
 
     running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
     prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
-    prefix_evictions counts ends of prefixes given up for others. offloads and withdrawals count how often a
+    prefix_evictions counts ends of prefixes given up for others; prefix_host_hits of the hits came from
+    prefix_host_bytes of host memory. offloads and withdrawals count how often a
     request left since blocks ran short: to host memory, or to wait and be computed again. rounds_by_depth,
     empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
     by why they had it: "best", "probe" or "only" (no other depth was ready). The rest is of finished
@@ -78,6 +79,8 @@ class EngineStats:
     prefix_lookups: int = 0
     prefix_evictions: int = 0
     prefix_bytes: int = 0
+    prefix_host_hits: int = 0
+    prefix_host_bytes: int = 0
     offloads: int = 0
     withdrawals: int = 0
 
@@ -126,6 +129,8 @@ class Engine:
             num_checkpoints=self.runner.memory.num_checkpoints,
             host_records=self.runner.host.num_records,
             host_blocks=self.runner.host.num_blocks,
+            shelf_records=self.runner.shelf.num_records,
+            shelf_blocks=self.runner.shelf.num_blocks,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
@@ -334,6 +339,7 @@ class Engine:
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory = self.runner.memory
         checkpoints_bytes = prefix.index.num_checkpoints_used * memory.checkpoint_bytes
+        shelf_bytes = prefix.shelf.num_records_used * memory.checkpoint_bytes
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self._inbox),
@@ -349,6 +355,8 @@ class Engine:
             prefix_lookups=prefix.num_lookups,
             prefix_evictions=prefix.index.num_evictions,
             prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
+            prefix_host_hits=prefix.num_host_hits,
+            prefix_host_bytes=shelf_bytes + prefix.shelf.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
             withdrawals=self.scheduler.num_withdrawn,
         )

@@ -13,7 +13,7 @@ from compiled_mtp.build import Fill, Progress, build
 from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 
@@ -55,6 +55,7 @@ class Runner:
         self.num_blocks = assembly.num_blocks
         self.memory = assembly.memory
         self.host = assembly.host
+        self.shelf = assembly.shelf
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs
@@ -83,7 +84,7 @@ class Runner:
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:
-                return _failed(plan, error)
+                return self._fail(plan, error)
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
@@ -108,8 +109,9 @@ class Runner:
         self._masks[plan.step_id] = masks
 
     def drop_launches(self) -> None:
-        """Forget every launch, and what an interrupted one may have left half done."""
+        """Forget every launch, and what an interrupted one may have left half done; wait for copies."""
         self._launches.clear()
+        self.moves.wait()
         self._masks.clear()
         self.programs.forget_batches()
 
@@ -177,16 +179,21 @@ class Runner:
             try:
                 buffer.ready.synchronize()
             except Exception as error:
-                return _failed(plan, error)
+                return self._fail(plan, error)
             self.waited_s += time.perf_counter() - begin
         result = self._read(plan, buffer.packed, failed)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
+    def _fail(self, plan: StepPlan, error: Exception) -> StepResult:
+        """The result of a launch that failed, none of whose copies is under way any more."""
+        logger.error("a %s step failed", plan.kind, exc_info=error)
+        self.moves.wait(plan)
+        return StepResult(plan, error=f"{type(error).__name__}: {error}")
+
     def _read(self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...]) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
-        copy_ids = [move.copy_id for move in plan.moves if isinstance(move, Copy)]
-        copies_done = tuple([copy_id for copy_id in copy_ids if copy_id not in failed])
+        copies_done = self.moves.take_done(plan, failed)
         prompt_logprobs = None
         if packed is not None and (count := len(plan.next_ids)):
             packed, scored = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
@@ -224,8 +231,3 @@ def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) ->
         RowLogprobs(*(column[: len(drawn)].tolist() for column in columns))
         for columns, drawn in zip(found, tokens, strict=False)
     ]
-
-
-def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    logger.error("a %s step failed", plan.kind, exc_info=error)
-    return StepResult(plan, error=f"{type(error).__name__}: {error}")
