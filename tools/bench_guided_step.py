@@ -253,8 +253,8 @@ def make_engine(
     )
     front = Front(directory, model, Tokenizer(directory), limits)
     features = Features(with_halves=arguments.compile_halves)
-    with mock.patch("compiled_mtp.engine.Runner", partial(Runner, fill=fill_random, features=features)):
-        return Engine(config, front=front)
+    with mock.patch("compiled_mtp.engine.Runner", partial(Runner, features=features)):
+        return Engine(config, front=front, fill=fill_random)
 
 
 def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
