@@ -126,7 +126,8 @@ def _line(times: Mapping[int, _Time], usual: float) -> tuple[float, float]:
         sum_xy += count * depth * seconds
     x, y = sum_x / weight, sum_y / weight
     slope = sum_xy - x * sum_y + _SLOPE_WEIGHT * usual * y / (1 + usual * x)
-    slope = max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0)
+    # Never so steep that a round without drafts would take no time.
+    slope = min(max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0), y / (1 + x))
     return y - slope * x, slope
 
 

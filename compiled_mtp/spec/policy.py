@@ -18,8 +18,9 @@ class DepthPolicy:
 
     depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
     round's time runs from its launch, or from the result before it if that came later, to its own result:
-    with a launch in flight the device goes from one to the next without a pause. `clock` gives seconds. For
-    the thread that steps; `rounds` may be called by any.
+    with a launch in flight the device goes from one to the next without a pause. If that launch is no round,
+    the time is not taken: a prompt's chunk may keep the host for longer than the device has the round.
+    `clock` gives seconds. For the thread that steps; `rounds` may be called by any.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class DepthPolicy:
         # Of each number of requests, in whole rounds and in halves.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._launched_s: dict[int, float] = {}
+        # The number of the last launch that was no round.
+        self._other_step_id = -1
         # When a result was read last; of a round whose first half was, when that began, and who is replayed.
         self._last_s = 0.0
         self._half: tuple[int, float, frozenset[int]] | None = None
@@ -59,6 +62,8 @@ class DepthPolicy:
         """`plan` is about to be launched."""
         if plan.kind in ("decode", "verify"):
             self._launched_s[plan.step_id] = self._clock()
+        elif plan.kind != "accept":
+            self._other_step_id = plan.step_id
 
     def read(self, result: StepResult) -> None:
         """Learn from a result that has come right now."""
@@ -86,6 +91,7 @@ class DepthPolicy:
         self.controller.record_round(plan.num_drafts, token_ids)
         # Most plans have neither.
         is_disturbed = (plan.moves or plan.catches_up) and _is_disturbed(plan)
+        is_disturbed = is_disturbed or self._other_step_id > plan.step_id
         if now_s > begin_s and not is_disturbed:
             bucket = self._bucket(len(plan.slots), plan.kind == "accept")
             self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)

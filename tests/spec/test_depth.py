@@ -201,3 +201,20 @@ def test_with_bad_text_it_probes_in_pairs_of_rounds() -> None:
     probes = [index for index, reason in enumerate(reasons) if reason == "probe"]
     assert len(probes) == controller.num_probes >= 8
     assert all(second == first + 1 for first, second in zip(probes[::2], probes[1::2], strict=True))
+
+
+def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
+    """A line through a slow depth 3 and a true depth 2 would say that depth 0 takes less than no time."""
+    controller = DepthController((0, 1, 2, 3, 5))
+    for _ in range(3):
+        controller.record_time(3, 8, 0, 0.040)
+    for _ in range(20):
+        controller.record_time(2, 8, 0, 0.004)
+        controller.record_round(2, [[1]] * 8)
+    speeds = controller.speeds(8, 0)
+    assert min(speeds.values()) > 0
+    for _ in range(40):
+        depth = controller.choose(8, 0)
+        controller.record_time(depth, 8, 0, 0.003 + 0.0005 * depth)
+        controller.record_round(depth, [[1]] * 8)
+    assert controller.depth == 0
