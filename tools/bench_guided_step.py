@@ -33,6 +33,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from bench_guided import SCHEMA as RECORD
 from bench_step import LAYERS, fill_random, model_config
 from llguidance import LLMatcher, LLTokenizer
 from synthetic_tokenizer import write_tokenizer
@@ -49,17 +50,6 @@ from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.tokenizer import Tokenizer
 
 PREFILL_CHUNK, WARM_UP_ROUNDS = 64, 8
-RECORD: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "size": {"enum": ["small", "large"]},
-        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
-        "is_done": {"type": "boolean"},
-    },
-    "required": ["name", "size", "parts", "is_done"],
-    "additionalProperties": False,
-}
 # Neither ends before the measured rounds do.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "records": {"type": "array", "items": RECORD, "minItems": 2000},
