@@ -196,9 +196,10 @@ def build(
     num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
+    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
     text = "%d MiB of weights, %d MiB for %d blocks, %d slots, %d checkpoints and what else a step needs"
     counts = (num_blocks - 1, config.max_batch, memory.num_checkpoints)
-    logger.info(text, weight_bytes >> 20, memory.total_bytes >> 20, *counts)
+    logger.info(text, (weight_bytes + draft_bytes) >> 20, memory.total_bytes >> 20, *counts)
     graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = None
@@ -498,15 +499,17 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
             host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
     else:
         other_bytes += staging_bytes(config, shape)
-    # No request is longer than all free memory.
-    longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
+    # No request is longer than all free memory, or than the blocks that are asked for.
+    num_blocks = config.num_blocks or cached
+    most_blocks = num_blocks - 1 if num_blocks else free_bytes // block_bytes
+    longest = min(settings.max_model_len, most_blocks * config.block_size)
     return plan_memory(
         int(free_bytes * _CACHE_SHARE) - host_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
         max_model_len=settings.max_model_len,
-        num_blocks=config.num_blocks or cached,
+        num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
         other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_mtp.cache.host_tier import SEGMENT_BYTES
+from compiled_mtp.cache.host_tier import blocks_in_segment
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
 from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
@@ -53,5 +53,7 @@ def shelf_bytes(config: EngineConfig, device_type: str, most_bytes: int) -> int:
 
 def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
     """Bytes of the buffers in which a GPU packs what goes to host memory and comes from there."""
-    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), SEGMENT_BYTES)
-    return leaving + (max(shape.checkpoint_bytes(), SEGMENT_BYTES) if config.prefix_cache else 0)
+    block_bytes = shape.block_bytes(config.block_size)
+    segment = blocks_in_segment(block_bytes) * block_bytes
+    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
+    return leaving + (max(shape.checkpoint_bytes(), segment) if config.prefix_cache else 0)

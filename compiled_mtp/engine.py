@@ -216,10 +216,13 @@ class Engine:
                 self._depths.read(result)
             self.scheduler.update(result)
         except BaseException as error:
-            self.runner.drop_launches()
-            if self._depths is not None:
-                self._depths.forget_launches()
-            self.scheduler.recover(f"the step was interrupted by {error!r}")
+            try:
+                self.runner.drop_launches()
+            finally:
+                # Also where a second interrupt ends the waiting for copies.
+                if self._depths is not None:
+                    self._depths.forget_launches()
+                self.scheduler.recover(f"the step was interrupted by {error!r}")
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return

@@ -49,6 +49,8 @@ class Inbox:
         first = choices[0]
         with self._lock:
             request_id = first.request_id
+            # Of one of the same name that ended by itself in the meantime.
+            is_stale = request_id in self._aborts
             if not request_id:
                 request_id = self._new_id()
             elif self._has_id(request_id):
@@ -58,10 +60,10 @@ class Inbox:
                 seed = derive_seed(self._seed, number)
             for request in choices:
                 request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
-            # Of one of the same name that ended by itself in the meantime.
-            self._aborts.discard(request_id)
             if self._requests.setdefault(request_id, choices) is not choices:
                 raise _in_use(request_id)
+            if is_stale:
+                self._aborts.discard(request_id)
         return request_id
 
     def new_id(self) -> str:

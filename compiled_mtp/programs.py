@@ -396,9 +396,12 @@ class Programs:
         mark_static([self._prefill_slot, self._start, self._length])
 
     def _layout(self) -> dict[str, Any]:
-        """What saved programs assume of the tensors they are given."""
+        """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
+        between halves, which is made when the first half needs it."""
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
-        return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors}
+        left_out = frozenset[str]() if self.with_halves else self.step.between_halves
+        kept = [(name, tensor) for name, tensor in tensors if name not in left_out]
+        return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in kept}
 
     def check_layout(self, saved: Path) -> None:
         """Raise ValueError if the programs in `saved` were made for tensors of another layout."""

@@ -64,6 +64,7 @@ class Runner:
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
+        self._is_wait_due = False
         # Launched, and not yet read; with the copies that failed.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
         # Of plans that are still to be launched, by step_id.
@@ -78,6 +79,9 @@ class Runner:
         Without a plan the oldest launch is waited for. Mutates the device's state as the plan says. A launch
         that fails (memory, the device) has its error as its result, at once; what it mutated is not known.
         """
+        if self._is_wait_due:
+            self.moves.wait()
+            self._is_wait_due = False
         if plan is not None:
             try:
                 self._launches.append((plan, *self._launch(plan)))
@@ -111,9 +115,12 @@ class Runner:
     def drop_launches(self) -> None:
         """Forget every launch, and what an interrupted one may have left half done; wait for copies."""
         self._launches.clear()
-        self.moves.wait()
         self._masks.clear()
         self.programs.forget_batches()
+        # Interrupted, it is done before the next launch: copies may still write to what is given away.
+        self._is_wait_due = True
+        self.moves.wait()
+        self._is_wait_due = False
 
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""

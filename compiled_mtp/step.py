@@ -113,15 +113,19 @@ class Step(nn.Module):
         """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""
         vocab_size, hidden_size = self.target.head_weight.shape
         like = self.slots.last_hidden
-        self.register_buffer("verified_hidden", like.new_zeros((rows, hidden_size)))
-        logits = like.new_zeros((rows, vocab_size), dtype=torch.float32)
-        self.register_buffer("verified_logits", logits)
-        # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
-        masks = like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
-        self.register_buffer("masks", masks)
+        made = {
+            "verified_hidden": like.new_zeros((rows, hidden_size)),
+            "verified_logits": like.new_zeros((rows, vocab_size), dtype=torch.float32),
+            # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
+            "masks": like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32),
+        }
         for name in Window._fields:
             row = self.slots.block_table if name == "block_table" else self.slots.pos
-            self.register_buffer(f"verified_{name}", row.new_zeros((rows, *row.shape[1:])))
+            made[f"verified_{name}"] = row.new_zeros((rows, *row.shape[1:]))
+        # All or none: memory may have run out.
+        for name, buffer in made.items():
+            self.register_buffer(name, buffer)
+        self.between_halves = frozenset(made)
 
     def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
         """One round: verify the S1 first drafts of each request and leave S2 new ones.

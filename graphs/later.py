@@ -60,6 +60,8 @@ class LaterDepths:
         except Exception as error:  # Of a CUDA graph that has no memory, say: who decodes is not to end.
             logger.warning("depth %d and those after it are not used: %s", program.depth, error)
             self._is_closed = True
+            if self._maker is not None:
+                self._maker.close()
             self._loaded.clear()
             return None
         self._num_left[program.depth] -= 1
@@ -93,7 +95,7 @@ class LaterDepths:
                         self._maker.start()
                     self._maker.wait_for(program.file.name)
                 loaded = load_program(program.file, self._owner) if not self._is_closed else None
-            except ValueError as error:
+            except (ValueError, OSError) as error:  # The folder is gone once it is closed.
                 if not self._is_closed:
                     logger.warning("depth %d and those after it are not used: %s", program.depth, error)
                 return

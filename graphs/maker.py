@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Before anything is imported.
-_BEGIN = "import os; os.nice(19); "
+# Before anything else is imported. A compiler that is killed leaves its own temporary files: in the folder.
+# What Python keeps between runs stays where it was, since Python asks for its place once.
+_BEGIN = "import os, sys, tempfile; os.nice(19); tempfile.gettempdir(); os.environ['TMPDIR'] = sys.argv[1]; "
 _REMEDY = "give a graph_cache made with `compiled-mtp export --mtp-step auto`, or free memory and start again"
 
 
@@ -54,7 +55,8 @@ class ProgramMaker:
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.folder / "errors").open("wb") as errors:
             return subprocess.Popen(
-                [sys.executable, "-c", _BEGIN + self._code, str(self.folder)],
+                # -P: what lies in the user's folder is nothing to import.
+                [sys.executable, "-P", "-c", _BEGIN + self._code, str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -236,6 +236,27 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(front: Front) -> None:
         inbox.put([replace_id(make(front)[0], "second")])
 
 
+def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(front: Front) -> None:
+    """The handler adds and aborts an id that its thread is about to take."""
+    scheduler = make_scheduler()
+    inbox, has_id = Inbox(scheduler, seed=1), scheduler.has_id
+    theirs = replace_id(make(front)[0], "x")
+
+    def interrupted(request_id: str) -> bool:
+        is_taken = has_id(request_id)
+        scheduler.has_id = has_id  # type: ignore[method-assign]
+        inbox.put([theirs])
+        inbox.abort("x")
+        return is_taken
+
+    scheduler.has_id = interrupted  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="request_id must be unused, got 'x'"):
+        inbox.put([replace_id(make(front)[0], "x")])
+    inbox.hand_over()
+    inbox.pass_aborts()
+    assert not scheduler.is_live("x")
+
+
 def replace_id(request: Request, request_id: str) -> Request:
     request.request_id = request_id
     return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -232,6 +233,27 @@ def test_halves_are_captured_behind_their_first_run(
     assert len(replayed) == (12 - 4 if can_capture else 0)
     warnings = [text for text in caplog.messages if "runs without a graph: out of memory" in text]
     assert len(warnings) == (0 if can_capture else 4)
+
+
+def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rounds(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = make_runner(checkpoint)
+    step, programs = runner.step, runner.programs
+    (tmp_path / "layout.json").write_text(json.dumps(programs._layout()))
+
+    def no_memory(*given: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_full", no_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step.reserve_halves(8)
+    assert {getattr(step, name).shape[0] for name in step.between_halves} == {0}
+    step.reserve_halves(8)
+    assert {getattr(step, name).shape[0] for name in step.between_halves} == {8}
+    # A process that compiles whole rounds alone laid them out before.
+    programs.check_layout(tmp_path)
 
 
 def test_halves_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:

@@ -10,6 +10,8 @@ import torch
 
 # Blocks are allocated, and copied, so many bytes at a time.
 SEGMENT_BYTES = 1 << 24
+# Of a segment, the part that may be lost to rounding.
+_MOST_WASTE = 0.08
 # Rows lie in pieces of at most, and but for the last of at least, so many bytes.
 _MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 1 << 26, 1 << 20
 
@@ -36,7 +38,7 @@ class HostTier:
         self._is_pinned = device.type == "cuda"
         # Pinned memory comes in powers of two.
         self._piece_bytes = _powers_of_two(row_bytes) if self._is_pinned else [row_bytes]
-        self._segment = max(min(SEGMENT_BYTES // max(block_bytes, 1), num_blocks), 1)
+        self._segment = max(min(blocks_in_segment(block_bytes), num_blocks), 1)
         self._records: dict[int, list[torch.Tensor]] = {}
         self._segments: dict[int, torch.Tensor] = {}
 
@@ -68,9 +70,10 @@ class HostTier:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that have been needed so far."""
+        """Bytes that have been needed so far; pinned ones as they are given out."""
         pieces = [piece for record in self._records.values() for piece in record]
-        return sum(piece.nbytes for piece in (*pieces, *self._segments.values()))
+        sizes = [piece.nbytes for piece in (*pieces, *self._segments.values())]
+        return sum(1 << (size - 1).bit_length() for size in sizes) if self._is_pinned else sum(sizes)
 
 
 class Staging:
@@ -124,6 +127,18 @@ def copy_in(pieces: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 def _allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def blocks_in_segment(block_bytes: int) -> int:
+    """How many blocks are taken at once: about SEGMENT_BYTES, or more where a power of two is better filled,
+    in which pinned memory comes."""
+    size = max(block_bytes, 1)
+    powers = [power for power in (SEGMENT_BYTES << shift for shift in range(3)) if power >= size]
+    if not powers:
+        return 1
+    wasted = {power: power % size / power for power in powers}
+    filled = [power for power in powers if wasted[power] <= _MOST_WASTE]
+    return (filled[0] if filled else min(powers, key=wasted.__getitem__)) // size
 
 
 def _powers_of_two(num_bytes: int) -> list[int]:

@@ -14,6 +14,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,7 +79,8 @@ class GrammarCompiler:
         with self._lock:
             start = self._kept.get(text)
             if start is not None:
-                self._kept.move_to_end(text)
+                with suppress(KeyError):  # A handler's grammar may have taken its place just now.
+                    self._kept.move_to_end(text)
         if start is None:
             # Outside the lock: llguidance lets other threads run meanwhile.
             start = self._compile(source, text)

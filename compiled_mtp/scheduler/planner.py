@@ -327,6 +327,7 @@ class Planner:
 
     def _plan_prefill(self, holding: Holding) -> StepPlan:
         self._restore_install()
+        is_resuming = not holding.is_told and holding.resumption is not None
         moves = [] if holding.is_told else self._start_slot(holding)
         request, start = holding.request, holding.num_prefilled
         end = min(start + self.limits.prefill_chunk, request.prompt_len)
@@ -335,6 +336,9 @@ class Planner:
         is_last = is_end and not request.is_halved
         holding.num_prefilled, holding.is_told = end, True
         checkpoint = self.holdings.prefix.take_checkpoint(holding)
+        if is_resuming:
+            # Not before: what the checkpoint pushes out is copied first, and would go where this lies.
+            self.holdings.prefix.begin(holding)
         slot = Place("slot", holding.slot)
         saves = () if checkpoint is None else (self._copy(slot, Place("checkpoint", checkpoint)),)
         if is_last:
@@ -365,7 +369,6 @@ class Planner:
             moves.append(self._copy(resumption.source, slot, pairs))
             if resumption.checkpoint is not None:
                 moves.append(self._copy(slot, Place("checkpoint", resumption.checkpoint)))
-            self.holdings.prefix.begin(holding)
         self._block_updates += block_table_row(holding.slot, holding.block_ids)
         return moves
 

@@ -119,12 +119,20 @@ class Door(H11Protocol):
         super().connection_lost(exc)
 
     def write(self, body: bytes) -> bool:
-        """Send a part of an answer whose length nobody knows; False when the connection is full."""
-        if not self.transport.is_closing():
-            # An older client's answer ends with its connection.
-            is_chunked = self.scope["http_version"] != "1.0"
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
-        return not self.flow.write_paused
+        """Send a part of an answer whose length nobody knows; False when the connection is full, or closing:
+        what has no place in it any more must not look like the end."""
+        if self.transport.is_closing():
+            self.transport.abort()
+            return False
+        # An older client's answer ends with its connection.
+        is_chunked = self.scope["http_version"] >= "1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
+        return not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written has yet to be read."""
+        return self.flow.write_paused
 
     async def wait_for_room(self) -> None:
         """Until the connection is no longer full, or closed."""

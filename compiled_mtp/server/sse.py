@@ -24,6 +24,10 @@ class Connection(Protocol):
     def write(self, body: bytes) -> bool:
         """Send a part of the answer; False when the connection is full."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written has yet to be read."""
+
     async def wait_for_room(self) -> None:
         """Until the connection is no longer full, or closed."""
 
@@ -58,8 +62,8 @@ class EventStream(Response):
         self._ping = ping
         self._ping_s = ping_s
         self._num_sent = 0
-        # Of the connection; until the answer has begun nothing may be sent.
-        self._is_full = True
+        # Until the answer has begun nothing may be sent.
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as somebody reads."""
@@ -74,7 +78,8 @@ class EventStream(Response):
                 )
                 if done:
                     break
-                if num_sent == self._num_sent and not self._is_full:
+                is_quiet = self._has_begun and num_sent == self._num_sent
+                if is_quiet and not connection.is_full:
                     connection.write(self._ping)
                 num_sent = self._num_sent
             if sending.done():
@@ -89,12 +94,11 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             await send(start)
-            self._is_full = False
+            self._has_begun = True
             async for event in self._events:
                 self._num_sent += 1
                 # Past the server's own `send`, whose books cost more than all that an event needs.
-                self._is_full = not connection.write(event)
-                if self._is_full:
+                if not connection.write(event):
                     async with asyncio.timeout(self._write_timeout_s):
                         await connection.wait_for_room()
             await send({"type": "http.response.body", "body": b""})

@@ -255,6 +255,42 @@ def test_a_maker_that_ends_leaves_what_it_made(
     assert maker.closed.is_set()
 
 
+def test_a_program_that_cannot_be_adopted_ends_the_maker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(program: Any) -> None:
+        raise RuntimeError("no memory for its graph")
+
+    monkeypatch.setattr("compiled_mtp.graphs.later.load_program", lambda file, owner: file)
+    maker: Any = FakeMaker(["0"], ends=False)
+    programs = [LaterProgram(depth, tmp_path / str(i), refuse) for i, depth in enumerate((0, 2))]
+    later = LaterDepths(programs, None, lambda: True, maker)
+    deadline = time.monotonic() + 10
+    while not later._loaded and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert later.take() is None
+    later._thread.join(10)
+    assert later.is_done
+    assert [record.message for record in caplog.records] == [
+        "depth 0 and those after it are not used: no memory for its graph"
+    ]
+
+
+def test_closing_while_a_layout_is_read_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Removed(FakeMaker):
+        def wait_for(self, name: str) -> None:
+            self.closed.wait(10)
+            raise FileNotFoundError("layout.json")
+
+    maker: Any = Removed([], ends=False)
+    later = LaterDepths(later_programs(tmp_path, [0]), None, lambda: True, maker)
+    later.close()
+    assert later.is_done
+    assert not caplog.text
+
+
 def test_closing_ends_the_maker_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     maker: Any = FakeMaker([], ends=False)
     later = LaterDepths(later_programs(tmp_path, [0]), None, lambda: True, maker)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,25 @@ def test_it_ends_with_its_parent() -> None:
         assert all(map(is_alive, processes))
         parent.kill()
     wait_for_the_end(processes, Path(folder))
+
+
+def test_it_imports_nothing_of_the_users_folder_and_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('the user has one, too')")
+    monkeypatch.chdir(tmp_path)
+    code = """
+import pathlib, random, subprocess, tempfile
+sys.stdin.buffer.readline()
+child = "import os, tempfile; print(os.path.dirname(tempfile.mkstemp()[1]))"
+beside = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, cwd="/").stdout.strip()
+(pathlib.Path(sys.argv[1]) / "one").write_text(beside + "\\n" + tempfile.gettempdir())
+print("one", flush=True)
+"""
+    maker = make(code)
+    maker.wait_for("one")
+    beside, own = (maker.folder / "one").read_text().split("\n")
+    assert beside == str(maker.folder)
+    assert own == tempfile.gettempdir()
+    maker.close()
+    assert not maker.folder.exists()
