@@ -156,7 +156,7 @@ def linear_config(
 ) -> LinearConfig:
     """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory.
 
-    With `prefill` the bits may differ from those of other tiles.
+    With `prefill` the bits are those of other tiles of prompts, not those of decode.
     """
     config = narrow_config(arch, n, k, weight_dtype)
     fp8 = weight_dtype == torch.float8_e4m3fn
@@ -176,11 +176,13 @@ def linear_config(
     return replace(config, num_stages=stages)
 
 
-def choose(x: torch.Tensor, weight: torch.Tensor, is_long: bool) -> LinearConfig:
-    """The configuration of a product on x's device; `is_long`: a prefill of many rows."""
+def choose(x: torch.Tensor, weight: torch.Tensor, is_prefill: bool) -> LinearConfig:
+    """The configuration of a product on x's device; `is_prefill`: with FP8 weights, of a prompt's rows."""
     device = device_of(x.device.index)
     shape = (*weight.shape, x.dtype, weight.dtype)
-    return linear_config(device.arch, device.shared_bytes, *shape, block_rows(x.shape[0]), is_long)
+    # Warp-group products from the first row on: narrower tiles take the columns in another order.
+    block_m = max(64, block_rows(x.shape[0])) if is_prefill else block_rows(x.shape[0])
+    return linear_config(device.arch, device.shared_bytes, *shape, block_m, is_prefill)
 
 
 def count_parts(weight: torch.Tensor, x_dtype: torch.dtype) -> int:

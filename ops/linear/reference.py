@@ -56,8 +56,8 @@ def linear(
     weight_scale [ceil(N/128), ceil(K/128)] float32, one factor per 128 x 128 block. Returns [M, N] of x's
     dtype, or float32 when `out_float32`.
 
-    With prefill=False the bits of a row depend on that row and on the weight alone, for every M; with
-    prefill=True they may depend on M too, which lets a GPU use its fastest product.
+    The bits of a row depend on that row, the weight and `prefill` alone, for every M. prefill: the rows are a
+    prompt's, many at a time, for which a GPU has another order of the columns that is faster.
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
