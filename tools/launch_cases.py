@@ -198,7 +198,7 @@ def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) 
         scales = (empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128))
     x = empty(rows, width, dtype=FP32 if dtype == FP32 else BF16)
     gate_up, down = empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype)
-    moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, *scales, prefill=prefill)
+    moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
 
 
 def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
