@@ -7,6 +7,7 @@ Whatever can be refused without the weights is refused before they are loaded.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,11 +17,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES, KVCache, resolve_kv_dtype
+from compiled_mtp.build_order import Features, Order
+from compiled_mtp.cache.kv_cache import KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
-from compiled_mtp.cache.slot_state import SlotState, sampling_bytes
-from compiled_mtp.cache.state_cache import StateCache, ring_length
+from compiled_mtp.cache.slot_state import SlotState
+from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.cache_sizes import cache_shape, prefix_cache_bytes, shelf_bytes, staging_bytes
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.graph_choice import choose_compiled, choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
     check_key,
@@ -32,13 +36,14 @@ from compiled_mtp.graphs.artifacts import (
 from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
+from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.memory import (
-    CacheShape,
     HostPlan,
     MemoryPlan,
     available_bytes,
     plan_host,
     plan_memory,
+    plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -64,9 +69,6 @@ logger = logging.getLogger(__name__)
 _CACHE_SHARE = 0.85
 # Of the host's free memory, for requests that must leave the device.
 _OFFLOAD_SHARE = 0.1
-# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
-# a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
-_LEAST_TREE_BYTES = 1 << 30
 # Of stored weights. Below, waiting for each other at every operator costs threads more than they save: the
 # checkpoint that ships, of 22 MB, decodes at 1.6 times the speed with one thread as with two on two idle
 # cores, and on busy ones at many times.
@@ -98,6 +100,14 @@ _CONFIG_APART = frozenset(
 )
 _MODEL_APART = ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized")
 
+# The process that compiles further depths. Not `-m`: the package is found wherever this one came from.
+_MAKER_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
+    "from compiled_mtp.make_depths import main; main()"
+)
+# Of the host's memory, and the most of what is free.
+_MAKER_BYTES, _MAKER_SHARE = 1 << 30, 0.1
+
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
 
@@ -106,29 +116,12 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
-class Features:
-    """What a runner can do that EngineConfig does not ask for.
-
-    depths: the numbers of drafts that a round may verify or leave, in any pair; if empty, those of the
-    config, of which a round verifies and leaves the same. Uncompiled, any pair up to the deepest.
-    with_halves: rounds that run as two halves are compiled too. with_drafts: results carry the next round's
-    drafts. host_records, host_blocks: room for requests, and blocks, in host memory, whatever offload_gb is.
-    """
-
-    depths: tuple[int, ...] = ()
-    with_halves: bool = False
-    with_drafts: bool = False
-    host_records: int = 0
-    host_blocks: int = 0
-
-
-@dataclass(frozen=True)
 class Assembly:
     """What a runner runs on, ready to use.
 
     max_model_len: of one request, as far as num_blocks hold it. formats: of the parameters that are not
-    plain. host: room in host memory for those who leave the device. later: what makes further depths ready,
-    if anything does.
+    plain. host: room in host memory for those who leave the device; shelf: for what the prefix cache gives
+    up there. later: what makes further depths ready, if anything does.
     """
 
     device: torch.device
@@ -136,6 +129,7 @@ class Assembly:
     num_blocks: int
     memory: MemoryPlan
     host: HostPlan
+    shelf: HostPlan
     formats: Formats
     step: Step
     programs: Programs
@@ -199,10 +193,14 @@ def build(
     most_rows = max(bucket.rows for bucket in buckets)
     half_rows = most_rows if features.with_halves else 0
     memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
-    num_blocks, host = memory.num_blocks, _plan_host(settings, memory)
+    num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
-    graph_mode = _graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
+    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
+    text = "%d MiB of weights, %d MiB for %d blocks, %d slots, %d checkpoints and what else a step needs"
+    counts = (num_blocks - 1, config.max_batch, memory.num_checkpoints)
+    logger.info(text, (weight_bytes + draft_bytes) >> 20, memory.total_bytes >> 20, *counts)
+    graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = None
     if settings.cache is not None:
@@ -211,7 +209,7 @@ def build(
         # Absent from a cache for CUDA-graph trees, which compile from the other caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
-    moves = _make_moves(settings, step, memory, host)
+    moves = _make_moves(settings, step, memory, host, shelf)
     programs = Programs(
         step,
         buckets,
@@ -226,19 +224,50 @@ def build(
         programs.warm_up(
             None if progress is None else partial(progress, "compiled shapes"), saved, depth=first
         )
+    order = Order(
+        config=config,
+        model=model_config,
+        num_valid_ids=num_valid_ids,
+        features=features,
+        is_checkpoint=fill is None,
+        depths=_later_depths(settings),
+        buckets=buckets,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        half_rows=half_rows,
+        num_threads=torch.get_num_threads(),
+    )
     return Assembly(
         device=settings.device,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         memory=memory,
         host=host,
+        shelf=shelf,
         formats=settings.formats,
         step=step,
         programs=programs,
         moves=moves,
         cache_key=key,
-        later=_later(config, programs, saved),
+        later=_later(settings, order, programs, saved),
     )
+
+
+def lay_out(order: Order) -> Programs:
+    """The programs of an engine, to be saved: its tensors have their shapes and strides, and no values."""
+    settings = _resolve(
+        order.config,
+        order.model,
+        order.features,
+        order.num_valid_ids,
+        is_checkpoint=order.is_checkpoint,
+    )
+    target, draft = _load(settings, None, lambda parameters: None)
+    sizes = (order.num_blocks, order.max_model_len)
+    step = _make_step(settings, target, draft, *sizes, _draft_ids(settings), order.half_rows)
+    halves = {"with_halves": order.features.with_halves}
+    chunk = order.config.prefill_chunk
+    return Programs(step, order.buckets, chunk, is_compiled=True, graph_mode=None, **halves)
 
 
 def _bound_length(settings: _Settings, num_blocks: int) -> int:
@@ -251,34 +280,51 @@ def _bound_length(settings: _Settings, num_blocks: int) -> int:
     return min(longest, room)
 
 
-def _make_moves(settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan) -> Moves:
+def _make_moves(
+    settings: _Settings, step: Step, memory: MemoryPlan, host: HostPlan, shelf: HostPlan
+) -> Moves:
     moves = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     if host.num_records:
         moves.allocate_host(host.num_records, host.num_blocks)
     if memory.num_checkpoints:
         moves.allocate_checkpoints(memory.num_checkpoints)
+        if shelf.num_records:
+            moves.allocate_shelf(shelf.num_records, shelf.num_blocks)
     elif settings.config.prefix_cache:
         logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
     return moves
 
 
-def _later(config: EngineConfig, programs: Programs, saved: Path | None) -> LaterDepths | None:
-    """What makes the other depths of mtp_step "auto" ready: 0 first, since nothing is slower than it."""
-    if config.mtp_step != "auto" or not programs.is_compiled:
+def _later_depths(settings: _Settings) -> tuple[int, ...]:
+    """The depths that are made ready while requests are decoded: 0 first, since nothing is slower than it."""
+    config = settings.config
+    if config.mtp_step != "auto" or not settings.is_compiled:
+        return ()
+    return tuple(depth for depth in config.depths if depth != first_depth(config.depths))
+
+
+def _later(settings: _Settings, order: Order, programs: Programs, saved: Path | None) -> LaterDepths | None:
+    """What makes the other depths of mtp_step "auto" ready: from a cache, or compiled in a process."""
+    if not order.depths:
         return None
-    first = first_depth(config.depths)
-    others = [depth for depth in config.depths if depth != first]
+    maker = None
     if saved is None:
-        if others:
+        if settings.device.type == "cuda":
+            # What compiles for a GPU beside the engine would take its memory, and kernels of ours are
+            # compiled where they are first launched: in a step.
             logger.warning(
-                "mtp_step auto keeps to depth %d: compiled, the others come from a graph_cache; make one "
-                "with `compiled-mtp export --mtp-step auto`",
-                first,
+                "mtp_step auto keeps to depth %d: on a GPU the others come from a graph_cache; make one with "
+                "`compiled-mtp export --mtp-step auto`",
+                first_depth(settings.config.depths),
             )
-        return None
-    shapes = [shape for depth in others for shape in programs.shapes(depth) if shape.depth == depth]
-    later = [LaterProgram(s.depth or 0, saved / s.name, partial(programs.adopt, s)) for s in shapes]
-    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
+            return None
+        maker = ProgramMaker(_MAKER_CODE, pickle.dumps(order), programs.check_layout)
+        saved = maker.folder
+    later = [
+        LaterProgram(shape.depth or 0, saved / shape.name, partial(programs.adopt, shape))
+        for shape in programs.shapes_of(order.depths)
+    ]
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds, maker)
 
 
 def _resolve(
@@ -290,7 +336,7 @@ def _resolve(
     is_checkpoint: bool,
 ) -> _Settings:
     device = _resolve_device(config.device)
-    is_compiled = _is_compiled(config, device)
+    is_compiled = choose_compiled(config, device)
     num_threads = config.num_threads
     if num_threads is None and device.type == "cpu" and is_checkpoint and _is_small(config.model):
         num_threads = 1
@@ -432,23 +478,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.model, settings.dtype, settings.kv_dtype
-    shape = CacheShape(
-        num_attention_layers=model.num_attention_layers + (settings.mtp_step > 0),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_bytes=kv_dtype.itemsize,
-        num_gdn_layers=model.num_gdn_layers,
-        num_key_heads=model.linear_num_key_heads,
-        num_value_heads=model.linear_num_value_heads,
-        key_head_dim=model.linear_key_head_dim,
-        value_head_dim=model.linear_value_head_dim,
-        conv_dim=model.linear_conv_dim,
-        conv_bytes=dtype.itemsize,
-        ring_length=ring_length(settings.mtp_step, model.conv_kernel),
-        kv_scale_bytes=0 if kv_dtype == dtype else KV_SCALE_BYTES,
-        sampling_bytes=sampling_bytes(model.vocab_size),
-        hidden_bytes=model.hidden_size * dtype.itemsize,
-    )
+    shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
     other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
@@ -456,26 +486,33 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     # What rounds of depth 0 keep for the draft.
     other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
     block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
+    host_bytes = 0
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
-        other_bytes += settings.features.host_records * shape.state_row_bytes()
-        other_bytes += settings.features.host_blocks * block_bytes
+        host_bytes += settings.features.host_records * shape.state_row_bytes()
+        host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            other_bytes += int(config.offload_gb * 2**30)
+            host_bytes += int(config.offload_gb * 2**30)
         elif not settings.features.host_records:
-            other_bytes += int(free_bytes * _OFFLOAD_SHARE)
-    # No request is longer than all free memory.
-    longest = min(settings.max_model_len, free_bytes // block_bytes * config.block_size)
-    other_bytes += _length_bytes(settings, longest, most_rows)
+            host_bytes += int(free_bytes * _OFFLOAD_SHARE)
+        if settings.cache is None and _later_depths(settings):
+            host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
+    else:
+        other_bytes += staging_bytes(config, shape)
+    # No request is longer than all free memory, or than the blocks that are asked for.
+    num_blocks = config.num_blocks or cached
+    most_blocks = num_blocks - 1 if num_blocks else free_bytes // block_bytes
+    longest = min(settings.max_model_len, most_blocks * config.block_size)
     return plan_memory(
-        int(free_bytes * _CACHE_SHARE) - other_bytes,
+        int(free_bytes * _CACHE_SHARE) - host_bytes,
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
         max_model_len=settings.max_model_len,
-        num_blocks=config.num_blocks or cached,
-        prefix_cache_bytes=_prefix_cache_bytes(config),
+        num_blocks=num_blocks,
+        prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
+        other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),
     )
 
 
@@ -502,11 +539,15 @@ def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     return plan_host(int(asked * 2**30), memory, available_bytes())
 
 
-def _prefix_cache_bytes(config: EngineConfig) -> int | None:
-    """Bytes for checkpoints; None for the default."""
-    if not config.prefix_cache:
-        return 0
-    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30)
+def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
+    """Room in host memory for what the prefix cache gives up on the device."""
+    config = settings.config
+    blocks_per_chunk = config.prefill_chunk // config.block_size
+    return plan_shelf(
+        shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE)),
+        memory,
+        blocks_per_chunk,
+    )
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:
@@ -541,37 +582,6 @@ def _late_key(
     sizes = [bucket.groups for bucket in buckets]
     key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": num_blocks}
     return key | ({"graph_mode": graph_mode} if settings.device.type == "cuda" else {})
-
-
-def _is_compiled(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps are compiled: a newcomer's first run on a CPU starts at once, uncompiled."""
-    if config.compile != "auto":
-        return config.compile == "on"
-    if device.type != "cpu" or config.graph_cache is not None:
-        return True
-    # Whoever chose a graph mode or shapes to compile wanted compiled code.
-    is_wanted = config.graph_mode != "auto" or config.batch_sizes is not None
-    logger.log(
-        logging.WARNING if is_wanted else logging.INFO,
-        "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
-    )
-    return False
-
-
-def _graph_mode(config: EngineConfig, device: torch.device, weight_bytes: int) -> GraphMode | None:
-    """How compiled steps become CUDA graphs; None on a CPU, which has none.
-
-    "auto" is what a graph_cache was made for; without one torch's CUDA-graph trees, where a step is long
-    enough to hide what they do between two of them.
-    """
-    if device.type == "cpu":
-        return None
-    if config.graph_mode != "auto":
-        return config.graph_mode
-    if config.graph_cache is not None:
-        stored: GraphMode = read_key(config.graph_cache).get("graph_mode", "replay")
-        return stored
-    return "reduce-overhead" if weight_bytes >= _LEAST_TREE_BYTES else "replay"
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -146,8 +146,9 @@ class EngineConfig(BaseSettings):
         default=None,
         gt=0,
         le=2**20,
-        description="GiB of the device for the states that prompts resume from; default: 4, or an eighth of "
-        "the memory that is free for caches where that is less",
+        description="GiB of the device for the states that prompts resume from, and on a GPU at most as many "
+        "of host memory for what leaves it; default: 4, or an eighth of the memory that is free for caches "
+        "where that is less",
     )
     compile: Literal["auto", "off", "on"] = Field(
         default="auto", description="off to run without torch.compile, on to insist on it"

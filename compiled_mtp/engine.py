@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from compiled_mtp.build import Progress
+from compiled_mtp.build import Fill, Progress
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
@@ -57,7 +57,8 @@ class EngineStats:
 
     running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
     prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
-    prefix_evictions counts ends of prefixes given up for others. offloads and withdrawals count how often a
+    prefix_evictions counts ends of prefixes given up for others; prefix_host_hits of the hits came from
+    prefix_host_bytes of host memory. offloads and withdrawals count how often a
     request left since blocks ran short: to host memory, or to wait and be computed again. rounds_by_depth,
     empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
     by why they had it: "best", "probe" or "only" (no other depth was ready). The rest is of finished
@@ -78,6 +79,8 @@ class EngineStats:
     prefix_lookups: int = 0
     prefix_evictions: int = 0
     prefix_bytes: int = 0
+    prefix_host_hits: int = 0
+    prefix_host_bytes: int = 0
     offloads: int = 0
     withdrawals: int = 0
 
@@ -89,7 +92,8 @@ class Engine:
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
     model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
-    the same config; it is the engine's from then on. `with` closes the engine at its end. Raises ValueError
+    the same config; it is the engine's from then on. `fill` writes the weights in the place of the
+    checkpoint's loader (benchmarks). `with` closes the engine at its end. Raises ValueError
     for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -99,6 +103,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         front: Front | None = None,
+        fill: Fill | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig() if config is None else EngineConfig(model=config)
@@ -108,7 +113,7 @@ class Engine:
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
-        self.runner = Runner(self.config, self.model_config, num_valid_ids, progress)
+        self.runner = Runner(self.config, self.model_config, num_valid_ids, progress, fill)
         self._depths = self._make_depths()
         depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(
@@ -124,6 +129,8 @@ class Engine:
             num_checkpoints=self.runner.memory.num_checkpoints,
             host_records=self.runner.host.num_records,
             host_blocks=self.runner.host.num_blocks,
+            shelf_records=self.runner.shelf.num_records,
+            shelf_blocks=self.runner.shelf.num_blocks,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
@@ -158,9 +165,9 @@ class Engine:
         Whoever has the lower priority gets its place sooner, and keeps it longer where blocks run short.
         With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
         caller's thread. Fields of `params` that were not set come from the checkpoint's
-        generation_config.json. May be called from any thread. Raises ValueError, and queues nothing, for a
-        prompt that is empty or too long, an id out of range, a parameter out of range, a grammar that cannot
-        be compiled and a request_id that is empty or in use.
+        generation_config.json. May be called from any thread, and by a signal's handler. Raises ValueError,
+        and queues nothing, for a prompt that is empty or too long, an id out of range, a parameter out of
+        range, a grammar that cannot be compiled and a request_id that is empty or in use.
         """
         self._check_open()
         check_type("request_id", request_id, str, "leave it out for one of our own")
@@ -209,10 +216,13 @@ class Engine:
                 self._depths.read(result)
             self.scheduler.update(result)
         except BaseException as error:
-            self.runner.drop_launches()
-            if self._depths is not None:
-                self._depths.forget_launches()
-            self.scheduler.recover(f"the step was interrupted by {error!r}")
+            try:
+                self.runner.drop_launches()
+            finally:
+                # Also where a second interrupt ends the waiting for copies.
+                if self._depths is not None:
+                    self._depths.forget_launches()
+                self.scheduler.recover(f"the step was interrupted by {error!r}")
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
@@ -227,8 +237,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason 'abort', comes from the next step.
 
-        May be called from any thread; a request that ends by itself before that step stays as it ended.
-        Raises ValueError for an id that is not running or waiting.
+        May be called from any thread, and by a signal's handler; a request that ends by itself before that
+        step stays as it ended. Raises ValueError for an id that is not running or waiting.
         """
         self._inbox.abort(request_id)
 
@@ -332,6 +342,7 @@ class Engine:
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory = self.runner.memory
         checkpoints_bytes = prefix.index.num_checkpoints_used * memory.checkpoint_bytes
+        shelf_bytes = prefix.shelf.num_records_used * memory.checkpoint_bytes
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self._inbox),
@@ -347,6 +358,8 @@ class Engine:
             prefix_lookups=prefix.num_lookups,
             prefix_evictions=prefix.index.num_evictions,
             prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
+            prefix_host_hits=prefix.num_host_hits,
+            prefix_host_bytes=shelf_bytes + prefix.shelf.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
             withdrawals=self.scheduler.num_withdrawn,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Sequence
 
@@ -15,18 +16,21 @@ class Inbox:
     """Names requests, numbers them in the order of arrival, and keeps them until `hand_over`.
 
     `seed` is the engine's: the seeds of requests that bring none are derived from it. Any thread may call
-    every method but `hand_over`, `pass_aborts` and `forget`, which belong to the thread that steps.
+    every method but `hand_over`, `pass_aborts` and `forget`, which belong to the thread that steps. A
+    signal's handler may call `put`, `new_id` and `abort` too, wherever it interrupts its thread.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
         self._scheduler = scheduler
         self._seed = seed
-        self._lock = threading.Lock()
+        # Its thread may be interrupted by a handler that asks for it again: what is between two statements
+        # must then be true.
+        self._lock = threading.RLock()
         # By id, all choices of each.
         self._requests: dict[str, Sequence[Request]] = {}
         self._aborts: set[str] = set()
-        self._num_named = 0
-        self._num_arrived = 0
+        self._names = itertools.count(1)
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return sum(map(len, list(self._requests.values())))
@@ -45,19 +49,21 @@ class Inbox:
         first = choices[0]
         with self._lock:
             request_id = first.request_id
+            # Of one of the same name that ended by itself in the meantime.
+            is_stale = request_id in self._aborts
             if not request_id:
                 request_id = self._new_id()
             elif self._has_id(request_id):
-                raise ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")
-            seed = first.history.seed
+                raise _in_use(request_id)
+            seed, number = first.history.seed, next(self._numbers)
             if first.params.seed is None and self._seed is not None:
-                seed = derive_seed(self._seed, self._num_arrived)
+                seed = derive_seed(self._seed, number)
             for request in choices:
                 request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
-            self._num_arrived += 1
-            # Of one of the same name that ended by itself in the meantime.
-            self._aborts.discard(request_id)
-            self._requests[request_id] = choices
+            if self._requests.setdefault(request_id, choices) is not choices:
+                raise _in_use(request_id)
+            if is_stale:
+                self._aborts.discard(request_id)
         return request_id
 
     def new_id(self) -> str:
@@ -113,6 +119,9 @@ class Inbox:
 
     def _new_id(self) -> str:
         while True:
-            self._num_named += 1
-            if not self._has_id(request_id := f"request-{self._num_named}"):
+            if not self._has_id(request_id := f"request-{next(self._names)}"):
                 return request_id
+
+
+def _in_use(request_id: str) -> ValueError:
+    return ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _FLOAT32_BYTES = 4
+# Of what is packed into flat memory, as `RowLayout` does it.
+_ROW_ALIGNMENT = 64
 # Block 0, and one for a request.
 _LEAST_BLOCKS = 2
 # Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
@@ -58,7 +60,8 @@ class CacheShape:
 
     def checkpoint_bytes(self) -> int:
         """Bytes of what a prefill chunk leaves to the next: states, conv inputs and a hidden state."""
-        return self._prefill_state_bytes() + self.hidden_bytes
+        flat = self._prefill_state_bytes() + self.hidden_bytes
+        return -(-flat // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     def _prefill_state_bytes(self) -> int:
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim
@@ -69,7 +72,8 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody.
-    num_checkpoints are those of the prefix cache.
+    num_checkpoints are those of the prefix cache. other_bytes: what the engine takes on the device beside
+    them and the weights.
     """
 
     num_blocks: int
@@ -78,12 +82,18 @@ class MemoryPlan:
     state_row_bytes: int
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks, state rows and checkpoints."""
-        rows_bytes = self.num_state_rows * self.state_row_bytes
-        return self.num_blocks * self.block_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes
+        """Bytes of the device that the engine takes beside the weights and what a launch needs while it runs.
+        A CPU gives those of blocks only when they are written.
+        """
+        rows_bytes, blocks_bytes = (
+            self.num_state_rows * self.state_row_bytes,
+            self.num_blocks * self.block_bytes,
+        )
+        return blocks_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes + self.other_bytes
 
 
 def plan_memory(
@@ -96,8 +106,9 @@ def plan_memory(
     num_blocks: int | None = None,
     prefix_cache_bytes: int | None = 0,
     blocks_per_chunk: int = 1,
+    other_bytes: int = 0,
 ) -> MemoryPlan:
-    """Return how many blocks, state rows and checkpoints to create in `free_bytes`.
+    """Return how many blocks, state rows and checkpoints to create in `free_bytes` beside other_bytes.
 
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
     checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
@@ -105,6 +116,7 @@ def plan_memory(
     ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
     fit.
     """
+    free_bytes -= other_bytes
     block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
     each_bytes = shape.checkpoint_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
@@ -122,7 +134,7 @@ def plan_memory(
             f"{', prefix_cache_gb' if wanted else ''} or num_blocks"
         )
     num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
-    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes)
+    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)
 
 
 def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
@@ -140,7 +152,7 @@ def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """Room in host memory for requests that leave the device: their rows, and blocks."""
+    """Room in host memory for what leaves the device: rows, and blocks."""
 
     num_records: int
     num_blocks: int
@@ -160,6 +172,12 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
     records = min(plan.num_state_rows - 1, offload_bytes // 2 // plan.state_row_bytes)
     blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
     return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
+
+
+def plan_shelf(shelf_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> HostPlan:
+    """Return what `shelf_bytes` of host memory hold of chunks of so many blocks: states, and all blocks."""
+    chunks = shelf_bytes // (plan.checkpoint_bytes + blocks_per_chunk * plan.block_bytes)
+    return HostPlan(chunks, chunks * blocks_per_chunk) if plan.num_checkpoints else HostPlan(0, 0)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

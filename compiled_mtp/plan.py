@@ -14,9 +14,11 @@ PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", 
 
 
 class Place(NamedTuple):
-    """Where the rows of a request lie: in a slot of the device, a checkpoint of the device, a host record."""
+    """Where the rows of a request lie: in a slot of the device or a host record; where what its prompt has
+    left does: in a checkpoint of the device or a record of the host's shelf.
+    """
 
-    tier: Literal["slot", "checkpoint", "host"]
+    tier: Literal["slot", "checkpoint", "host", "shelf"]
     number: int
 
 
@@ -71,16 +73,19 @@ class Release:
 class Copy:
     """Copy every registered row of a request, and blocks, from one place to another.
 
-    A checkpoint has those rows alone that a later chunk of the prompt reads, and no blocks. blocks are pairs
-    (source block, target block); ids of the host tier index its own blocks. Both places belong to the copy
-    until a result names copy_id in `copies_done`; what is copied to and from checkpoints, and the device's
-    slots, happens in the order of the plans and needs no waiting.
+    A checkpoint, and a record of the shelf, have those rows alone that a later chunk of the prompt reads.
+    blocks are pairs (source block, target block): "slot" and "checkpoint" stand for blocks of the device, ids
+    of "host" and "shelf" index their own. Without has_rows blocks alone are copied, whatever the places'
+    numbers. Both places belong to the copy until a result names copy_id in `copies_done`; what is copied to
+    and from checkpoints, and the device's slots, happens in the order of the plans and needs no waiting, but
+    what goes to the shelf is there when its copy is done.
     """
 
     copy_id: int
     source: Place
     target: Place
     blocks: tuple[tuple[int, int], ...] = ()
+    has_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)

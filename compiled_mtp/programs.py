@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from compiled_mtp.ops.sample import filter_logits
 from compiled_mtp.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.step import Step
 
+logger = logging.getLogger(__name__)
+
 # The first call compiles, the second records a CUDA graph, the third replays it.
 _WARM_UP_CALLS = 3
 _LAYOUT_NAME = "layout.json"
@@ -54,9 +57,9 @@ class Programs:
 
     Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
     not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
-    one of `buckets`. with_halves: rounds as two halves are compiled too; without it halves run as they are,
-    which costs the start nothing, and the host a launch an operator. Inputs are copied to the device only
-    when they change.
+    one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where there are graphs,
+    a half's code is captured as it is behind its first run, which costs the start nothing. Inputs are copied
+    to the device only when they change.
     """
 
     def __init__(
@@ -95,6 +98,9 @@ class Programs:
         self._first_token: dict[int, Program] = dict.fromkeys(
             sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
         )
+        # Halves whose graph is still to come.
+        has_graphs = graph_mode is not None and not with_halves
+        self._uncaptured: set[Hashable] = {*self._verify, *self._accept} if has_graphs else set()
         # What rounds without drafts keep has the shape of the deepest round.
         widest = {b.groups: b for b in self.buckets if b.verify_step == b.draft_step == step.mtp_step}
         has_kept = step.mtp_step > 0 and any(b.verify_step == b.draft_step == 0 for b in self.buckets)
@@ -130,7 +136,7 @@ class Programs:
         if self.step.verified_logits.shape[0] < bucket.rows:
             self.step.reserve_halves(max(bucket.rows for bucket in self.buckets))
         state_index = self._upload_slots(bucket, slots)
-        self._call(self._verify[bucket.rows, verify_step], (state_index, verify_step))
+        self._call_half(self._verify, (bucket.rows, verify_step), (state_index, verify_step))
         self._verified = (slots, verify_step)
 
     @torch.no_grad()
@@ -162,7 +168,7 @@ class Programs:
             step.masks[: masks.shape[0]] = masks
         # What the tokens are drawn from; the slots' own state has moved on once they are.
         filtered = step.filter_half(state_index, verify_step) if with_logprobs and with_processed else None
-        packed = self._call(self._accept[bucket], (state_index, verify_step, draft_step))
+        packed = self._call_half(self._accept, bucket, (state_index, verify_step, draft_step))
         if masks is not None:
             step.masks[: masks.shape[0]] = -1
         if not with_logprobs:
@@ -279,7 +285,7 @@ class Programs:
             self.launch_apart()  # It makes buffers anew, so it comes first.
         self._mark_static()
         if saved is not None:
-            self._check_layout(saved)
+            self.check_layout(saved)
         if self.device.type == "cuda":
             # What operators keep for ever (counters of split sums) must not lie in a CUDA graph's pool.
             self._pool = torch.cuda.graph_pool_handle()
@@ -325,17 +331,27 @@ class Programs:
         """
         if self.graph_mode == "reduce-overhead":
             return
-        self._mark_static()
         directory.mkdir()
         with compiler_settings():
             for shape in self.shapes():
-                save_program(shape.method, self.step, shape.inputs, directory / shape.name)
-        (directory / _LAYOUT_NAME).write_text(json.dumps(self._layout()))
+                self.save_shape(shape, directory)
+
+    def save_shape(self, shape: Shape, directory: Path) -> None:
+        """Write one program to `directory`, and the layout that all have been compiled for."""
+        self._mark_static()
+        layout = directory / _LAYOUT_NAME
+        if not layout.exists():
+            layout.write_text(json.dumps(self._layout()))
+        save_program(shape.method, self.step, shape.inputs, directory / shape.name)
 
     def shapes(self, depth: int | None = None) -> Iterator[Shape]:
         """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool
         of the CUDA graphs need not grow again."""
         return (shape for shape in self._every_shape() if depth is None or shape.depth in (depth, None))
+
+    def shapes_of(self, depths: Sequence[int]) -> Iterator[Shape]:
+        """Those that rounds of these depths need and prompts do not, a depth after the other."""
+        return (shape for depth in depths for shape in self.shapes(depth) if shape.depth == depth)
 
     def _every_shape(self) -> Iterator[Shape]:
         slot = self._prefill_slot
@@ -380,11 +396,15 @@ class Programs:
         mark_static([self._prefill_slot, self._start, self._length])
 
     def _layout(self) -> dict[str, Any]:
-        """What saved programs assume of the tensors they are given."""
+        """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
+        between halves, which is made when the first half needs it."""
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
-        return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors}
+        left_out = frozenset[str]() if self.with_halves else self.step.between_halves
+        kept = [(name, tensor) for name, tensor in tensors if name not in left_out]
+        return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in kept}
 
-    def _check_layout(self, saved: Path) -> None:
+    def check_layout(self, saved: Path) -> None:
+        """Raise ValueError if the programs in `saved` were made for tensors of another layout."""
         stored, wanted = json.loads((saved / _LAYOUT_NAME).read_text()), self._layout()
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
@@ -414,6 +434,19 @@ class Programs:
         if self.graph_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         return program(*inputs)
+
+    def _call_half(
+        self, programs: dict[Any, Program], key: Hashable, inputs: tuple[torch.Tensor | int, ...]
+    ) -> Any:
+        """`_call`, and capture what is not compiled: its operators have their kernels and counters now."""
+        output = self._call(programs[key], inputs)
+        if key in self._uncaptured:
+            self._uncaptured.remove(key)
+            try:
+                programs[key] = capture(programs[key], inputs, self._pool)
+            except RuntimeError as error:  # No memory for its pool, say: who decodes is not to end.
+                logger.warning("half a round of %s runs without a graph: %s", key, error)
+        return output
 
     def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_mtp.build import Features, Fill, Progress, build
+from compiled_mtp.build import Fill, Progress, build
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 
@@ -54,6 +55,7 @@ class Runner:
         self.num_blocks = assembly.num_blocks
         self.memory = assembly.memory
         self.host = assembly.host
+        self.shelf = assembly.shelf
         self.formats = assembly.formats
         self.step = assembly.step
         self.programs = assembly.programs
@@ -62,6 +64,7 @@ class Runner:
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
+        self._is_wait_due = False
         # Launched, and not yet read; with the copies that failed.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
         # Of plans that are still to be launched, by step_id.
@@ -76,13 +79,16 @@ class Runner:
         Without a plan the oldest launch is waited for. Mutates the device's state as the plan says. A launch
         that fails (memory, the device) has its error as its result, at once; what it mutated is not known.
         """
+        if self._is_wait_due:
+            self.moves.wait()
+            self._is_wait_due = False
         if plan is not None:
             try:
                 self._launches.append((plan, *self._launch(plan)))
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:
-                return _failed(plan, error)
+                return self._fail(plan, error)
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
@@ -107,10 +113,14 @@ class Runner:
         self._masks[plan.step_id] = masks
 
     def drop_launches(self) -> None:
-        """Forget every launch, and what an interrupted one may have left half done."""
+        """Forget every launch, and what an interrupted one may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
         self.programs.forget_batches()
+        # Interrupted, it is done before the next launch: copies may still write to what is given away.
+        self._is_wait_due = True
+        self.moves.wait()
+        self._is_wait_due = False
 
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
@@ -176,16 +186,21 @@ class Runner:
             try:
                 buffer.ready.synchronize()
             except Exception as error:
-                return _failed(plan, error)
+                return self._fail(plan, error)
             self.waited_s += time.perf_counter() - begin
         result = self._read(plan, buffer.packed, failed)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
+    def _fail(self, plan: StepPlan, error: Exception) -> StepResult:
+        """The result of a launch that failed, none of whose copies is under way any more."""
+        logger.error("a %s step failed", plan.kind, exc_info=error)
+        self.moves.wait(plan)
+        return StepResult(plan, error=f"{type(error).__name__}: {error}")
+
     def _read(self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...]) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
-        copy_ids = [move.copy_id for move in plan.moves if isinstance(move, Copy)]
-        copies_done = tuple([copy_id for copy_id in copy_ids if copy_id not in failed])
+        copies_done = self.moves.take_done(plan, failed)
         prompt_logprobs = None
         if packed is not None and (count := len(plan.next_ids)):
             packed, scored = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
@@ -223,8 +238,3 @@ def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) ->
         RowLogprobs(*(column[: len(drawn)].tolist() for column in columns))
         for columns, drawn in zip(found, tokens, strict=False)
     ]
-
-
-def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    logger.error("a %s step failed", plan.kind, exc_info=error)
-    return StepResult(plan, error=f"{type(error).__name__}: {error}")

@@ -55,6 +55,7 @@ class Step(nn.Module):
 
     cos_sin: torch.Tensor
     draft_head: torch.Tensor | None
+    hash_limit: torch.Tensor | None
     draft_ids: torch.Tensor | None
     verified_hidden: torch.Tensor
     verified_logits: torch.Tensor
@@ -90,26 +91,41 @@ class Step(nn.Module):
         self.mtp_step = mtp_step
         self.num_valid_ids = num_valid_ids
         self.max_model_len = max_model_len
-        # Benchmarks only: drafts are kept at that rate, whatever they are.
-        self.hash_limit = -1 if synthetic_acceptance is None else round(synthetic_acceptance * 2**16)
+        # Benchmarks only: drafts are kept at that rate, whatever they are. Rounds read it when they run.
+        is_synthetic = synthetic_acceptance is not None
+        self.register_buffer("hash_limit", slots.pos.new_zeros(1) if is_synthetic else None)
+        if synthetic_acceptance is not None:
+            self.accept_at(synthetic_acceptance)
         # A cut head costs acceptance where the target draws another id, and never a token.
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
         self.reserve_halves(half_rows)
 
+    def accept_at(self, rate: float | None) -> None:
+        """Keep drafts at another synthetic rate, None for what they are worth, from the next launch on.
+
+        For a step that was made with a rate; compiled code stays as it is. Mutates hash_limit.
+        """
+        assert self.hash_limit is not None
+        self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
+
     def reserve_halves(self, rows: int) -> None:
         """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""
         vocab_size, hidden_size = self.target.head_weight.shape
         like = self.slots.last_hidden
-        self.register_buffer("verified_hidden", like.new_zeros((rows, hidden_size)))
-        logits = like.new_zeros((rows, vocab_size), dtype=torch.float32)
-        self.register_buffer("verified_logits", logits)
-        # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
-        masks = like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
-        self.register_buffer("masks", masks)
+        made = {
+            "verified_hidden": like.new_zeros((rows, hidden_size)),
+            "verified_logits": like.new_zeros((rows, vocab_size), dtype=torch.float32),
+            # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
+            "masks": like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32),
+        }
         for name in Window._fields:
             row = self.slots.block_table if name == "block_table" else self.slots.pos
-            self.register_buffer(f"verified_{name}", row.new_zeros((rows, *row.shape[1:])))
+            made[f"verified_{name}"] = row.new_zeros((rows, *row.shape[1:]))
+        # All or none: memory may have run out.
+        for name, buffer in made.items():
+            self.register_buffer(name, buffer)
+        self.between_halves = frozenset(made)
 
     def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
         """One round: verify the S1 first drafts of each request and leave S2 new ones.

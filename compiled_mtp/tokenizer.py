@@ -192,7 +192,7 @@ def _to_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def _byte_characters() -> dict[str, int]:
+def byte_characters() -> dict[str, int]:
     """The character that stands for each byte in a byte-level vocabulary.
 
     Printable bytes of Latin-1 stand for themselves, the others follow from U+0100 on. Source: GPT-2's encoder
@@ -203,7 +203,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_characters()
+_BYTE_OF_CHARACTER = byte_characters()
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,10 +115,11 @@ def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any)
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
     `program` has run before, so nothing compiles inside. The replay returns the same output tensor each time,
-    overwritten by every replay of the pool: it is to be copied out on the same stream.
+    overwritten by every replay of the pool: it is to be copied out on the same stream. Other threads may use
+    the device meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = program(*inputs)
 
     def replay(*arguments: torch.Tensor | int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import (

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_mtp.build import Progress
+from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.plan import Admit, StepPlan
+from compiled_mtp.plan import Admit, Copy, StepPlan
 from compiled_mtp.request import RequestOutput
 from compiled_mtp.step import Step
 from tests import tiny
@@ -35,11 +37,37 @@ def make_engine(directory: Path, progress: Progress | None = None, **options: An
     def poison_then_carry_out(plan: StepPlan) -> tuple[int, ...]:
         # Blocks that several hold, or are kept for others, have what a request resumes from.
         pool = engine.scheduler.pool
+        # What the prefix cache gives up leaves before it is written.
+        spills = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "shelf")
+        failed = carry_out(replace(plan, moves=spills, block_updates=()))
         poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
-        return carry_out(plan)
+        return failed + carry_out(replace(plan, moves=plan.moves[len(spills) :]))
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine
+
+
+class LateLane(Lane):
+    """Reports every copy some results late, as a stream of a GPU does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_apart = True
+
+    def record(self, step_id: int, copy_id: int) -> None:
+        self._under_way.append(_UnderWay(step_id, copy_id, _LateEvent()))  # type: ignore[arg-type]
+
+
+class _LateEvent:
+    def __init__(self) -> None:
+        self.num_left = 3
+
+    def query(self) -> bool:
+        self.num_left -= 1
+        return self.num_left < 0
+
+    def synchronize(self) -> None:
+        self.num_left = 0
 
 
 def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = lambda _: False) -> None:

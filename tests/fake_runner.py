@@ -61,7 +61,8 @@ class FakeRunner:
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
     broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
-    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails.
+    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails, as do those of
+    the prefix cache while fails_spills.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class FakeRunner:
         # Of a tier's block, what each of its places holds.
         self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
+        # What goes to the host tier of the prefix cache.
+        self.spills: dict[int, tuple[Copy, int]] = {}
+        self.fails_spills = False
         self.open_round: StepPlan | None = None
         self.last_chunk: StepPlan | None = None
         self.results: deque[StepResult] = deque()
@@ -118,6 +122,7 @@ class FakeRunner:
         """As `Runner.drop_launches` does: nothing is under way any more."""
         self.results.clear()
         self.copies.clear()
+        self.spills.clear()
         self.failed_copies = []
         self.open_round = None
         self.has_failed = True
@@ -140,6 +145,7 @@ class FakeRunner:
             self._forget_round(plan)
             for copy in _copies(plan):
                 self.copies.pop(copy.copy_id, None)
+                self.spills.pop(copy.copy_id, None)
             self.failed_copies = []
             return StepResult(plan, error="the device is on fire")
         return result
@@ -151,12 +157,13 @@ class FakeRunner:
     def _with_copies(self, result: StepResult) -> StepResult:
         """The result, and which copies are complete by then."""
         done = []
-        for copy_id, (copy, wait) in list(self.copies.items()):
-            if wait == 0 or result.plan.kind == "move":
-                del self.copies[copy_id]
-                done.append(copy_id)
-            else:
-                self.copies[copy_id] = (copy, wait - 1)
+        for waiting in (self.copies, self.spills):
+            for copy_id, (copy, wait) in list(waiting.items()):
+                if wait == 0 or result.plan.kind == "move":
+                    del waiting[copy_id]
+                    done.append(copy_id)
+                else:
+                    waiting[copy_id] = (copy, wait - 1)
         failed, self.failed_copies = tuple(self.failed_copies), []
         return replace(result, copies_done=tuple(done), copies_failed=failed)
 
@@ -171,10 +178,33 @@ class FakeRunner:
         assert row.seed is not None, "a slot is filled before its request is admitted"
         assert not row.prompt
         row.prompt, row.pos = list(saved.prompt), saved.pos
+        coming = [spill for spill, _ in self.spills.values()]
+        assert copy.source not in [spill.target for spill in coming if spill.has_rows]
+        for block, target in copy.blocks:
+            assert block not in [pair[1] for spill in coming for pair in spill.blocks]
+            self.kv["slot", target] = dict(self.kv["shelf", block])
+
+    def _spill(self, copy: Copy) -> None:
+        assert copy.source.tier == "checkpoint"
+        if self.fails_spills:
+            self.failed_copies.append(copy.copy_id)
+            return
+        if copy.has_rows:
+            source = self.rows[copy.source]
+            self.rows[copy.target] = Row(None, None, list(source.prompt), source.pos)
+        for block, target in copy.blocks:
+            self.kv["shelf", target] = dict(self.kv["slot", block])
+        self.spills[copy.copy_id] = (copy, self.copy_delay)
 
     def _install(self, plan: StepPlan) -> None:
         for move in plan.moves:
-            if isinstance(move, Copy) and move.source.tier == "checkpoint":
+            if isinstance(move, Copy) and move.target.tier == "shelf":
+                self._spill(move)
+                continue
+            if isinstance(move, Copy) and move.target.tier == "checkpoint":
+                self._save(move)
+                continue
+            if isinstance(move, Copy) and move.source.tier in ("checkpoint", "shelf"):
                 self._resume(move)
                 continue
             if isinstance(move, Copy):

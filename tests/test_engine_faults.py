@@ -227,6 +227,34 @@ def test_generate_leaves_nothing_behind(checkpoint: Path, streams: dict[str, lis
     assert engine.generate([PROMPTS["b"]], PARAMS)[0].new_token_ids == streams["b"]
 
 
+def test_a_second_interrupt_while_copies_are_waited_for(
+    checkpoint: Path, streams: dict[str, list[int]]
+) -> None:
+    engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1, max_batch=1)
+    for name in ("a", "b"):
+        engine.add_request(prompt_token_ids=PROMPTS[name], params=PARAMS, request_id=name)
+    programs, moves = engine.runner.programs, engine.runner.moves
+    with (
+        raising(programs, "decode", 2, KeyboardInterrupt()),
+        raising(moves, "wait", 1, KeyboardInterrupt("again")),
+        pytest.raises(KeyboardInterrupt, match="again"),
+    ):
+        run_to_end(engine)
+    waits: list[None] = []
+    wait = moves.wait
+
+    def count(*given: Any) -> None:
+        waits.append(None)
+        wait(*given)
+
+    moves.wait = count  # type: ignore[method-assign]
+    # Copies are waited for before the first launch, once.
+    outputs = run_to_end(engine)
+    assert len(waits) == 1
+    assert outputs["b"] == streams["b"]
+    engine.scheduler.check_integrity()
+
+
 def test_an_interrupt_inside_generate_takes_nothing_from_others(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:

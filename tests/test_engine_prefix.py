@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.plan import Copy, Place, StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import make_engine, prompt_of
+from tests.engines import LateLane, make_engine, prompt_of
 
 VOCAB = 512
 CHUNK = 64
@@ -147,6 +147,37 @@ def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) ->
     assert engine.stats().prefix_evictions > 0
 
 
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 0), (3, 1)])
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+def test_what_comes_back_from_host_memory_gives_the_same(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int, kv_dtype: str
+) -> None:
+    monkeypatch.setattr("compiled_mtp.build.shelf_bytes", lambda *_: 1 << 24)
+    if max_in_flight:
+        monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateLane)
+    sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2, "kv_dtype": kv_dtype}
+    engine = make_engine(checkpoint, mtp_step=mtp_step, max_in_flight=max_in_flight, **sizes)
+    prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(3)]
+    seen: list[list[RequestOutput]] = []
+    for _ in range(3):
+        seen.append([engine.generate([prompt], PARAMS["listed"])[0] for prompt in prompts])
+        engine.scheduler.check_integrity()
+    for turn in seen[1:]:
+        assert [output.metrics.cached_tokens for output in turn] == [128, 128, 128]
+        for first, again in zip(seen[0], turn, strict=True):
+            assert (again.new_token_ids, again.logprobs) == (first.new_token_ids, first.logprobs)
+            assert again.metrics.rounds_by_accepted == first.metrics.rounds_by_accepted
+    for prompt, output in zip(prompts, seen[2], strict=True):
+        if kv_dtype == "auto":
+            check(checkpoint, prompt, "listed", output)
+    stats, memory = engine.stats(), engine.runner.memory
+    assert 3 <= stats.prefix_host_hits <= stats.prefix_hits
+    shelf = engine.scheduler.prefix.shelf
+    blocks_bytes = shelf.num_blocks_used * memory.block_bytes
+    assert stats.prefix_host_bytes == shelf.num_records_used * memory.checkpoint_bytes + blocks_bytes > 0
+    assert 0 < stats.prefix_host_bytes <= engine.runner.moves.host_bytes
+
+
 def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=0, prefix_cache=False)
     for _ in range(2):
@@ -161,8 +192,7 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
 
 def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
-    checkpoints, memory = engine.runner.moves._checkpoints, engine.runner.memory
-    taken = sum(rows.nbytes for rows in checkpoints.values())
+    taken, memory = engine.runner.moves.checkpoints.nbytes, engine.runner.memory
     assert taken == memory.num_checkpoints * memory.checkpoint_bytes > 0
     engine.generate([PROMPT], SAMPLED)
     kept = 3 * memory.checkpoint_bytes + 12 * memory.block_bytes

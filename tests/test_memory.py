@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_mtp.build import _length_bytes
+from compiled_mtp.cache_sizes import shelf_bytes
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import (
     CacheShape,
     HostPlan,
@@ -21,7 +24,10 @@ from compiled_mtp.memory import (
     available_bytes,
     plan_host,
     plan_memory,
+    plan_shelf,
 )
+from tests.checkpoints import write_checkpoint
+from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
 SHAPE_27B = CacheShape(
@@ -104,6 +110,53 @@ def test_host_memory_holds_at_most_what_the_device_does() -> None:
     assert plan_host(6000, plan, 6000).num_records == 1
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
         plan_host(3 << 30, plan, 2 << 30)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
+def test_the_engine_takes_what_it_says(tmp_path: Path) -> None:
+    """What was touched, when everything is written that it has; and tensors to the byte, or nearly."""
+    write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    make_engine(tmp_path, mtp_step=3).generate([[1, 2, 3]])
+    before = _anonymous_bytes()
+    engine = make_engine(tmp_path, mtp_step=3, num_blocks=6000, prefix_cache_gb=0.25)
+    step, moves, plan = engine.runner.step, engine.runner.moves, engine.runner.memory
+    moves.checkpoints.fill_(1)
+    engine.generate([[1, 2, 3]])
+    touched = _anonymous_bytes() - before
+    assert plan.total_bytes > 300 << 20
+    assert touched == pytest.approx(plan.total_bytes, rel=0.02)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in step.buffers()}
+    tensors = moves.checkpoints.nbytes + sum(storage.nbytes() for storage in storages.values())
+    assert tensors == pytest.approx(plan.total_bytes, rel=0.01)
+
+
+def _anonymous_bytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
+    sizes = {"num_blocks": 41, "num_state_rows": 5, "block_bytes": 1000, "state_row_bytes": 3000}
+    plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
+    assert plan_shelf(43_000, plan, 4) == HostPlan(7, 28)
+    assert plan_shelf(5999, plan, 4) == HostPlan(0, 0)
+    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == HostPlan(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "gib"),
+    [
+        ({}, "cuda", 4),
+        ({"prefix_cache_gb": 6.0}, "cuda", 6),
+        ({"prefix_cache_gb": 99.0}, "cuda", 10),
+        ({"prefix_cache": False}, "cuda", 0),
+        ({"prefix_cache_gb": 6.0}, "cpu", 0),
+    ],
+)
+def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
+    config = EngineConfig(**options)
+    assert shelf_bytes(config, device, 10 << 30) == gib << 30
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
+from compiled_mtp.cache.host_tier import _powers_of_two
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
 from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
@@ -130,6 +133,70 @@ def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slo
     assert all(values == [0] for name, values in found.items() if name not in taken)
 
 
+class Launches(TorchDispatchMode):
+    """Counts what a device would launch: everything but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and not name.startswith(("empty", "lift", "detach", "_to_copy")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, num_layers=24, **SIZES)
+    slot, record = Place("slot", 1), Place("host", 0)
+    pairs = tuple((block, block - 1) for block in range(1, BLOCKS_EACH + 1))
+    back = tuple((target, source) for source, target in pairs)
+    copies = {
+        "slot": Copy(0, slot, Place("slot", 2)),
+        "save": Copy(1, slot, Place("checkpoint", 0)),
+        "resume": Copy(2, Place("checkpoint", 0), Place("slot", 2)),
+        "out": Copy(3, slot, record, pairs),
+        "in": Copy(4, record, Place("slot", 2), back),
+    }
+    counts = []
+    for directory in (checkpoint, tmp_path):
+        moves = make_runner(directory, HOST).moves
+        counts.append({})
+        for name, copy in copies.items():
+            with Launches() as launches:
+                moves.carry_out(StepPlan(0, "move", moves=(copy,)))
+            counts[-1][name] = len(launches.names)
+    assert counts[0] == counts[1]
+    # Five kinds of GDN state, the other rows together (one launch a dtype on their way back), and the blocks.
+    assert counts[0] == {"slot": 9, "save": 3, "resume": 3, "out": 7, "in": 10}
+
+
+def test_blocks_that_lie_apart_and_in_any_order_come_back(checkpoint: Path) -> None:
+    moves = make_runner(checkpoint, HOST).moves
+    (pages,) = moves._block_layout._spread
+    for block in range(33):
+        pages.tensor[block] = block
+    pairs = ((9, 15), (4, 3), (7, 2), (32, 0), (1, 4))
+    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Place("slot", 1), Place("host", 0), pairs),)))
+    pages.tensor[1:] = -1
+    back = tuple((target, 20 + index) for index, (_, target) in enumerate(pairs))
+    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Place("host", 0), Place("slot", 1), back),)))
+    found = [pages.tensor[20 + index].unique().tolist() for index in range(len(pairs))]
+    assert found == [[source] for source, _ in pairs]
+
+
+def test_pinned_memory_is_taken_in_powers_of_two() -> None:
+    # A request's rows at 27B: 163.6 MiB.
+    sizes = _powers_of_two(171_540_480)
+    assert sum(sizes) == 171_540_480
+    assert len(sizes) < 9
+    assert all(size & (size - 1) == 0 for size in sizes[:-1])
+    taken = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert taken < 1.01 * sum(sizes)
+    assert _powers_of_two(0) == []
+
+
 def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> None:
     driver = begin(checkpoint)
     slots = driver.runner.step.slots
@@ -171,8 +238,7 @@ def test_a_copy_without_memory_fails_alone(
     checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = begin(checkpoint)
-    assert driver.runner.moves.host is not None
-    assert driver.runner.moves.host.allocated_bytes == 0
+    assert driver.runner.moves.host_bytes == 0
     monkeypatch.setattr("compiled_mtp.cache.host_tier._allocate", _refuse)
     pairs = tuple((block, index) for index, block in enumerate(driver.blocks["a"]))
     copy = Copy(7, Place("slot", driver.slots["a"]), Place("host", 0), pairs)
@@ -185,7 +251,7 @@ def test_a_copy_without_memory_fails_alone(
         assert tokens == streams[name][: len(tokens)]
 
 
-def _refuse(like: object, count: int | None) -> None:
+def _refuse(num_bytes: int, is_pinned: bool) -> None:
     raise RuntimeError("no memory")
 
 

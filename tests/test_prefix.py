@@ -302,6 +302,8 @@ class PrefixMachine(SchedulerMachine):
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_model_len=st.integers(20, 80),
         num_checkpoints=st.integers(1, 7),
+        shelf_records=st.integers(0, 6),
+        shelf_blocks=st.sampled_from([0, 8, 16, 48]),
         copy_delay=st.integers(0, 2),
         has_policies=st.booleans(),
         seed=st.integers(0, 1000),
@@ -340,6 +342,12 @@ class PrefixMachine(SchedulerMachine):
         self.take(self.scheduler.take_outputs())
 
     @rule()
+    def refuse_host_memory(self) -> None:
+        self.runner.fails_spills = True
+        self.step()
+        self.runner.fails_spills = False
+
+    @rule()
     def break_next(self) -> None:
         self.runner.broken.add((len(self.requests), 0))
 
@@ -353,10 +361,12 @@ TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def churn(num_requests: int, seed: int) -> Scheduler:
+def churn(num_requests: int, seed: int, *, has_shelf: bool = False) -> Scheduler:
     """Random chats of several salts, some aborted, one after the other and together, in a small pool."""
     rng = random.Random(seed)
-    scheduler, runner = make(rng.randint(0, 1), num_blocks=45, num_checkpoints=5, mtp_step=2, max_batch=3)
+    delay, host = rng.randint(0, 1), {"shelf_records": 4, "shelf_blocks": 12}
+    sizes = {"num_blocks": 45, "num_checkpoints": 5, "mtp_step": 2, "max_batch": 3}
+    scheduler, runner = make(delay, **sizes, **(host if has_shelf else {}))
     chats: list[list[int]] = [[]]
     live: dict[str, Request] = {}
     ended: dict[str, RequestOutput] = {}
@@ -382,11 +392,13 @@ def churn(num_requests: int, seed: int) -> Scheduler:
     return scheduler
 
 
-def test_nothing_is_lost_over_many_requests() -> None:
-    scheduler = churn(150, 1)
+@pytest.mark.parametrize("has_shelf", [False, True])
+def test_nothing_is_lost_over_many_requests(has_shelf: bool) -> None:
+    scheduler = churn(150, 1, has_shelf=has_shelf)
     prefix = scheduler._holdings.prefix
     assert scheduler.pool.num_used == 0
     assert prefix.num_hits > 30
+    assert (prefix.num_host_hits > 10) == has_shelf
     assert prefix.index.num_evictions > 30
 
 
@@ -396,6 +408,77 @@ def test_finish_all_leaves_no_trail() -> None:
         scheduler.add(make_request(str(i), 20 + i, 9, i))
     finish_all(scheduler, runner)
     assert scheduler._holdings.prefix._trails == {}
+
+
+def spills_of(plan: StepPlan) -> list[Copy]:
+    return [move for move in plan.moves if isinstance(move, Copy) and move.target.tier == "shelf"]
+
+
+SHELF = {"shelf_records": 20, "shelf_blocks": 40}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("copy_delay", [0, 2])
+def test_what_the_device_gives_up_comes_back_from_the_host(delay: int, copy_delay: int) -> None:
+    scheduler, runner = make(delay, num_blocks=21, mtp_step=0, **SHELF)
+    runner.copy_delay = copy_delay
+    prompts = [[n] * 17 for n in range(3)]
+    for i, prompt in enumerate(prompts):
+        run(scheduler, runner, request_of(str(i), prompt))
+    run(scheduler, runner, request_of("big", list(range(60)), 6))
+    prefix = scheduler.prefix
+    assert prefix.shelf.num_blocks_used > 0
+    cached = [run(scheduler, runner, request_of(f"late {i}", p, 2))[0] for i, p in enumerate(prompts)]
+    assert cached == [16, 16, 16]
+    assert prefix.num_host_hits >= 2
+    # What has come back is on the device again.
+    hits = prefix.num_host_hits
+    assert run(scheduler, runner, request_of("again", prompts[2], 2)) == [16]
+    assert prefix.num_host_hits == hits
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_checkpoint_that_was_given_up_alone_comes_back_to_its_blocks(delay: int) -> None:
+    scheduler, runner = make(delay, num_checkpoints=1, **SHELF)
+    run(scheduler, runner, make_request("a", 30, 2, 1))
+    # The ends before the last one were never worth a place on their own; a second prompt takes the only one.
+    run(scheduler, runner, request_of("b", [5] * 20, 2, 2))
+    before = len(runner.plans)
+    assert run(scheduler, runner, make_request("c", 30, 2, 3)) == [24]
+    restored = [m for plan in runner.plans[before:] for m in plan.moves if isinstance(m, Copy)]
+    (back,) = [copy for copy in restored if copy.source.tier == "shelf"]
+    assert scheduler.prefix.num_host_hits == 1
+    assert back.has_rows
+
+
+def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost() -> None:
+    for is_lost in (False, True):
+        scheduler, runner = make(0, num_checkpoints=1, **SHELF)
+        runner.copy_delay = 1000
+        run(scheduler, runner, make_request("a", 30, 2, 1))
+        scheduler.add(request_of("b", [5] * 20, 2, 2))
+        while not (runner.plans and spills_of(runner.plans[-1])):
+            plan = scheduler.schedule()
+            runner.fail_next = is_lost and plan is not None and bool(spills_of(plan))
+            scheduler.update(runner.run(plan))
+            scheduler.check_integrity()
+        assert scheduler.prefix.shelf.num_records_used == (not is_lost)
+        stream(scheduler, runner)
+        (cached,) = run(scheduler, runner, make_request("c", 30, 2, 3))
+        assert cached == 0
+        scheduler.check_integrity()
+
+
+def test_a_host_without_memory_makes_the_shelf_smaller() -> None:
+    scheduler, runner = make(1, num_checkpoints=1, **SHELF)
+    runner.fails_spills = True
+    for name in "abc":
+        run(scheduler, runner, request_of(name, [ord(name)] * 20, 2, ord(name)))
+    shelf = scheduler.prefix.shelf
+    assert (shelf.num_records_used, shelf.num_blocks_used) == (0, 0)
+    runner.fails_spills = False
+    run(scheduler, runner, request_of("d", [7] * 20, 2, 4), request_of("e", [8] * 20, 2, 5))
+    assert (shelf.num_records_used, shelf.num_blocks_used) == (0, 0)
 
 
 def saves(plans: list[StepPlan]) -> int:
@@ -408,3 +491,36 @@ def test_a_hit_copies_nothing_that_is_there() -> None:
     assert saves(runner.plans) == 4
     run(scheduler, runner, make_request("b", 33, 2), make_request("c", 20, 2))
     assert saves(runner.plans) == 4
+
+
+# Of the first 400 those with which blocks were lost while they were released before the first chunk was
+# planned.
+@pytest.mark.parametrize("seed", [43, 104, 127, 162, 185, 200, 266, 281, 303, 342, 366, 373, 378, 396, 399])
+def test_what_comes_back_from_a_small_shelf_is_what_went_there(seed: int) -> None:
+    """Few checkpoints, a tree of chunks, and a shelf that a restored prompt about fills: what its first chunk
+    pushes out must not go where its own blocks still lie. The runner compares all that it computes with."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        num_checkpoints=rng.randint(2, 6),
+        num_blocks=rng.randint(16, 40),
+        max_model_len=60,
+        shelf_records=rng.randint(2, 8),
+        shelf_blocks=2 * rng.randint(2, 10),
+        max_batch=rng.randint(1, 3),
+        mtp_step=rng.choice([0, 3]),
+        max_in_flight=(delay := rng.randint(0, 1)),
+    )
+    runner = FakeRunner(scheduler, delay, seed)
+    for number in range(40):
+        chunks = [1, *(rng.randrange(2) for _ in range(rng.randint(0, 5)))]
+        prompt = [100 + chunk for chunk in chunks for _ in range(8)]
+        prompt += [200 + rng.randrange(2)] * rng.randint(1, 3)
+        scheduler.add(request_of(f"r{number}", prompt, rng.choice([3, 8, 9]), number))
+        if rng.random() < 0.6:
+            stream(scheduler, runner)
+        else:
+            for _ in range(rng.randint(0, 9)):
+                step(scheduler, runner)
+    stream(scheduler, runner)
+    assert scheduler.pool.num_used == 0
+    scheduler.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -200,6 +201,60 @@ def test_choices_share_an_id_and_have_seeds_and_grammars_of_their_own(front: Fro
         alone.put([request])
     assert own[0].history.seed == single[0].history.seed
     assert own[1].history.seed == choice_seed(single[0].history.seed, 1)
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_may_add_and_abort_while_its_thread_does(front: Front) -> None:
+    scheduler = make_scheduler()
+    inbox = Inbox(scheduler, seed=11)
+    add, names = scheduler.add, iter(["second", "", "third"])
+    added: list[Request] = []
+
+    def interrupted(*choices: Request) -> None:
+        """As if a handler ran here, inside of `hand_over` and so with the lock."""
+        add(*choices)
+        handler()
+
+    def handler() -> None:
+        for name in names:
+            added.append(replace_id(make(front)[0], name))
+            inbox.put([added[-1]])
+        with suppress(ValueError):  # The second time it is to end already.
+            inbox.abort("third")
+
+    scheduler.add = interrupted  # type: ignore[method-assign]
+    first = make(front)
+    inbox.put(first)
+    inbox.hand_over()
+    assert [one.request_id for one in added] == ["second", "request-1", "third"]
+    assert len({one.history.seed for one in (*first, *added)}) == 4
+    assert len(inbox) == 3
+    inbox.hand_over()
+    inbox.pass_aborts()
+    assert [scheduler.is_live(name) for name in ("r", "second", "request-1", "third")] == [True] * 3 + [False]
+    with pytest.raises(ValueError, match="request_id must be unused, got 'second'; choose another"):
+        inbox.put([replace_id(make(front)[0], "second")])
+
+
+def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(front: Front) -> None:
+    """The handler adds and aborts an id that its thread is about to take."""
+    scheduler = make_scheduler()
+    inbox, has_id = Inbox(scheduler, seed=1), scheduler.has_id
+    theirs = replace_id(make(front)[0], "x")
+
+    def interrupted(request_id: str) -> bool:
+        is_taken = has_id(request_id)
+        scheduler.has_id = has_id  # type: ignore[method-assign]
+        inbox.put([theirs])
+        inbox.abort("x")
+        return is_taken
+
+    scheduler.has_id = interrupted  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="request_id must be unused, got 'x'"):
+        inbox.put([replace_id(make(front)[0], "x")])
+    inbox.hand_over()
+    inbox.pass_aborts()
+    assert not scheduler.is_live("x")
 
 
 def replace_id(request: Request, request_id: str) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.plan import StepPlan
+from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from tests.checkpoints import write_checkpoint
 from tests.drivers import Driver, make_runner
@@ -192,6 +194,66 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_halves_are_captured_behind_their_first_run(
+    checkpoint: Path,
+    streams: dict[str, list[int]],
+    can_capture: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    captured: list[tuple[Any, ...]] = []
+    replayed: list[tuple[Any, ...]] = []
+
+    def capture(program: Any, inputs: tuple[Any, ...], pool: Any) -> Any:
+        name = (program.__name__, *(i if isinstance(i, int) else len(i) for i in inputs))
+        captured.append(name)
+        if not can_capture:
+            raise RuntimeError("out of memory")
+
+        def replay(*given: Any) -> Any:
+            assert all(one is static for one, static in zip(given, inputs, strict=True))
+            replayed.append(name)
+            return program(*given)
+
+        return replay
+
+    monkeypatch.setattr("compiled_mtp.programs.capture", capture)
+    runner = make_runner(checkpoint)
+    runner.programs = Programs(
+        runner.step, runner.programs.buckets, 64, is_compiled=False, graph_mode="replay"
+    )
+    driver = Driver(runner)
+    mixed_rounds(driver)
+    check(driver, streams)
+    # Six halved rounds, in buckets of one request and of two.
+    assert len(captured) == len(set(captured)) == 4
+    assert len(replayed) == (12 - 4 if can_capture else 0)
+    warnings = [text for text in caplog.messages if "runs without a graph: out of memory" in text]
+    assert len(warnings) == (0 if can_capture else 4)
+
+
+def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rounds(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = make_runner(checkpoint)
+    step, programs = runner.step, runner.programs
+    (tmp_path / "layout.json").write_text(json.dumps(programs._layout()))
+
+    def no_memory(*given: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_full", no_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step.reserve_halves(8)
+    assert {getattr(step, name).shape[0] for name in step.between_halves} == {0}
+    step.reserve_halves(8)
+    assert {getattr(step, name).shape[0] for name in step.between_halves} == {8}
+    # A process that compiles whole rounds alone laid them out before.
+    programs.check_layout(tmp_path)
 
 
 def test_halves_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:

@@ -364,7 +364,7 @@ def window(device: torch.device) -> None:
     counts = empty(SLOTS, VOCAB, dtype=INT32)
     history = History(empty(SLOTS, dtype=INT32), counts, empty(SLOTS, RECENT_IDS))
     rows = (empty(WINDOW), empty(WINDOW), outcome, index, empty(1), table)
-    accept_window(*rows, cursors, history, *place, -1)
+    accept_window(*rows, cursors, history, *place)
 
 
 def window_cases(capability: int) -> Iterator[LaunchCase]:

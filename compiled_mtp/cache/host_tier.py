@@ -1,82 +1,150 @@
-"""Host memory that requests leave for: pinned beside a GPU, and allocated when somebody first needs it."""
+"""Host memory for what leaves the device: pinned beside a GPU, and allocated when somebody first needs it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
-# Pinned memory comes in powers of two: what is larger than this is put together from several pieces.
-_PIECE_BYTES = 1 << 24
-_ALIGNMENT = 64
-# Blocks are allocated so many bytes at a time.
-_SEGMENT_BYTES = 1 << 26
+# Blocks are allocated, and copied, so many bytes at a time.
+SEGMENT_BYTES = 1 << 24
+# Of a segment, the part that may be lost to rounding.
+_MOST_WASTE = 0.08
+# Rows lie in pieces of at most, and but for the last of at least, so many bytes.
+_MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 1 << 26, 1 << 20
+
+
+class _Run(NamedTuple):
+    """Blocks that lie behind one another: `memory` [n, block_bytes] has those at `indices` of a list."""
+
+    indices: list[int]
+    memory: torch.Tensor
 
 
 class HostTier:
-    """Room for num_records rows of every tensor in `rows` [places, ...], and for num_blocks blocks of every
-    one in `blocks` [blocks, ...]. Memory that was allocated once is kept.
+    """Room for num_records rows of row_bytes and for num_blocks blocks of block_bytes of a device.
+
+    Memory that was allocated once is kept.
     """
 
     def __init__(
-        self,
-        rows: Mapping[str, torch.Tensor],
-        blocks: Mapping[str, torch.Tensor],
-        num_records: int,
-        num_blocks: int,
+        self, row_bytes: int, block_bytes: int, num_records: int, num_blocks: int, device: torch.device
     ) -> None:
         self.num_records = num_records
         self.num_blocks = num_blocks
-        self._rows = dict(rows)
-        self._blocks = dict(blocks)
-        block_bytes = sum(pages[0].nbytes for pages in self._blocks.values())
-        self._segment = max(min(_SEGMENT_BYTES // max(block_bytes, 1), num_blocks), 1)
-        # Of each record its rows, of each segment its blocks, by name.
-        self._records: dict[int, dict[str, torch.Tensor]] = {}
-        self._segments: dict[int, dict[str, torch.Tensor]] = {}
+        self._block_bytes = block_bytes
+        self._is_pinned = device.type == "cuda"
+        # Pinned memory comes in powers of two.
+        self._piece_bytes = _powers_of_two(row_bytes) if self._is_pinned else [row_bytes]
+        self._segment = max(min(blocks_in_segment(block_bytes), num_blocks), 1)
+        self._records: dict[int, list[torch.Tensor]] = {}
+        self._segments: dict[int, torch.Tensor] = {}
 
-    def reserve(self, record: int, block_ids: Iterable[int]) -> None:
-        """Have the memory of a record and blocks. Raises RuntimeError or MemoryError if it cannot be had."""
-        if record not in self._records:
-            self._records[record] = _allocate(self._rows, None)
+    def reserve(self, record: int | None, block_ids: Iterable[int]) -> None:
+        """Have the memory of a record, if one is given, and blocks. Raises RuntimeError or MemoryError if it
+        cannot be had.
+        """
+        if record is not None and record not in self._records:
+            self._records[record] = [_allocate(size, self._is_pinned) for size in self._piece_bytes]
         for segment in sorted({block_id // self._segment for block_id in block_ids} - self._segments.keys()):
-            self._segments[segment] = _allocate(self._blocks, self._segment)
+            memory = _allocate(self._segment * self._block_bytes, self._is_pinned)
+            self._segments[segment] = memory.view(self._segment, self._block_bytes)
 
-    def row(self, name: str, record: int) -> torch.Tensor:
-        """A record's row of the tensor `name`; the record must have been reserved."""
-        return self._records[record][name]
+    def pieces(self, record: int) -> list[torch.Tensor]:
+        """A record's bytes, in their order; it must have been reserved. Without a GPU they are one piece."""
+        return self._records[record]
 
-    def block(self, name: str, block_id: int) -> torch.Tensor:
-        """A block of the pages `name`; it must have been reserved."""
-        return self._segments[block_id // self._segment][name][block_id % self._segment]
+    def runs(self, block_ids: Sequence[int]) -> Iterator[_Run]:
+        """The memory of blocks, as few parts as there are; they must have been reserved."""
+        in_order = sorted(range(len(block_ids)), key=block_ids.__getitem__)
+        # What lies behind one another in a segment keeps its distance from its place in the order.
+        distance = [
+            (block_ids[index] - at, block_ids[index] // self._segment) for at, index in enumerate(in_order)
+        ]
+        for _, places in groupby(range(len(in_order)), distance.__getitem__):
+            indices = [in_order[at] for at in places]
+            segment, first = divmod(block_ids[indices[0]], self._segment)
+            yield _Run(indices, self._segments[segment][first : first + len(indices)])
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that requests have needed so far."""
-        parts = [*self._records.values(), *self._segments.values()]
-        return sum(tensor.nbytes for part in parts for tensor in part.values())
+        """Bytes that have been needed so far; pinned ones as they are given out."""
+        pieces = [piece for record in self._records.values() for piece in record]
+        sizes = [piece.nbytes for piece in (*pieces, *self._segments.values())]
+        return sum(1 << (size - 1).bit_length() for size in sizes) if self._is_pinned else sum(sizes)
 
 
-def _allocate(like: Mapping[str, torch.Tensor], count: int | None) -> dict[str, torch.Tensor]:
-    """Host tensors of one row, or of `count` rows, of each of `like`, in few allocations."""
-    made: dict[str, torch.Tensor] = {}
-    piece, used = torch.empty(0, dtype=torch.uint8), 0
-    left = sum(_size(tensor, count) for tensor in like.values())
-    for name, tensor in like.items():
-        size = _size(tensor, count)
-        if used + size > piece.numel():
-            piece = torch.empty(
-                max(min(left, _PIECE_BYTES), size), dtype=torch.uint8, pin_memory=tensor.is_cuda
-            )
-            used = 0
-        shape = tensor.shape[1:] if count is None else (count, *tensor.shape[1:])
-        raw = piece[used : used + math.prod(shape) * tensor.itemsize]
-        made[name] = raw.view(tensor.dtype).view(shape)
-        used, left = used + size, left - size
-    return made
+class Staging:
+    """Brings packed rows from a device to host memory and back.
+
+    Between a GPU and host memory only what is flat on both sides is copied at once, so that rows are packed
+    into a buffer there, which grows to what was needed most. On a CPU they are packed where they go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def store(self, pack: Callable[[torch.Tensor], None], pieces: Sequence[torch.Tensor]) -> None:
+        """Have `pack` fill flat memory of the device, and copy that to `pieces`."""
+        flat = self._flat(pieces)
+        pack(flat)
+        copy_out(flat, pieces)
+
+    def load(self, pieces: Sequence[torch.Tensor], unpack: Callable[[torch.Tensor], None]) -> None:
+        """Copy `pieces` to flat memory of the device, and give that to `unpack`."""
+        flat = self._flat(pieces)
+        copy_in(pieces, flat)
+        unpack(flat)
+
+    def _flat(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self._device.type == "cpu":
+            (piece,) = pieces
+            return piece
+        size = sum(piece.numel() for piece in pieces)
+        if size > self._buffer.numel():
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffer[:size]
 
 
-def _size(tensor: torch.Tensor, count: int | None) -> int:
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
-    return -(-row_bytes * (1 if count is None else count) // _ALIGNMENT) * _ALIGNMENT
+def copy_out(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Copy flat memory of a device to host memory, which may be the same memory."""
+    parts = flat.split([piece.numel() for piece in pieces])
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece.data_ptr() != part.data_ptr():
+            piece.copy_(part, non_blocking=True)
+
+
+def copy_in(pieces: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """The way back."""
+    parts = flat.split([piece.numel() for piece in pieces])
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece.data_ptr() != part.data_ptr():
+            part.copy_(piece, non_blocking=True)
+
+
+def _allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def blocks_in_segment(block_bytes: int) -> int:
+    """How many blocks are taken at once: about SEGMENT_BYTES, or more where a power of two is better filled,
+    in which pinned memory comes."""
+    size = max(block_bytes, 1)
+    powers = [power for power in (SEGMENT_BYTES << shift for shift in range(3)) if power >= size]
+    if not powers:
+        return 1
+    wasted = {power: power % size / power for power in powers}
+    filled = [power for power in powers if wasted[power] <= _MOST_WASTE]
+    return (filled[0] if filled else min(powers, key=wasted.__getitem__)) // size
+
+
+def _powers_of_two(num_bytes: int) -> list[int]:
+    """Sizes that sum up to num_bytes and are powers of two, but for the last."""
+    sizes = []
+    while num_bytes > _LEAST_PIECE_BYTES:
+        sizes.append(min(1 << (num_bytes.bit_length() - 1), _MOST_PIECE_BYTES))
+        num_bytes -= sizes[-1]
+    return [*sizes, num_bytes] if num_bytes else sizes

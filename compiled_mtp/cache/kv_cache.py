@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from compiled_mtp.cache.stacked import stack
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.fp8 import converts_fp8
 
@@ -34,25 +35,17 @@ class KVLayer(nn.Module):
     """One layer's pages: `kv` [num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim].
 
     `kv_scale` [num_blocks, 2, num_kv_heads, block_size] float32 belongs to FP8 pages and is None otherwise.
-    Only operators touch either: an aten write into a view makes the compiler copy the whole cache.
+    Both are views of memory that all layers share. Only operators touch either: an aten write into a view
+    makes the compiler copy the whole cache.
     """
 
     kv: torch.Tensor
     kv_scale: torch.Tensor | None
 
-    def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, kv: torch.Tensor, kv_scale: torch.Tensor | None) -> None:
         super().__init__()
-        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        # A CPU gives no memory before it is written, and nothing is read before it: a pool for the longest
-        # requests costs what they use. Block 0 is what padding reads.
-        kv = torch.empty(shape, dtype=dtype, device=device)
-        kv[0] = 0
         self.register_buffer("kv", kv)
-        is_fp8 = dtype == torch.float8_e4m3fn
-        scale = torch.ones(shape[:-1], dtype=torch.float32, device=device) if is_fp8 else None
-        self.register_buffer("kv_scale", scale)
+        self.register_buffer("kv_scale", kv_scale)
 
 
 class KVCache(nn.Module):
@@ -73,9 +66,25 @@ class KVCache(nn.Module):
         with_draft: bool,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            KVLayer(config, num_blocks, block_size, dtype, device) for _ in range(config.num_attention_layers)
-        )
-        self.draft = KVLayer(config, num_blocks, block_size, dtype, device) if with_draft else None
+        num_layers = config.num_attention_layers
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        # A CPU gives no memory before it is written, and nothing is read before it: a pool for the longest
+        # requests costs what they use. Block 0 is what padding reads.
+        kv = stack(num_layers + with_draft, shape, dtype, device, is_zero=False)
+        kv[:, 0] = 0
+        scale = None
+        if dtype == torch.float8_e4m3fn:
+            scale = stack(num_layers + with_draft, shape[:-1], torch.float32, device, is_zero=False).fill_(1)
+        own = [KVLayer(kv[i], None if scale is None else scale[i]) for i in range(num_layers + with_draft)]
+        self.layers = nn.ModuleList(own[:num_layers])
+        self.draft = own[num_layers] if with_draft else None
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._stacks = {"kv": kv} if scale is None else {"kv": kv, "kv_scale": scale}
+
+    def block_tensors(self) -> dict[str, torch.Tensor]:
+        """What is moved with a block, of all layers together: [num_blocks, layers, ...] int64, 8 bytes each.
+
+        Whole words of any kind are copied alike, and sooner than bytes.
+        """
+        return {name: pages.transpose(0, 1).view(torch.int64) for name, pages in self._stacks.items()}

@@ -1,19 +1,23 @@
 """Carries out what a plan changes before its launch: admissions, releases, copies, drafts, block tables.
 
-Everything is queued on the stream of the launches, outside every graph: a move happens after the launches
-before it and before its own plan's.
+Outside every graph a move happens after the launches before it and before its own plan's, on their stream.
+What goes to host memory or comes from there has a lane of its own: launches go on beside it, but for those
+that would write what it reads, or read what it writes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
 
-from compiled_mtp.cache.host_tier import HostTier
+from compiled_mtp.cache.host_tier import HostTier, copy_out
 from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.lane import Lane
+from compiled_mtp.cache.row_layout import RowLayout
 from compiled_mtp.cache.slot_sampling import write_sampling
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, Place, Release, StepPlan
@@ -32,11 +36,14 @@ class Moves:
         self.slot_tensors = slot_tensors
         self.block_table = block_table
         self.num_blocks = kv_cache.num_blocks
-        self._pages = dict(kv_cache.named_buffers())
-        self.host: HostTier | None = None
-        # By name, what checkpoints hold [checkpoints, ...].
-        self._checkpoints: dict[str, torch.Tensor] = {}
-        self._num_checkpoints = 0
+        self._block_layout = RowLayout(kv_cache.block_tensors())
+        # Of host memory, by the name of the tier. A request that leaves takes longer than a hit may wait.
+        self._tiers: dict[str, HostTier] = {}
+        self._lanes = {name: Lane(block_table.device) for name in ("host", "shelf")}
+        self._record_layout = RowLayout({})
+        # What checkpoints hold [checkpoints, row_bytes] uint8.
+        self._checkpoint_layout = RowLayout({})
+        self.checkpoints = torch.empty((0, 0), dtype=torch.uint8)
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
@@ -44,17 +51,30 @@ class Moves:
         Pinned memory beside a CUDA device, so that copies need no other thread or buffer. None is taken
         before it is needed.
         """
-        rows = {entry.name: entry.tensor for entry in self.slot_tensors}
-        self.host = HostTier(rows, self._pages, num_records, num_blocks)
+        self._record_layout = self._layout()
+        sizes = (self._record_layout.row_bytes, self._block_layout.row_bytes)
+        self._tiers["host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
     def allocate_checkpoints(self, count: int) -> None:
         """Make the device's checkpoints anew: the rows, of what is registered now, that chunks leave."""
-        self._num_checkpoints = count
-        self._checkpoints = {
-            entry.name: entry.tensor.new_empty((count, *entry.tensor.shape[1:]))
-            for entry in self.slot_tensors
-            if entry.is_in_checkpoint
-        }
+        self._checkpoint_layout = self._layout(is_checkpoint=True)
+        shape = (count, self._checkpoint_layout.row_bytes)
+        self.checkpoints = torch.empty(shape, dtype=torch.uint8, device=self.block_table.device)
+
+    def allocate_shelf(self, num_records: int, num_blocks: int) -> None:
+        """Make the host tier of checkpoints anew, as `allocate_host` does: so many of them, and blocks."""
+        sizes = (self._checkpoint_layout.row_bytes, self._block_layout.row_bytes)
+        self._tiers["shelf"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that have been needed so far."""
+        return sum(tier.allocated_bytes for tier in self._tiers.values())
+
+    def _layout(self, *, is_checkpoint: bool = False) -> RowLayout:
+        """Of what is registered now, or of that of it which is in a checkpoint."""
+        entries = [entry for entry in self.slot_tensors if entry.is_in_checkpoint or not is_checkpoint]
+        return RowLayout({entry.name: entry.tensor for entry in entries})
 
     def carry_out(self, plan: StepPlan) -> tuple[int, ...]:
         """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
@@ -65,7 +85,7 @@ class Moves:
         failed: list[int] = []
         if plan.moves:
             for kind, moves in groupby(plan.moves, type):
-                self._carry_out(kind, list(moves), failed)
+                self._carry_out(kind, list(moves), plan.step_id, failed)
         if plan.block_updates:
             self._update_blocks(plan.block_updates)
         return tuple(failed)
@@ -73,9 +93,27 @@ class Moves:
     def save(self, plan: StepPlan) -> None:
         """The plan's saves, behind its launch: before another one overwrites what it has left."""
         for copy in plan.saves:
-            self._copy(copy)
+            self._copy(copy, plan.step_id)
 
-    def _carry_out(self, kind: type[Move], moves: Sequence[Move], failed: list[int]) -> None:
+    def take_done(self, plan: StepPlan, failed: Collection[int]) -> tuple[int, ...]:
+        """The copies that are complete now that the result of `plan` is read: its own but for `failed`, and
+        those of earlier plans which took longer. Of a plan of moves alone all are waited for.
+        """
+        own = [move for move in plan.moves if isinstance(move, Copy) and move.copy_id not in failed]
+        at_once = [copy.copy_id for copy in own if (lane := self._lane(copy)) is None or not lane.is_apart]
+        lanes, waits = self._lanes.values(), plan.kind == "move"
+        return (*at_once, *(done for lane in lanes for done in lane.take_done(plan.step_id, waits=waits)))
+
+    def wait(self, plan: StepPlan | None = None) -> None:
+        """Wait for all copies, and forget that those of `plan` are under way; of None: any."""
+        for lane in self._lanes.values():
+            lane.wait(None if plan is None else plan.step_id)
+
+    def _lane(self, copy: Copy) -> Lane | None:
+        """Where a copy to or from host memory runs."""
+        return self._lanes.get(copy.target.tier) or self._lanes.get(copy.source.tier)
+
+    def _carry_out(self, kind: type[Move], moves: Sequence[Move], step_id: int, failed: list[int]) -> None:
         if kind is Release:
             released = self._indices(move.slot for move in moves if isinstance(move, Release))
             self.block_table[released] = -1
@@ -84,10 +122,12 @@ class Moves:
         elif kind is Draft:
             self._draft([move for move in moves if isinstance(move, Draft)])
         else:
-            for move in moves:
-                assert isinstance(move, Copy)
-                if not self._copy(move):
-                    failed.append(move.copy_id)
+            copies = [move for move in moves if isinstance(move, Copy)]
+            for is_spill, group in groupby(copies, lambda copy: copy.target.tier == "shelf"):
+                if is_spill:
+                    failed += self._spill(list(group), step_id)
+                else:
+                    failed += [copy.copy_id for copy in group if not self._copy(copy, step_id)]
 
     def _admit(self, admitted: Sequence[Admit]) -> None:
         rows = self._indices(move.slot for move in admitted)
@@ -101,37 +141,102 @@ class Moves:
         slots, columns, token_ids = map(self._indices, zip(*entries, strict=True))
         self.slot_tensors["drafts"][slots, columns] = token_ids
 
-    def _copy(self, copy: Copy) -> bool:
+    def _copy(self, copy: Copy, step_id: int) -> bool:
         """Queue a copy; False if there is no memory for it."""
-        for name, place, at in (("source", copy.source, 0), ("target", copy.target, 1)):
-            self._check(name, place, [pair[at] for pair in copy.blocks])
-        if copy.target.tier == "host" and not self._reserve(copy):
+        if not self._is_possible(copy):
             return False
-        # A checkpoint has some of a slot's rows; other tiers have all of them.
-        has_some = "checkpoint" in (copy.source.tier, copy.target.tier)
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for entry in self.slot_tensors:
-            if entry.is_in_checkpoint or not has_some:
-                by_dtype.setdefault(entry.tensor.dtype, []).append(entry.name)
-        for names in by_dtype.values():
-            targets = [self._row(name, copy.target) for name in names]
-            sources = [self._row(name, copy.source) for name in names]
-            # A launch for many rows where both tiers are the device's.
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for name in self._pages:
-            for source_id, target_id in copy.blocks:
-                source = self._block(name, copy.source, source_id)
-                self._block(name, copy.target, target_id).copy_(source, non_blocking=True)
+        lane = self._lane(copy)
+        if lane is None:
+            self._copy_rows(copy)
+            if copy.blocks:
+                self._copy_blocks_within(copy)
+            return True
+        with lane.queue():
+            self._copy_rows(copy)
+            self._copy_blocks(copy, lane)
+            lane.record(step_id, copy.copy_id)
+        if copy.source.tier == "shelf":
+            lane.hold_launches()
         return True
 
+    def _spill(self, copies: Sequence[Copy], step_id: int) -> list[int]:
+        """Queue copies to the shelf, whose sources others have from now on; return those without memory.
+
+        The plan's launch writes blocks and waits for them; checkpoints are written behind it.
+        """
+        possible = [copy for copy in copies if self._is_possible(copy)]
+        lane = self._lanes["shelf"]
+        with lane.queue():
+            for copy in possible:
+                self._copy_blocks(copy, lane)
+        lane.hold_launches()
+        with lane.queue():
+            for copy in possible:
+                if copy.has_rows:
+                    self._copy_rows(copy)
+                lane.record(step_id, copy.copy_id)
+        return [copy.copy_id for copy in copies if copy not in possible]
+
+    def _is_possible(self, copy: Copy) -> bool:
+        """Check a copy's places; False if there is no memory for it."""
+        for name, place, at in (("source", copy.source, 0), ("target", copy.target, 1)):
+            self._check(name, place, [pair[at] for pair in copy.blocks])
+        return copy.target.tier not in self._tiers or self._reserve(copy)
+
+    def _copy_rows(self, copy: Copy) -> None:
+        source, target = copy.source, copy.target
+        tiers = (source.tier, target.tier)
+        if tiers == ("slot", "slot"):
+            self._layout().copy(source.number, target.number)
+        elif tiers == ("slot", "checkpoint"):
+            # What it held may still be on its way to the shelf.
+            self._lanes["shelf"].hold_launches()
+            self._checkpoint_layout.pack(source.number, self.checkpoints[target.number])
+        elif tiers == ("checkpoint", "slot"):
+            self._checkpoint_layout.unpack(target.number, self.checkpoints[source.number])
+        elif tiers == ("slot", "host"):
+            pack = partial(self._record_layout.pack, source.number)
+            self._lanes["host"].staging.store(pack, self._tiers["host"].pieces(target.number))
+        elif tiers == ("checkpoint", "shelf"):
+            copy_out(self.checkpoints[source.number], self._tiers["shelf"].pieces(target.number))
+        else:
+            assert tiers in (("host", "slot"), ("shelf", "slot")), tiers
+            layout = self._record_layout if source.tier == "host" else self._checkpoint_layout
+            unpack = partial(layout.unpack, target.number)
+            self._lanes[source.tier].staging.load(self._tiers[source.tier].pieces(source.number), unpack)
+
+    def _copy_blocks_within(self, copy: Copy) -> None:
+        """Blocks of the device, to others."""
+        sources, targets = (self._indices(ids) for ids in zip(*copy.blocks, strict=True))
+        num_bytes = len(copy.blocks) * self._block_layout.row_bytes
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.block_table.device)
+        self._block_layout.pack_many(sources, flat)
+        self._block_layout.unpack_many(targets, flat)
+
+    def _copy_blocks(self, copy: Copy, lane: Lane) -> None:
+        """Blocks to or from host memory."""
+        is_leaving, layout = copy.target.tier in self._tiers, self._block_layout
+        device_ids = [pair[0 if is_leaving else 1] for pair in copy.blocks]
+        host_ids = [pair[1 if is_leaving else 0] for pair in copy.blocks]
+        tier = self._tiers[copy.target.tier if is_leaving else copy.source.tier]
+        for indices, memory in tier.runs(host_ids):
+            rows, pieces = self._indices(device_ids[index] for index in indices), [memory.view(-1)]
+            if is_leaving:
+                lane.staging.store(partial(layout.pack_many, rows), pieces)
+            else:
+                lane.staging.load(pieces, partial(layout.unpack_many, rows))
+
     def _reserve(self, copy: Copy) -> bool:
-        assert self.host is not None
+        record, block_ids = (
+            copy.target.number if copy.has_rows else None,
+            [target for _, target in copy.blocks],
+        )
         try:
-            self.host.reserve(copy.target.number, [target_id for _, target_id in copy.blocks])
+            self._tiers[copy.target.tier].reserve(record, block_ids)
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "host memory for a request could not be had, with %d MiB taken (%s); lower offload_gb",
-                self.host.allocated_bytes >> 20,
+                "host memory could not be had, with %d MiB taken (%s); lower offload_gb or prefix_cache_gb",
+                self.host_bytes >> 20,
                 error,
             )
             return False
@@ -140,12 +245,13 @@ class Moves:
     def _check(self, name: str, place: Place, block_ids: Collection[int]) -> None:
         """Raise ValueError unless a place and its blocks exist."""
         tier, number = place
+        host, blocks = self._tiers.get(tier), range(1, self.num_blocks)
         if tier == "slot":
-            least, most, blocks = 1, self.block_table.shape[0] - 1, range(1, self.num_blocks)
-        elif tier == "host" and self.host is not None:
-            least, most, blocks = 0, self.host.num_records - 1, range(self.host.num_blocks)
-        elif tier == "checkpoint" and self._num_checkpoints:
-            least, most, blocks = 0, self._num_checkpoints - 1, range(0)
+            least, most = 1, self.block_table.shape[0] - 1
+        elif host is not None:
+            least, most, blocks = 0, host.num_records - 1, range(host.num_blocks)
+        elif tier == "checkpoint" and len(self.checkpoints):
+            least, most = 0, len(self.checkpoints) - 1
         else:
             raise ValueError(
                 f"{name} must lie in a tier that was allocated, got {tier!r}; give the runner room for it"
@@ -159,20 +265,6 @@ class Moves:
                 f"{name} must have blocks {blocks.start} to {blocks.stop - 1}, got {wrong[0]}; give the "
                 "runner room for more"
             )
-
-    def _row(self, name: str, place: Place) -> torch.Tensor:
-        if place.tier == "slot":
-            return self.slot_tensors[name][place.number]
-        if place.tier == "checkpoint":
-            return self._checkpoints[name][place.number]
-        assert self.host is not None
-        return self.host.row(name, place.number)
-
-    def _block(self, name: str, place: Place, block_id: int) -> torch.Tensor:
-        if place.tier == "slot":
-            return self._pages[name][block_id]
-        assert self.host is not None
-        return self.host.block(name, block_id)
 
     def _update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
         slots, columns, blocks = zip(*updates, strict=True)

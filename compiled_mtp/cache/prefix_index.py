@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.cache.block_pool import BlockPool
+from compiled_mtp.cache.prefix_shelf import PrefixShelf
 
 LONGEST_LIFE = 64
 """Prompts for which an end or a branching point is kept, unless a prompt takes it up again."""
@@ -65,14 +66,16 @@ class PrefixIndex:
     blocks are kept in the pool; requests share them. What is to be given up is what was of use the longest
     time ago: for blocks the leaves, those that no request holds first; for checkpoints `Chunk.life` counts
     too. A place of a checkpoint may be taken from a chunk that is not entered yet, which then has none.
-    num_evictions counts checkpoints given up for others, or with their blocks.
+    num_evictions counts checkpoints given up for others, or with their blocks. What is given up goes to
+    `shelf`.
     """
 
-    def __init__(self, num_checkpoints: int, blocks_per_chunk: int) -> None:
+    def __init__(self, num_checkpoints: int, blocks_per_chunk: int, shelf: PrefixShelf) -> None:
         self.num_checkpoints = num_checkpoints
         self.blocks_per_chunk = blocks_per_chunk
+        self.shelf = shelf
         self.num_evictions = 0
-        self._clock = 0
+        self.clock = 0
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything; from here on over the blocks of `pool`, of which none is kept."""
@@ -94,7 +97,7 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> list[Chunk]:
         """The longest row of chunks that a prompt of these keys begins with; a new prompt has come."""
-        self._clock += 1
+        self.clock += 1
         known: list[Chunk] = []
         for key in keys:
             chunk = self._chunks.get(key)
@@ -119,13 +122,12 @@ class PrefixIndex:
         block_ids = [block_id for chunk in chunks for block_id in chunk.block_ids]
         self._pool.share(block_ids)
         for chunk in chunks:
-            chunk.last_use = self._clock
-        chunks[-1].is_rest = True
+            chunk.last_use = self.clock
         return block_ids
 
     def take_place(self, chunk: Chunk) -> bool:
         """Give a chunk that is not entered a checkpoint, if there is one that is worth less."""
-        chunk.last_use = self._clock
+        chunk.last_use = self.clock
         if not self._free_places:
             worst = min(self._holders.values(), key=_worth, default=None)
             if worst is None or _worth(worst) >= _worth(chunk):
@@ -156,7 +158,7 @@ class PrefixIndex:
                 self._insert(chunk, parent, tuple(block_ids[end - self.blocks_per_chunk : end]))
             elif brought is not None:
                 self._merge(chunk, brought)
-            chunk.last_use = self._clock
+            chunk.last_use = self.clock
             chunk.is_rest = number == rest
             parent = chunk
 
@@ -230,11 +232,15 @@ class PrefixIndex:
 
     def _give_up(self, chunk: Chunk) -> None:
         """Take a chunk's checkpoint back, and remove what is of no use without it."""
+        if chunk.is_entered and chunk.checkpoint is not None:
+            state = (chunk.checkpoint, _worth(chunk))
+            self.shelf.spill(chunk.key, chunk.number, chunk.last_use, state)
         self._free_place(chunk)
         last: Chunk | None = chunk
         while last is not None and last.is_entered and not last.num_children and last.checkpoint is None:
             del self._chunks[last.key]
             last.is_entered = False
+            self.shelf.spill(last.key, last.number, last.last_use, block_ids=last.block_ids)
             self._pool.drop(last.block_ids)
             last = last.parent
             if last is not None:

@@ -9,12 +9,13 @@ with mtp_step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from compiled_mtp.cache.slot_tensors import SlotTensor
+from compiled_mtp.cache.stacked import stack
 from compiled_mtp.model_config import ModelConfig
 
 
@@ -33,7 +34,8 @@ class GDNLayer(nn.Module):
     """One layer's state of all request rows; row 0 is the padding row.
 
     state [slots, nv, dv, dk], ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R]
-    (exp(g)), all float32; conv_ring [slots, R, C] in the model's dtype. Only operators touch them.
+    (exp(g)), all float32; conv_ring [slots, R, C] in the model's dtype. Views of memory that all layers
+    share. Only operators touch them.
     """
 
     state: torch.Tensor
@@ -42,21 +44,10 @@ class GDNLayer(nn.Module):
     ring_g: torch.Tensor
     conv_ring: torch.Tensor
 
-    def __init__(
-        self, config: ModelConfig, slots: int, ring: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
-        dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.register_buffer("state", zeros(slots, num_v, dim_v, dim_k))
-        self.register_buffer("ring_k", zeros(slots, num_k, ring, dim_k))
-        self.register_buffer("ring_u", zeros(slots, num_v, ring, dim_v))
-        self.register_buffer("ring_g", zeros(slots, num_v, ring))
-        self.register_buffer("conv_ring", zeros(slots, ring, config.linear_conv_dim, dtype=dtype))
+        for name, tensor in own.items():
+            self.register_buffer(name, tensor)
 
 
 class StateCache(nn.Module):
@@ -70,16 +61,32 @@ class StateCache(nn.Module):
         self, config: ModelConfig, slots: int, mtp_step: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.ring_length = ring_length(mtp_step, config.conv_kernel)
+        self.ring_length = ring = ring_length(mtp_step, config.conv_kernel)
+        num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
+        dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return stack(config.num_gdn_layers, (slots, *shape), dtype, device, is_zero=True)
+
+        # By name, of all layers [layers, slots, ...].
+        self._stacks = {
+            "state": zeros(num_v, dim_v, dim_k),
+            "ring_k": zeros(num_k, ring, dim_k),
+            "ring_u": zeros(num_v, ring, dim_v),
+            "ring_g": zeros(num_v, ring),
+            "conv_ring": zeros(ring, config.linear_conv_dim, dtype=dtype),
+        }
+        # Made once: a view made in forward would be one that the compiler has to see through.
         self.layers = nn.ModuleList(
-            GDNLayer(config, slots, self.ring_length, dtype, device) for _ in range(config.num_gdn_layers)
+            GDNLayer({name: tensor[index] for name, tensor in self._stacks.items()})
+            for index in range(config.num_gdn_layers)
         )
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
-        """What is moved with a request: states, rings and conv inputs of every layer.
+        """What is moved with a request, of all layers together: states, rings and conv inputs.
 
         Prefill folds no records, so a checkpoint is without them.
         """
-        for name, tensor in self.named_buffers():
-            is_read = name.endswith((".state", ".conv_ring"))
-            yield SlotTensor(f"gdn.{name}", tensor, is_in_checkpoint=is_read)
+        for name, tensor in self._stacks.items():
+            is_read = name in ("state", "conv_ring")
+            yield SlotTensor(f"gdn.{name}", tensor.transpose(0, 1), is_in_checkpoint=is_read)

@@ -86,6 +86,9 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         # A compiler that is killed leaves its own temporary files.
         os.environ["TMPDIR"] = str(scratch)
         engine = start_engine(config)
+        if engine.runner.later is not None:
+            # Every depth is compiled here.
+            engine.runner.later.close()
         engine.runner.programs.save(directory / PROGRAMS_NAME)
         size = save(out, directory, engine.runner.cache_key)
         engine.close()

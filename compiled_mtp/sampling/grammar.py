@@ -14,11 +14,13 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from compiled_mtp.errors import escape
 from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ class GrammarCompiler:
         self._num_ids = num_ids
         self._eos_token_ids = sorted(eos_token_ids)
         self._step_max_items = step_max_items
-        self._lock = threading.Lock()
+        # A signal's handler may add a request while its thread is adding one.
+        self._lock = threading.RLock()
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -76,7 +79,8 @@ class GrammarCompiler:
         with self._lock:
             start = self._kept.get(text)
             if start is not None:
-                self._kept.move_to_end(text)
+                with suppress(KeyError):  # A handler's grammar may have taken its place just now.
+                    self._kept.move_to_end(text)
         if start is None:
             # Outside the lock: llguidance lets other threads run meanwhile.
             start = self._compile(source, text)
@@ -302,7 +306,8 @@ def _schema_problem(schema: Schema, root: Schema, limits: LLParserLimits) -> str
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.replace("<non-verbose/>", "").split())[:200]
+    # It quotes the caller's grammar.
+    return escape(" ".join(text.replace("<non-verbose/>", "").split())[:200])
 
 
 def _llguidance(place: str) -> ModuleType:

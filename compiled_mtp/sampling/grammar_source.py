@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_mtp.errors import escape
+
 # Whitespace is at most one space after a comma or a colon: both common ways to write JSON, and a model cannot
 # go on with spaces for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -138,7 +140,8 @@ def children(schema: Schema) -> Iterator[tuple[str, Schema]]:
     """The schemas directly inside a schema, each with its place relative to it."""
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(named := schema.get(key), Mapping):
-            yield from ((f".{key}.{name}", one) for name, one in named.items() if isinstance(one, Mapping))
+            inner = ((name, one) for name, one in named.items() if isinstance(one, Mapping))
+            yield from ((f".{key}.{escape(name, 64)}", one) for name, one in inner)
     for key in ("items", "additionalProperties"):
         if isinstance(one := schema.get(key), Mapping):
             yield f".{key}", one

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from compiled_mtp.errors import escape
 from compiled_mtp.sampling.grammar_source import (
     GrammarSource,
     Schema,
@@ -21,6 +22,7 @@ from compiled_mtp.sampling.grammar_source import (
     json_rule,
     regex_terminal,
 )
+from compiled_mtp.sampling.schema_types import check_types
 
 CallForm: TypeAlias = Literal["json", "xml"]
 
@@ -96,7 +98,8 @@ def parameter_schema(schema: Schema, name: str) -> Schema:
         target = re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", str(inner.get("$ref", "")))
         if target is None or len(inner) > 1 or target[2] not in root.get(target[1], {}):
             break
-        inner = root[target[1]][target[2]]
+        referred = root[target[1]][target[2]]
+        inner = referred if isinstance(referred, Mapping) else {}
     return {**root, **inner}
 
 
@@ -145,6 +148,7 @@ def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
         assert isinstance(function, Mapping)
         place = f"{place}.parameters"
         schema = check_schema(place, function.get("parameters") or {"additionalProperties": False})
+        check_types(place, schema)
         if schema.get("type", "object") != "object":
             raise ValueError(f"{place}.type must be object, got {schema['type']!r:.80}; arguments have names")
         closed = {"additionalProperties": False} if schema.get("properties") else {}
@@ -155,12 +159,11 @@ def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
 def _chosen(tool_choice: Any, declared: Collection[str]) -> str:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in declared:
+    if not isinstance(name, str) or name not in declared:
         raise ValueError(
             "tool_choice must be none, auto, required or name a function of tools, got "
             f"{ascii(tool_choice)[:80]}; known are {', '.join(declared)[:200]}"
         )
-    assert isinstance(name, str)
     return name
 
 
@@ -182,7 +185,9 @@ def _xml_call(rule: str, name: str, place: str, schema: Schema) -> list[str]:
         parts.append(part if key in required else f"{part}?")
         head = json.dumps(f"<parameter={key}>\n")
         lines += [f'{part}: {head} {part}_value "\\n"']
-        lines += _xml_value(f"{part}_value", f"{place}.properties.{key}", parameter_schema(schema, key))
+        lines += _xml_value(
+            f"{part}_value", f"{place}.properties.{escape(key, 64)}", parameter_schema(schema, key)
+        )
     return [f'{rule}: {" ".join(parts)} "</function>"', *lines]
 
 
@@ -201,8 +206,9 @@ def _xml_value(rule: str, place: str, schema: Schema) -> list[str]:
 
 def _raw_value(rule: str, place: str, schema: Schema) -> str:
     if unknown := set(schema) - _NOTES - _OF_STRINGS - _OF_OTHERS:
+        names = escape(", ".join(sorted(unknown)), 80)
         raise ValueError(
-            f"{place} must not use {', '.join(sorted(unknown))} where tool_choice asks for a call; "
+            f"{place} must not use {names} where tool_choice asks for a call; "
             "write it as a pattern or leave it out"
         )
     if _is_listed(schema):

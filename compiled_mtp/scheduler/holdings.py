@@ -11,7 +11,7 @@ from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
-from compiled_mtp.scheduler.prefix import PrefixCache
+from compiled_mtp.scheduler.prefix import PrefixCache, Resumption
 from compiled_mtp.scheduler.replay import Replay
 
 # Stands where a request that sat out a round, or was away, has fewer drafts than the others.
@@ -38,8 +38,8 @@ class Holding:
     none), and blocks of the tier where it stands.
 
     arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
-    goes before all others. checkpoint: which one its slot is filled from at its first launch; None: it begins
-    at position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows
+    goes before all others. resumption: what its slot is filled from at its first launch; None: it begins at
+    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows
     who owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
     what was drafted for its next round, where its grammar asks for it. num_kept: its rounds without drafts
     since the draft model has last read what they keep. is_parked: it stays in host memory until it is called
@@ -55,7 +55,7 @@ class Holding:
     host_record: int | None = None
     block_ids: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    checkpoint: int | None = None
+    resumption: Resumption | None = None
     prefix_keys: list[bytes] | None = None
     is_told: bool = False
     is_first_token_due: bool = False
@@ -171,7 +171,7 @@ class Holdings:
         holding.forget_place()
         holding.slot = self._free_slots.pop()
         holding.generation = self._next_generation(holding.slot)
-        holding.checkpoint = self.prefix.resume(holding)
+        holding.resumption = self.prefix.resume(holding)
         holding.block_ids += self.pool.allocate(self.first_blocks(holding) - len(holding.block_ids))
         self.owners[holding.slot] = holding
         holding.enter(RequestPhase.PREFILLING)

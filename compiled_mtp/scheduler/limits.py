@@ -13,14 +13,16 @@ _LEAST = {
     "host_records": 0,
     "host_blocks": 0,
     "num_checkpoints": 0,
+    "shelf_records": 0,
+    "shelf_blocks": 0,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
-    from 0; lengths in tokens. num_checkpoints of the prefix cache, 0 for none. Any thread may use it. Raises
-    ValueError for a number that is too small.
+    from 0; lengths in tokens. num_checkpoints of the prefix cache, 0 for none, and shelf_records and
+    shelf_blocks of its host tier. Any thread may use it. Raises ValueError for a number that is too small.
     """
 
     max_batch: int
@@ -33,6 +35,8 @@ class Limits:
     host_records: int = 0
     host_blocks: int = 0
     num_checkpoints: int = 0
+    shelf_records: int = 0
+    shelf_blocks: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -152,12 +152,14 @@ class Planner:
         for holding in list(self.holdings.moving):
             if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
                 self.holdings.finish_transfer(holding)
+        self.holdings.prefix.shelf.finish_copies(copy_ids)
         self.look_again()
 
     def cancel_copies(self, copy_ids: Collection[int]) -> None:
         """There is no memory for these copies: their requests go on where they are."""
         for holding in self.holdings.cancel_copies(copy_ids):
             self.line.discard(holding)
+        self.holdings.prefix.shelf.cancel_copies(copy_ids)
         self.look_again()
 
     def leave(self, holding: Holding) -> None:
@@ -325,6 +327,7 @@ class Planner:
 
     def _plan_prefill(self, holding: Holding) -> StepPlan:
         self._restore_install()
+        is_resuming = not holding.is_told and holding.resumption is not None
         moves = [] if holding.is_told else self._start_slot(holding)
         request, start = holding.request, holding.num_prefilled
         end = min(start + self.limits.prefill_chunk, request.prompt_len)
@@ -333,6 +336,9 @@ class Planner:
         is_last = is_end and not request.is_halved
         holding.num_prefilled, holding.is_told = end, True
         checkpoint = self.holdings.prefix.take_checkpoint(holding)
+        if is_resuming:
+            # Not before: what the checkpoint pushes out is copied first, and would go where this lies.
+            self.holdings.prefix.begin(holding)
         slot = Place("slot", holding.slot)
         saves = () if checkpoint is None else (self._copy(slot, Place("checkpoint", checkpoint)),)
         if is_last:
@@ -357,14 +363,43 @@ class Planner:
     def _start_slot(self, holding: Holding) -> list[Move]:
         """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""
         moves: list[Move] = [Admit(holding.slot, slot_sampling(holding.request))]
-        if holding.checkpoint is not None:
-            moves.append(self._copy(Place("checkpoint", holding.checkpoint), Place("slot", holding.slot)))
+        if (resumption := holding.resumption) is not None:
+            slot = Place("slot", holding.slot)
+            pairs = tuple(zip(resumption.shelf_blocks, self._last_cached_blocks(holding), strict=True))
+            moves.append(self._copy(resumption.source, slot, pairs))
+            if resumption.checkpoint is not None:
+                moves.append(self._copy(slot, Place("checkpoint", resumption.checkpoint)))
         self._block_updates += block_table_row(holding.slot, holding.block_ids)
         return moves
 
-    def _copy(self, source: Place, target: Place) -> Copy:
+    def _last_cached_blocks(self, holding: Holding) -> list[int]:
+        """Those of a request that are filled from the host tier of the prefix cache."""
+        assert holding.resumption is not None
+        end = holding.num_prefilled // self.limits.block_size
+        return holding.block_ids[end - len(holding.resumption.shelf_blocks) : end]
+
+    def _copy(
+        self,
+        source: Place,
+        target: Place,
+        blocks: tuple[tuple[int, int], ...] = (),
+        *,
+        has_rows: bool = True,
+    ) -> Copy:
         self._next_copy_id += 1
-        return Copy(self._next_copy_id - 1, source, target)
+        return Copy(self._next_copy_id - 1, source, target, blocks, has_rows)
+
+    def _plan_spills(self) -> list[Copy]:
+        """Copies of what the prefix cache has given up since the last plan, to its host tier: before anything
+        else is written where it lies.
+        """
+        copies, shelf = [], self.holdings.prefix.shelf
+        for spill in shelf.take_spills():
+            source, target = Place("checkpoint", spill.checkpoint or 0), Place("shelf", spill.record or 0)
+            copy = self._copy(source, target, spill.blocks, has_rows=spill.record is not None)
+            shelf.begin(spill, copy.copy_id)
+            copies.append(copy)
+        return copies
 
     def _plan_first(self, holding: Holding) -> StepPlan:
         """The first token of the prompt whose last chunk was the plan before this one."""
@@ -458,7 +493,8 @@ class Planner:
         saves: tuple[Copy, ...] = (),
     ) -> StepPlan:
         self._restore_install()
-        moves: tuple[Move, ...] = (*self.holdings.take_releases(), *own_moves, *self._copies)
+        spills = self._plan_spills()
+        moves: tuple[Move, ...] = (*spills, *self.holdings.take_releases(), *own_moves, *self._copies)
         block_updates = tuple(self._block_updates)
         self._copies, self._block_updates = [], []
         self._next_step_id += 1

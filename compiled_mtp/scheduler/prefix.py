@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.cache.prefix_index import Chunk, PrefixIndex, chain_key, root_key
+from compiled_mtp.cache.prefix_index import LONGEST_LIFE, Chunk, PrefixIndex, chain_key, root_key
+from compiled_mtp.cache.prefix_shelf import Item, PrefixShelf
+from compiled_mtp.plan import Place
 from compiled_mtp.scheduler.limits import Limits
 
 if TYPE_CHECKING:
     from compiled_mtp.scheduler.holdings import Holding
 
 
+class Resumption(NamedTuple):
+    """What a request begins from: the rows in `source`, a checkpoint or a record of the shelf, and the
+    shelf's blocks of the last chunks before; the first are shared. checkpoint: where a state from the shelf
+    is to be kept again; None for nowhere.
+    """
+
+    source: Place
+    shelf_blocks: tuple[int, ...] = ()
+    checkpoint: int | None = None
+
+
 @dataclass(slots=True)
 class _Trail:
     """A prompt on its way through the cache. keys: of its whole chunks; rest: the number of the chunk behind
     which it would resume if it came again; branch: of the last chunk before it leaves a known way, 0 for
-    none; chunks: those that have got a checkpoint and are not entered yet.
+    none; chunks: those that have got a checkpoint and are not entered yet; items: what its first launch is to
+    be given from the shelf.
     """
 
     keys: list[bytes]
     rest: int
     branch: int
     chunks: list[Chunk] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
 
 
 class PrefixCache:
@@ -31,27 +47,33 @@ class PrefixCache:
 
     A prompt resumes at the largest end of a whole chunk that has a checkpoint and leaves one token at least
     to be prefilled. Its own chunks can be found once its first token was drawn from finite logits, which
-    depend on all of them: a request that ends before leaves nothing. Without checkpoints it does nothing.
-    num_hits of num_lookups requests of at least one whole chunk have resumed.
+    depend on all of them: a request that ends before leaves nothing. What the device gives up goes to the
+    `shelf` in host memory, and comes back from there. Without checkpoints it does nothing. num_hits of
+    num_lookups requests of at least one whole chunk have resumed, num_host_hits of them from the shelf.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.chunk = limits.prefill_chunk
-        self.index = PrefixIndex(limits.num_checkpoints, limits.prefill_chunk // limits.block_size)
+        self.shelf = PrefixShelf(limits.shelf_records, limits.shelf_blocks)
+        blocks_per_chunk = limits.prefill_chunk // limits.block_size
+        self.index = PrefixIndex(limits.num_checkpoints, blocks_per_chunk, self.shelf)
         self.num_lookups = 0
         self.num_hits = 0
+        self.num_host_hits = 0
         self._trails: dict[Holding, _Trail] = {}
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything, and every request; from here on over the blocks of `pool`."""
         self.index.reset(pool)
+        self.shelf.reset()
         self._trails.clear()
 
-    def resume(self, holding: Holding) -> int | None:
-        """A request that holds no blocks begins: give it those of the prefix behind which it resumes.
+    def resume(self, holding: Holding) -> Resumption | None:
+        """A request that holds no blocks begins: give it those of the prefix behind which it resumes, as far
+        as the device has them; room for the others is to be made.
 
-        Returns the checkpoint that its slot is to be filled from; None if it begins at position 0. Mutates
-        its block_ids and num_prefilled, and the request's cached_tokens.
+        Returns what its first launch is to be given; None if it begins at position 0. Mutates its block_ids
+        and num_prefilled, and the request's cached_tokens.
         """
         assert not holding.block_ids
         request, is_first = holding.request, holding.replay is None
@@ -63,21 +85,65 @@ class PrefixCache:
         known = self.index.match(keys)
         rest = (request.prompt_len - 1) // self.chunk
         leaves_a_way = bool(known) and len(known) < len(keys) and known[-1].num_children > 0
-        self._trails[holding] = _Trail(keys, rest, len(known) if leaves_a_way else 0)
+        self._trails[holding] = trail = _Trail(keys, rest, len(known) if leaves_a_way else 0)
         if request.wants_prompt_logprobs:
             return None
         self.num_lookups += is_first
-        path = known[:rest]
-        while path and path[-1].checkpoint is None:
-            path.pop()
-        if not path:
+        end = self._last_end(known[:rest], keys[:rest])
+        if not end:
             return None
+        path = known[:end]
         holding.block_ids = self.index.use(path)
-        holding.num_prefilled = len(path) * self.chunk
+        holding.num_prefilled = end * self.chunk
+        if len(path) == end:
+            path[-1].is_rest = True
+        is_from_device = len(path) == end and path[-1].checkpoint is not None
         if is_first:
             request.history.cached_tokens = holding.num_prefilled
             self.num_hits += 1
-        return path[-1].checkpoint
+            self.num_host_hits += not is_from_device
+        if is_from_device:
+            assert path[-1].checkpoint is not None
+            return Resumption(Place("checkpoint", path[-1].checkpoint))
+        return self._fetch(trail, end, len(path))
+
+    def _last_end(self, path: Sequence[Chunk], keys: Sequence[bytes]) -> int:
+        """The number of the last chunk behind which a prompt of these keys can resume, 0 for none; `path` are
+        those of its chunks that the device has.
+        """
+        shelf, reach = self.shelf, len(path)
+        while reach < len(keys) and shelf.has_blocks(keys[reach]):
+            reach += 1
+        for number in range(reach, 0, -1):
+            is_here = number <= len(path) and path[number - 1].checkpoint is not None
+            if is_here or shelf.has_state(keys[number - 1]):
+                return number
+        return 0
+
+    def _fetch(self, trail: _Trail, end: int, num_shared: int) -> Resumption:
+        """What is to come from the shelf: the state behind chunk `end`, and blocks from num_shared on.
+
+        The state is kept on the device again, where it is worth it.
+        """
+        shelf, clock, keys = self.shelf, self.index.clock, trail.keys
+        state = shelf.hold(keys[end - 1], end, clock + LONGEST_LIFE, clock, is_state=True)
+        blocks = [
+            shelf.hold(keys[number - 1], number, 0, clock, is_state=False)
+            for number in range(num_shared + 1, end + 1)
+        ]
+        trail.items = [state, *blocks]
+        chunk = Chunk(keys[end - 1], end, is_rest=True)
+        if self.index.take_place(chunk):
+            trail.chunks.append(chunk)
+        (record,) = state.places
+        shelf_blocks = tuple(block_id for item in blocks for block_id in item.places)
+        return Resumption(Place("shelf", record), shelf_blocks, chunk.checkpoint)
+
+    def begin(self, holding: Holding) -> None:
+        """The first launch of a request that resumes is planned: it is given what it was to be given."""
+        trail = self._trails[holding]
+        self.shelf.release(trail.items)
+        trail.items = []
 
     def is_expected(self, holding: Holding) -> bool:
         """Whether a prompt that begins as this one does has been computed, and is entered once its first
@@ -122,12 +188,14 @@ class PrefixCache:
         trail = self._trails.pop(holding, None)
         if trail is not None:
             self.index.forget(trail.chunks)
+            self.shelf.release(trail.items)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the index is sound, and checkpoints that are not entered belong to a
         request on its way.
         """
         self.index.check_integrity([chunk for trail in self._trails.values() for chunk in trail.chunks])
+        self.shelf.check_integrity([item for trail in self._trails.values() for item in trail.items])
         assert all(holding.block_ids for holding in self._trails), "a trail of a request that holds nothing"
 
     def _keys_of(self, holding: Holding) -> list[bytes]:

@@ -50,6 +50,8 @@ class Scheduler:
         host_records: int = 0,
         host_blocks: int = 0,
         num_checkpoints: int = 0,
+        shelf_records: int = 0,
+        shelf_blocks: int = 0,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -64,6 +66,8 @@ class Scheduler:
             host_records=host_records,
             host_blocks=host_blocks,
             num_checkpoints=num_checkpoints,
+            shelf_records=shelf_records,
+            shelf_blocks=shelf_blocks,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
@@ -399,6 +403,7 @@ class Scheduler:
             if holding is not None and holding.generation == generation
         ]
         copy_ids = {move.copy_id for move in plan.moves if isinstance(move, Copy)}
+        self.prefix.shelf.drop_copies(copy_ids)
         ended += self._holdings.drop_copies(copy_ids)
         for holding in ended:
             self._end(holding, "error", error)

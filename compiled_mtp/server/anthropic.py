@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import Service, Usage, check_limits, make_params, merged, parse
-from compiled_mtp.server.openai_models import Body, Ignored
+from compiled_mtp.server.openai_models import Body, CacheSalt, Ignored, Priority
 from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
@@ -120,6 +119,8 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
     metadata: Ignored = None
     service_tier: Ignored = None
 
@@ -145,11 +146,12 @@ class AnthropicHandlers:
         service.check_model(body.model)
         schemas, params = self._schemas(body), self._params(body)
         prompt = await self._render(body)
-        (stream,) = await service.start([prompt], params)
+        (stream,) = await service.start([prompt], params, body.priority)
         answer = _Answer(body, service.parser(prompt, schemas), len(prompt.token_ids))
         if body.stream:
             events = answer.events(merged([stream]))
-            return EventStream(events, service.config.write_timeout_s, stream.abort)
+            write_timeout_s = service.config.write_timeout_s
+            return EventStream(events, write_timeout_s, stream.abort, _event("ping"), _PING_S)
         try:
             return JSONResponse(await unless_gone(request, answer.whole(merged([stream]))))
         finally:
@@ -183,6 +185,7 @@ class AnthropicHandlers:
             "top_p": body.top_p,
             "top_k": body.top_k,
             "stop": tuple(stops) or None,
+            "cache_salt": body.cache_salt,
             # The answer says which one it was: it is looked for at the end, and cut there.
             "include_stop": True if stops else None,
             "tool_choice": forced,
@@ -240,17 +243,14 @@ class _Answer:
         }
 
     async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, a ping where nothing else comes; an error is its last one."""
+        """Yield the events of a stream; an error is its last one."""
         usage = self._usage_fields() | {"output_tokens": 0}
         start = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
         yield _event("ping")
         try:
-            async for item in _with_pings(outputs):
-                if item is None:
-                    yield _event("ping")
-                    continue
-                for delta in self._take(item[1]):
+            async for _, output in outputs:
+                for delta in self._take(output):
                     for event in self._add(delta):
                         yield event
         except ApiError as error:
@@ -390,30 +390,6 @@ def _input_of(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {"incomplete": text}
     return found if isinstance(found, dict) else {"value": found}
-
-
-async def _with_pings(
-    outputs: AsyncIterator[tuple[int, RequestOutput]],
-) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-    """The outputs, and None whenever none has come for a while."""
-    iterator = outputs.__aiter__()
-    waiting: asyncio.Task[Any] | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = asyncio.ensure_future(anext(iterator, None))
-            done, _ = await asyncio.wait((waiting,), timeout=_PING_S)
-            if not done:
-                yield None
-                continue
-            item, waiting = waiting.result(), None
-            if item is None:
-                return
-            yield item
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.requests import Request
@@ -60,9 +61,17 @@ class _Choice:
     prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
 
+    def part(self, output: RequestOutput) -> list[Delta]:
+        """Return what one output says, without keeping it."""
+        reason = output.finish_reason
+        deltas = self.parser.add(output.new_text, reason is not None)
+        if reason is not None:
+            self.finish_reason = "tool_calls" if reason == "stop" and self.parser.num_calls else reason
+        return deltas
+
     def take(self, output: RequestOutput) -> list[Delta]:
         """Add one output; return what it says."""
-        deltas = self.parser.add(output.new_text, is_last=output.finish_reason is not None)
+        deltas = self.part(output)
         for delta in deltas:
             if isinstance(delta, Content):
                 self.content += delta.text
@@ -72,9 +81,6 @@ class _Choice:
         self.token_ids += output.new_token_ids
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        if output.finish_reason is not None:
-            is_call = output.finish_reason == "stop" and self.parser.num_calls
-            self.finish_reason = "tool_calls" if is_call else output.finish_reason
         return deltas
 
 
@@ -252,7 +258,9 @@ class OpenAIHandlers:
 class _Answer:
     """Makes the objects of one answer: whole, or as the chunks of a stream."""
 
-    def __init__(self, body: SamplingBody, prefix: str, kind: str, usage: Usage, service: Service) -> None:
+    def __init__(
+        self, body: CompletionBody | ChatBody, prefix: str, kind: str, usage: Usage, service: Service
+    ) -> None:
         self.body = body
         self._is_chat = isinstance(body, ChatBody)
         self._usage = usage
@@ -296,10 +304,17 @@ class _Answer:
             first = {"role": "assistant", "content": ""}
             for choice in choices:
                 yield _event(head | {"choices": [_chunk(choice, {"delta": first})]})
+        frames = [self._frame(head, choice, has_usage) for choice in choices]
         try:
             async for index, output in outputs:
-                choice = choices[index]
-                deltas = choice.take(output)
+                choice, frame = choices[index], frames[index]
+                if frame is None:
+                    deltas = choice.take(output)
+                else:
+                    deltas = choice.part(output)
+                    if len(deltas) == 1 and output.finish_reason is None and isinstance(deltas[0], Content):
+                        yield frame[0] + encode_basestring(deltas[0].text).encode() + frame[1]
+                        continue
                 if output.finish_reason is not None:
                     self._usage.add(output)
                 if (entry := self._chunk_choice(choice, output, deltas)) is not None:
@@ -315,6 +330,21 @@ class _Answer:
         if has_usage:
             yield _event(head | {"choices": [], "usage": self._usage.to_openai()})
         yield b"data: [DONE]\n\n"
+
+    def _frame(self, head: Mapping[str, Any], choice: _Choice, has_usage: bool) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text, as JSON, of an event with nothing but text; None where
+        events hold more.
+        """
+        body = self.body
+        # A completion's logprobs are a number, and 0 of them are those of its own tokens.
+        has_logprobs = body.logprobs is not None and body.logprobs is not False
+        if body.include_round or body.return_token_ids or has_logprobs:
+            return None
+        text = uuid.uuid4().hex
+        said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        chunk = {**head, "choices": [_chunk(choice, said)], **({"usage": None} if has_usage else {})}
+        before, behind = _event(chunk).split(f'"{text}"'.encode())
+        return before, behind
 
     def _chunk_choice(
         self, choice: _Choice, output: RequestOutput, deltas: Sequence[Delta]

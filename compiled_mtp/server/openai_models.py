@@ -10,6 +10,11 @@ from pydantic_core import PydanticCustomError
 UNKNOWN_FIELD = "unknown_field"
 _CHANGES_NOTHING = "accepted, changes nothing"
 Ignored = Annotated[Any, Field(default=None, description=_CHANGES_NOTHING)]
+CacheSalt = Annotated[
+    str | None,
+    Field(default=None, description="prompts share cached prefixes with those of the same salt alone"),
+]
+Priority = Annotated[int | None, Field(default=None, description="the lower one is sooner; default: 0")]
 # Of the engine's own names, those that both bodies take under the same name.
 SAME_NAMES = (
     "temperature",
@@ -69,14 +74,12 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop: bool | None = None
     seed: int | None = None
-    cache_salt: str | None = Field(
-        default=None, description="prompts share cached prefixes with those of the same salt alone"
-    )
+    cache_salt: CacheSalt = None
     n: int | None = Field(default=None, ge=1, description="choices; choice 0 is that of n=1")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    priority: int | None = Field(default=None, description="the lower one is sooner; default: 0")
+    priority: Priority = None
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream says what its rounds drafted and accepted"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -73,6 +74,14 @@ def make_service(
     )
 
 
+def settle_interpreter() -> None:
+    """Let the thread that steps wait for others no longer than it must, once all that stays is loaded."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # To look through it for garbage would take a tenth of a second, in the middle of every stream.
+    gc.collect()
+    gc.freeze()
+
+
 def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
     """Return the form in which the chat template asks for calls, None if it takes no tools."""
     try:
@@ -85,7 +94,7 @@ def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
 
 
 class Door(H11Protocol):
-    """uvicorn's connection with a deadline for headers, and a way to cut a client off that does not read."""
+    """uvicorn's connection with a deadline for headers, and what streams need of one (sse.Connection)."""
 
     header_timeout_s = 10.0
     _deadline: asyncio.TimerHandle | None = None
@@ -93,7 +102,7 @@ class Door(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first headers."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort_connection": transport.abort}
+        self.app_state = {**self.app_state, "connection": self}
         self._start_clock()
 
     def data_received(self, data: bytes) -> None:
@@ -108,6 +117,30 @@ class Door(H11Protocol):
         """Stop the clock."""
         self._stop_clock()
         super().connection_lost(exc)
+
+    def write(self, body: bytes) -> bool:
+        """Send a part of an answer whose length nobody knows; False when the connection is full, or closing:
+        what has no place in it any more must not look like the end."""
+        if self.transport.is_closing():
+            self.transport.abort()
+            return False
+        # An older client's answer ends with its connection.
+        is_chunked = self.scope["http_version"] >= "1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
+        return not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written has yet to be read."""
+        return self.flow.write_paused
+
+    async def wait_for_room(self) -> None:
+        """Until the connection is no longer full, or closed."""
+        await self.flow.drain()
+
+    def abort(self) -> None:
+        """Close it at once; what is buffered is lost."""
+        self.transport.abort()
 
     def _start_clock(self) -> None:
         self._deadline = self.loop.call_later(self.header_timeout_s, self.transport.abort)
@@ -194,7 +227,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        settle_interpreter()
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,17 +18,40 @@ class ClientGoneError(Exception):
     """The client went away before its answer was ready."""
 
 
+class Connection(Protocol):
+    """What a stream needs of the connection below it, which `state` of its scope holds by this name."""
+
+    def write(self, body: bytes) -> bool:
+        """Send a part of the answer; False when the connection is full."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written has yet to be read."""
+
+    async def wait_for_room(self) -> None:
+        """Until the connection is no longer full, or closed."""
+
+    def abort(self) -> None:
+        """Close it at once; what is buffered is lost."""
+
+
 class EventStream(Response):
     """Sends events (bytes, each complete) as they come; leaving, from either side, closes `events` and calls
     on_end.
 
-    A client that lets the connection stay full for write_timeout_s seconds is cut off.
+    A client that lets the connection stay full for write_timeout_s seconds is cut off. Where nothing was sent
+    for `ping_s` seconds `ping` is, within as many more.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], write_timeout_s: float, on_end: Callable[[], None]
+        self,
+        events: AsyncIterator[bytes],
+        write_timeout_s: float,
+        on_end: Callable[[], None],
+        ping: bytes = b"",
+        ping_s: float | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -36,13 +59,29 @@ class EventStream(Response):
         self._write_timeout_s = write_timeout_s
         # An iterator that was never started has no `finally` that would run.
         self._on_end = on_end
+        self._ping = ping
+        self._ping_s = ping_s
+        self._num_sent = 0
+        # Until the answer has begun nothing may be sent.
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as somebody reads."""
-        sending = asyncio.create_task(self._send_all(scope, send))
+        connection: Connection = scope["state"]["connection"]
+        sending = asyncio.create_task(self._send_all(connection, send))
         watching = asyncio.create_task(_wait_for_end(receive))
         try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            num_sent = -1
+            while True:
+                done, _ = await asyncio.wait(
+                    (sending, watching), timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    break
+                is_quiet = self._has_begun and num_sent == self._num_sent
+                if is_quiet and not connection.is_full:
+                    connection.write(self._ping)
+                num_sent = self._num_sent
             if sending.done():
                 sending.result()
         finally:
@@ -51,26 +90,21 @@ class EventStream(Response):
             await asyncio.gather(sending, watching, return_exceptions=True)
             self._on_end()
 
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def _send_all(self, connection: Connection, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            async with asyncio.timeout(None) as deadline:
-                loop = asyncio.get_running_loop()
-                start = {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-                await send(start)
-                async for event in self._events:
-                    deadline.reschedule(loop.time() + self._write_timeout_s)
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    deadline.reschedule(None)
-                await send({"type": "http.response.body", "body": b""})
+            await send(start)
+            self._has_begun = True
+            async for event in self._events:
+                self._num_sent += 1
+                # Past the server's own `send`, whose books cost more than all that an event needs.
+                if not connection.write(event):
+                    async with asyncio.timeout(self._write_timeout_s):
+                        await connection.wait_for_room()
+            await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             # What is buffered would keep a closed connection open for as long as nobody reads it.
-            abort = scope.get("state", {}).get("abort_connection")
-            if abort is not None:
-                abort()
+            connection.abort()
         finally:
             close = getattr(self._events, "aclose", None)
             if close is not None:

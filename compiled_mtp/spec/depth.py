@@ -7,7 +7,6 @@ given that the ones before it were. No token depends on it, whatever it chooses.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -18,6 +17,8 @@ Reason: TypeAlias = Literal["best", "probe", "only"]
 # follow one that changes every few hundred tokens.
 _FAST_ROUNDS = 24.0
 _SLOW_ROUNDS = 1000.0
+# Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
+_MOST_SEEN = 96
 # The weight, in rounds, of what has been seen so far beside what was seen lately.
 _SLOW_WEIGHT = 6.0
 # What is believed of a draft nobody has tried: a try costs little, never trying may cost a lot.
@@ -26,6 +27,8 @@ _BELIEF_WEIGHT = 8.0
 # A new measurement's share in the time of its depth, and in those of the others in its class: what slows one
 # down, a neighbour of the machine or a longer context, mostly slows them all.
 _TIME_SHARE, _COMMON_SHARE = 0.1, 0.05
+# The most by which one round may seem slower than its depth.
+_MOST_RISE = 1.3
 # Rounds before a depth's own time is believed; until then it is taken to be a little faster than it is
 # estimated to be, so that it is tried where that could pay. Rounds count less and less while the depth does
 # not run: what was measured beside a busy neighbour is measured again one day.
@@ -75,14 +78,14 @@ class _Rate:
 
 
 class _Time:
-    """Seconds of a round, and what weight in rounds they have; the first few of them, and the sum of those
-    that are not yet taken in."""
+    """Seconds of a round, and what weight in rounds they have; how many of the first few rounds were timed,
+    and the sum of those that are not yet taken in."""
 
-    __slots__ = ("count", "first", "new_count", "new_s", "seconds")
+    __slots__ = ("count", "new_count", "new_s", "seconds", "tries")
 
     def __init__(self, seconds: float, count: float = 1.0) -> None:
         self.seconds, self.count = seconds, count
-        self.first = [seconds] * min(round(count), _TRIES)
+        self.tries = min(round(count), _TRIES)
         self.new_s, self.new_count = 0.0, 0
 
 
@@ -93,6 +96,12 @@ _Class: TypeAlias = tuple[Hashable, int]
 def context_class(tokens: int) -> int:
     """The class of a context's length: 0 up to 4,096 tokens, one more for each doubling."""
     return max(0, (tokens - 1) // 4096).bit_length()
+
+
+def context_span(tokens: int) -> tuple[int, int]:
+    """The lengths of a context's class: above the first, up to the second."""
+    most = 4096 << context_class(tokens)
+    return (most // 2 if most > 4096 else -1), most
 
 
 def first_depth(depths: Iterable[int]) -> int:
@@ -117,7 +126,8 @@ def _line(times: Mapping[int, _Time], usual: float) -> tuple[float, float]:
         sum_xy += count * depth * seconds
     x, y = sum_x / weight, sum_y / weight
     slope = sum_xy - x * sum_y + _SLOPE_WEIGHT * usual * y / (1 + usual * x)
-    slope = max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0)
+    # Never so steep that a round without drafts would take no time.
+    slope = min(max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0), y / (1 + x))
     return y - slope * x, slope
 
 
@@ -139,6 +149,8 @@ class DepthController:
         self._times: dict[_Class, dict[int, _Time]] = {}
         for (depth, bucket), seconds in (times_s or {}).items():
             self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds, _MOST_COUNT)
+        # Those with times that are not yet taken in.
+        self._timed: dict[_Class, dict[int, _Time]] = {}
         self._usual_slope = _USUAL_SLOPE
         # The tokens of rounds that are not yet taken in, by their number of drafts.
         self._rounds_of: dict[int, list[Sequence[Sequence[int]]]] = {}
@@ -167,19 +179,21 @@ class DepthController:
 
     def record_time(self, depth: int, bucket: Hashable, context: int, seconds: float) -> None:
         """Take the time of a round that verified and drafted at `depth`, with no other launch beside it."""
-        times = self._times.get((bucket, context))
+        place = (bucket, context)
+        times = self._timed.get(place)
         if times is None:
-            times = self._times[bucket, context] = {}
+            times = self._timed[place] = self._times.setdefault(place, {})
         known = times.get(depth)
         if known is None:
             times[depth] = _Time(seconds)
-        elif len(known.first) < _TRIES:
-            # The first may make something ready, and any may be held up by a neighbour of the machine.
-            known.first.append(seconds)
-            known.seconds, known.count = sorted(known.first)[len(known.first) // 2], known.count + 1
+        elif known.tries < _TRIES:
+            # The first may make something ready, and a neighbour of the machine may hold up any: a depth that
+            # looks slow for it would not be tried again for long.
+            known.seconds = min(known.seconds, seconds)
+            known.tries, known.count = known.tries + 1, known.count + 1
         else:
-            # One that was held up says nothing about the depth.
-            known.new_s += min(seconds, 2 * known.seconds)
+            # How long one was held up says nothing about the depth.
+            known.new_s += min(seconds, _MOST_RISE * known.seconds)
             known.new_count += 1
 
     def choose(self, bucket: Hashable, context: int) -> int:
@@ -200,28 +214,38 @@ class DepthController:
     def _learn(self) -> None:
         """Take in what was recorded."""
         for num_drafts, rounds in self._rounds_of.items():
-            counts = Counter(len(new) for token_ids in rounds for new in token_ids if new)
-            seen = counts.total()
+            if not rounds:
+                continue
+            lengths, late = bytearray(), _MOST_SEEN // (len(rounds[-1]) or 1) or 1
+            for token_ids in rounds[-late:]:
+                lengths.extend(map(len, token_ids))
+            seen = len(lengths) - lengths.count(0)
             for rate in self._rates[num_drafts:]:
                 rate.age(len(rounds))
+            rounds.clear()
             # More tokens than that: what stood where a draft was missing was right.
-            for index in range(num_drafts):
-                ended = counts[index + 1]
-                if seen:
-                    self._rates[index].add(seen - ended, seen)
-                seen -= ended
-        self._rounds_of.clear()
-        for place, times in self._times.items():
+            for index in range(num_drafts if seen else 0):
+                kept = seen - lengths.count(index + 1)
+                self._rates[index].add(kept, seen)
+                seen = kept
+                if not seen:
+                    break
+        if self._place is not None and self._place in self._times:
+            self._timed[self._place] = self._times[self._place]
+        for place, times in self._timed.items():
             for known in times.values():
-                if known.new_count:
-                    change = known.new_s / known.new_count / known.seconds - 1
+                count = known.new_count
+                if count:
+                    change = known.new_s / (count * known.seconds) - 1
+                    common = 1 + (1 - (1 - _COMMON_SHARE) ** count) * change
+                    own = 1 + (1 - (1 - _TIME_SHARE) ** count) * change
                     for other in times.values():
-                        share = _TIME_SHARE if other is known else _COMMON_SHARE
-                        other.seconds *= 1 + (1 - (1 - share) ** known.new_count) * change
-                    known.count = min(known.count + known.new_count, _MOST_COUNT)
+                        other.seconds *= own if other is known else common
+                    known.count = min(known.count + count, _MOST_COUNT)
                     known.new_s, known.new_count = 0.0, 0
                 elif place == self._place:
                     known.count *= _COUNT_FADE
+        self._timed.clear()
 
     def _compare(self, place: _Class) -> None:
         """Go over to the depth that promises most."""

@@ -7,8 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
-from compiled_mtp.spec.depth import DepthController, Reason, context_class
+from compiled_mtp.spec.depth import DepthController, Reason, context_class, context_span
 
+_NOBODY: frozenset[int] = frozenset()
 _REASONS: tuple[Reason, ...] = ("best", "probe", "only")
 
 
@@ -17,8 +18,9 @@ class DepthPolicy:
 
     depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
     round's time runs from its launch, or from the result before it if that came later, to its own result:
-    with a launch in flight the device goes from one to the next without a pause. `clock` gives seconds. For
-    the thread that steps; `rounds` may be called by any.
+    with a launch in flight the device goes from one to the next without a pause. If that launch is no round,
+    the time is not taken: a prompt's chunk may keep the host for longer than the device has the round.
+    `clock` gives seconds. For the thread that steps; `rounds` may be called by any.
     """
 
     def __init__(
@@ -28,10 +30,13 @@ class DepthPolicy:
         self.controller = DepthController(depths)
         self._sizes = sizes
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
-        self._context_tokens = self._context = 0
+        # The class of the contexts' length, and the lengths that have it: above the first, up to the second.
+        self._context, self._context_span = 0, (-1, 0)
         # Of each number of requests, in whole rounds and in halves.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._launched_s: dict[int, float] = {}
+        # The number of the last launch that was no round.
+        self._other_step_id = -1
         # When a result was read last; of a round whose first half was, when that began, and who is replayed.
         self._last_s = 0.0
         self._half: tuple[int, float, frozenset[int]] | None = None
@@ -46,8 +51,9 @@ class DepthPolicy:
         controller = self.controller
         if not num_requests:
             return controller.depth
-        if context_tokens != self._context_tokens:
-            self._context_tokens, self._context = context_tokens, context_class(context_tokens)
+        above, most = self._context_span
+        if not above < context_tokens <= most:
+            self._context, self._context_span = context_class(context_tokens), context_span(context_tokens)
         depth = controller.choose(self._bucket(num_requests, is_halved), self._context)
         self._counts[depth][controller.reason] += 1
         return depth
@@ -56,18 +62,22 @@ class DepthPolicy:
         """`plan` is about to be launched."""
         if plan.kind in ("decode", "verify"):
             self._launched_s[plan.step_id] = self._clock()
+        elif plan.kind != "accept":
+            self._other_step_id = plan.step_id
 
     def read(self, result: StepResult) -> None:
         """Learn from a result that has come right now."""
         plan, now_s = result.plan, self._clock()
-        begin_s = max(self._launched_s.pop(plan.step_id, now_s), self._last_s)
+        begin_s = self._launched_s.pop(plan.step_id, now_s)
+        if begin_s < self._last_s:
+            begin_s = self._last_s
         half, self._half, self._last_s = self._half, None, now_s
         if result.error is not None:
             return
         if plan.kind == "verify":
             self._half = (plan.step_id + 1, begin_s, _replayed(plan))
             return
-        replayed = _replayed(plan)
+        replayed = _replayed(plan) if plan.moves else _NOBODY
         if plan.kind == "accept":
             # With a chunk between the halves the time is not the round's.
             is_next = half is not None and half[0] == plan.step_id
@@ -79,7 +89,10 @@ class DepthPolicy:
             rows = zip(plan.slots, token_ids, strict=True)
             token_ids = [new for slot, new in rows if slot not in replayed]
         self.controller.record_round(plan.num_drafts, token_ids)
-        if now_s > begin_s and not _is_disturbed(plan):
+        # Most plans have neither.
+        is_disturbed = (plan.moves or plan.catches_up) and _is_disturbed(plan)
+        is_disturbed = is_disturbed or self._other_step_id > plan.step_id
+        if now_s > begin_s and not is_disturbed:
             bucket = self._bucket(len(plan.slots), plan.kind == "accept")
             self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
 
@@ -108,6 +121,6 @@ def _replayed(plan: StepPlan) -> frozenset[int]:
 
 def _is_disturbed(plan: StepPlan) -> bool:
     """Whether something else than the round took time."""
-    if plan.moves and any(isinstance(move, Copy) for move in plan.moves):
+    if any(isinstance(move, Copy) for move in plan.moves):
         return True
     return plan.catches_up and plan.verify_step > 0

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP
+from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP, MIX_FACTOR
 
 TABLE_BLOCK = 1024
 # Of the longest window and what its chain adds: one binary for every mtp_step.
@@ -116,6 +116,7 @@ def accept_window_kernel(
     hash_limit,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
+    MIX_FACTOR: tl.constexpr,
     RECENT_IDS: tl.constexpr,
     REMEMBERED: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -141,8 +142,11 @@ def accept_window_kernel(
     drawn = tl.load(sampled + row, mask=is_row, other=0)
     state = tl.load(outcome + row, mask=is_row, other=DRAWN).to(tl.int32)
     is_wrong = is_draft & (drafted != drawn)
-    if hash_limit >= 0:
-        is_wrong = is_draft & ((wanted + 1) * HASH_FACTOR % 4294967296 // 65536 >= hash_limit)
+    if hash_limit is not None:
+        limit = tl.load(hash_limit)
+        word = (wanted + 1) * HASH_FACTOR & 0xFFFFFFFF
+        word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
+        is_wrong = tl.where(limit < 0, is_wrong, is_draft & ((word >> 16) >= limit))
     num_accepted = tl.min(tl.where(is_wrong, lane, query_len - 1), 0)
     is_live = slot > 0
     num_new = tl.where(is_live, num_accepted + 1, 0)
@@ -209,7 +213,8 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
         args.history.features, counts, counts.stride(0), args.history.recent_ids,
         packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
-        LANES=LANES, HASH_FACTOR=HASH_FACTOR, RECENT_IDS=RECENT_IDS, REMEMBERED=PENALTIES | BAD_WORDS,
-        DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
+        LANES=LANES, HASH_FACTOR=HASH_FACTOR, MIX_FACTOR=MIX_FACTOR, RECENT_IDS=RECENT_IDS,
+        REMEMBERED=PENALTIES | BAD_WORDS, DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl,
+        num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     return packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots

@@ -13,8 +13,15 @@ from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
 MAX_MTP_STEP = 7
-# Knuth's multiplicative hash, of a draft's position.
-HASH_FACTOR = 2654435761
+# Knuth's multiplicative hash of a position alone would space what it accepts as evenly as it can.
+HASH_FACTOR, MIX_FACTOR = 2654435761, 0x45D9F3B
+
+
+def position_hash(positions: Tensor) -> Tensor:
+    """16 bits that look drawn at random, of each position int64: below a share of 65536 as often as that."""
+    word = positions * HASH_FACTOR & 0xFFFFFFFF
+    word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
+    return word >> 16
 
 
 def place_rows(
@@ -173,7 +180,7 @@ def accept_window(
     mtp_step: int,
     block_size: int,
     end: int,
-    hash_limit: int,
+    hash_limit: Annotated[Tensor, "1", I64] | None = None,
 ) -> Accepted:
     """Keep the leading drafts that agree with what was sampled, commit them, and place the draft's rows.
 
@@ -183,17 +190,16 @@ def accept_window(
     Mutated: base becomes start, pos start + num_new, last_token the last of the num_new = num_accepted + 1
     new tokens; a padding row keeps zeros, with num_new 0; the history of slots that keep one gains the new
     tokens. num_finite counts the leading new tokens that were drawn: below num_new, the row after them is not
-    finite, or every id of it is masked, and -1 - num_finite stands for it. hash_limit -1; else, for
-    benchmarks, drafts agree where a hash of their position is below hash_limit of 65536.
+    finite, or every id of it is masked, and -1 - num_finite stands for it. hash_limit [1], for benchmarks:
+    drafts agree where `position_hash` is below it, whatever they are; below 0 it says nothing.
     """
     index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
     drawn = sampled.view(batch, query_len)
-    if hash_limit >= 0:
+    agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
+    if hash_limit is not None:
         places = start[:, None] + torch.arange(1, query_len, device=start.device)
-        agrees = places * HASH_FACTOR % 2**32 // 2**16 < hash_limit
-    else:
-        agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
+        agrees = torch.where(hash_limit < 0, agrees, position_hash(places) < hash_limit)
     num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_new = torch.where(is_live, num_accepted + 1, 0)
     by_row = outcome.view(batch, query_len)

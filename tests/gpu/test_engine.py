@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build import Features
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
@@ -331,3 +331,34 @@ def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, 
     for name, gained in tokens.items():
         assert len(gained) > 5
         assert gained == expected[name][: len(gained)]
+
+
+@pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
+def test_halves_become_graphs_behind_their_first_run(graph_mode: str) -> None:
+    """Grammars and log probabilities, in company and alone, give the tokens of uncompiled rounds."""
+    params = [
+        SamplingParams(
+            max_tokens=COUNT, temperature=0.8, seed=1, guided_regex="([a-z]{3,9} = [0-9]{1,3}\n){99}"
+        ),
+        SamplingParams(max_tokens=COUNT, temperature=0.8, seed=2, ignore_eos=True, logprobs=3),
+        SamplingParams(max_tokens=COUNT, temperature=0.0, seed=3, ignore_eos=True),
+    ]
+
+    def decode(engine: Engine) -> list[list[int]]:
+        together = engine.generate(TEXTS[:3], params)
+        alone = [engine.generate([text], one)[0] for text, one in zip(TEXTS, params, strict=False)]
+        tokens = [output.new_token_ids for output in together]
+        assert [output.error for output in (*together, *alone)] == [None] * 6
+        assert [output.new_token_ids for output in alone] == tokens
+        return tokens
+
+    expected = decode(gpu_engine(DEFAULT, mtp_step=0, dtype="bfloat16", compile="off"))
+    engine = compiled_engine(DEFAULT, 3, "bfloat16", graph_mode)
+    programs = engine.runner.programs
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert decode(engine) == expected
+        assert decode(engine) == expected
+    small = [bucket for bucket in programs.buckets if bucket.groups <= 3]
+    halves = {*small, *((bucket.rows, bucket.verify_step) for bucket in small)}
+    assert len(halves) == 4
+    assert halves.isdisjoint(programs._uncaptured)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -70,6 +72,28 @@ def test_a_prompt_that_comes_again_resumes_and_gives_the_same(mode: dict[str, An
     engine.close()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+@pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
+def test_what_the_cache_gives_up_comes_back_from_host_memory(
+    mode: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks for the longest request alone; one comes after the other."""
+    monkeypatch.setattr("compiled_mtp.build.shelf_bytes", lambda *_: 1 << 28)
+    engine = make(mtp_step=3, num_blocks=5, kv_dtype=kv_dtype, **mode)
+    turns = [[engine.generate([p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)] for _ in range(3)]
+    if kv_dtype == "auto":
+        for outputs in turns:
+            check(outputs, is_same_program=mode == MODES[0])
+    for outputs in turns[1:]:
+        assert [o.metrics.cached_tokens for o in outputs] == [(len(p) - 1) // 64 * 64 for p in PROMPTS]
+        assert [o.new_token_ids for o in outputs] == [o.new_token_ids for o in turns[0]]
+    stats = engine.stats()
+    assert stats.prefix_host_hits > 0
+    assert 0 < stats.prefix_host_bytes <= engine.runner.moves.host_bytes
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
 @pytest.mark.parametrize("offload_gb", [1.0, 0.0])
 @pytest.mark.parametrize("mtp_step", [0, 3])
@@ -84,6 +108,24 @@ def test_requests_leave_and_come_back_or_are_replayed(
     assert (stats.offloads > 0, stats.withdrawals > 0) == (offload_gb > 0, offload_gb == 0)
     engine.scheduler.check_integrity()
     assert engine.scheduler.pool.num_used == 0
+    engine.close()
+
+
+def test_the_engine_takes_what_it_says() -> None:
+    """Weights and the plan; a launch of this checkpoint needs little beside a pool of 4 GiB."""
+    small = make(mtp_step=3, compile="off", num_blocks=9)
+    num_blocks = (4 << 30) // small.runner.memory.block_bytes
+    small.close()
+    del small
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    engine = make(mtp_step=3, compile="off", num_blocks=num_blocks, max_model_len=4096)
+    check(engine.generate(PROMPTS, PARAMS), is_same_program=True)
+    weights = sum(tensor.nbytes for tensor in engine.runner.step.parameters())
+    taken = torch.cuda.max_memory_reserved() - before
+    assert taken == pytest.approx(weights + engine.runner.memory.total_bytes, rel=0.02)
     engine.close()
 
 

@@ -17,8 +17,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("order", [[1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0]])
-@pytest.mark.parametrize("hash_limit", [-1, HASH_LIMIT])
-def test_windows(mtp_step: int, order: list[int], hash_limit: int) -> None:
+@pytest.mark.parametrize("hash_limit", [None, HASH_LIMIT])
+def test_windows(mtp_step: int, order: list[int], hash_limit: int | None) -> None:
     slots = make_slots(mtp_step, "cuda")
     read = read_arguments(slots, order, mtp_step)
     check_launch(read_window, read, rtol=0, atol=0)

@@ -7,7 +7,7 @@ import torch
 
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.window import Cursors, accept_window, read_window
-from compiled_mtp.ops.window.reference import HASH_FACTOR
+from compiled_mtp.ops.window.reference import position_hash
 from tests.ops.harness import check_compiles, check_launch, check_registration
 from tests.ops.window_cases import (
     BLOCKS,
@@ -46,8 +46,10 @@ def test_a_window_is_the_last_token_and_its_drafts(mtp_step: int, order: list[in
 
 @pytest.mark.parametrize("mtp_step", STEPS)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("hash_limit", [-1, 0, HASH_LIMIT, 65536])
-def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int], hash_limit: int) -> None:
+@pytest.mark.parametrize("hash_limit", [None, -1, 0, HASH_LIMIT, 65536])
+def test_the_leading_right_drafts_are_committed(
+    mtp_step: int, order: list[int], hash_limit: int | None
+) -> None:
     slots = make_slots(mtp_step, "cpu")
     before = {name: tensor.clone() for name, tensor in slots.items()}
     window = read_window(*read_arguments(slots, order, mtp_step))
@@ -61,9 +63,9 @@ def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int],
         pos, table = int(before["pos"][slot]), before["block_table"][slot].tolist()
         kept = 0
         while kept < mtp_step:
-            hashed = (pos + kept + 1) * HASH_FACTOR % 2**32 // 2**16
+            hashed = int(position_hash(torch.tensor(pos + kept + 1)))
             is_right = tokens[request, kept + 1] == drawn[request, kept]
-            if not (is_right if hash_limit < 0 else hashed < hash_limit):
+            if not (is_right if hash_limit in (None, -1) else hashed < hash_limit):
                 break
             kept += 1
         num_new = kept + 1 if slot else 0
@@ -93,10 +95,18 @@ def test_the_leading_right_drafts_are_committed(mtp_step: int, order: list[int],
             assert slots[name][slot] == before[name][slot]
 
 
+def test_hashes_of_neighbours_have_nothing_to_do_with_each_other() -> None:
+    """So that synthetic drafts are kept as a model's are: each with the same chance, whatever came before."""
+    is_kept = position_hash(torch.arange(1, 60_001)) < 0.7 * 65536
+    for count in range(1, 6):
+        share = is_kept[: 60_000 // count * count].view(-1, count).all(1).float().mean()
+        assert abs(float(share) - 0.7**count) < 0.012
+
+
 def test_the_chain_is_padded_to_even_batches() -> None:
     slots = make_slots(3, "cpu")
     window = read_window(*read_arguments(slots, [3, 2, 5], 3))
-    *_, chain, chain_slots = accept_window(*accept_arguments(slots, window, [3, 2, 5], 3, -1))
+    *_, chain, chain_slots = accept_window(*accept_arguments(slots, window, [3, 2, 5], 3))
     assert chain[:, 3].tolist() == [0] * 3
     assert chain_slots[:, 3].tolist() == [-1] * 3
 
@@ -106,7 +116,7 @@ def test_registration_and_compile() -> None:
     for order in ([1], [6, 3, 8]):
         slots = make_slots(3, "cpu")
         read.append(read_arguments(slots, order, 3))
-        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, -1))
+        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT))
     check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
     check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
     check_compiles(read_window, read)
@@ -116,7 +126,7 @@ def test_registration_and_compile() -> None:
 def test_bad_arguments_raise() -> None:
     slots = make_slots(3, "cpu")
     read = read_arguments(slots, [1, 2], 3)
-    accept = accept_arguments(slots, read_window(*read), [1, 2], 3, -1)
+    accept = accept_arguments(slots, read_window(*read), [1, 2], 3, HASH_LIMIT)
     wide = torch.zeros(SLOTS, 2, dtype=torch.int64)
     for arguments, index, value, message in (
         (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
@@ -127,6 +137,7 @@ def test_bad_arguments_raise() -> None:
         (accept, 0, accept[0][:-1], "tokens must have shape"),
         (accept, 2, accept[2].int(), "outcome must have dtype"),
         (accept, 5, accept[5][:1], "table must have shape"),
+        (accept, 11, torch.zeros(2, dtype=torch.int64), "hash_limit must have shape"),
         (accept, 6, Cursors(wide[:, 0], *accept[6][1:]), "base must have a last dimension of stride 1"),
     ):
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
@@ -136,8 +147,10 @@ def test_bad_arguments_raise() -> None:
 
 @pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
 @pytest.mark.parametrize("order", ORDERS[1:])
-@pytest.mark.parametrize("hash_limit", [-1, HASH_LIMIT])
-def test_kernels_in_interpreter(interpreter: None, mtp_step: int, order: list[int], hash_limit: int) -> None:
+@pytest.mark.parametrize("hash_limit", [None, -1, HASH_LIMIT])
+def test_kernels_in_interpreter(
+    interpreter: None, mtp_step: int, order: list[int], hash_limit: int | None
+) -> None:
     slots = make_slots(mtp_step, "cpu")
     read = read_arguments(slots, order, mtp_step)
     check_launch(read_window, read, rtol=0, atol=0)

@@ -56,7 +56,7 @@ def accept_arguments(
     window: Window,
     order: list[int],
     mtp_step: int,
-    hash_limit: int,
+    hash_limit: int | None = None,
 ) -> tuple[Any, ...]:
     """Request b keeps b of its drafts, or all; samples past the first wrong draft may agree again. Row 2 b of
     it, if there is one, cannot be drawn from."""
@@ -74,7 +74,8 @@ def accept_arguments(
     outcome = torch.where(rows == 2 * request % (mtp_step + 3), broken, DRAWN).to(torch.uint8)
     sampled = (window.tokens, drawn.flatten(), outcome.flatten())
     place = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
-    return (*sampled, *place, mtp_step, BLOCK_SIZE, END, hash_limit)
+    limit = None if hash_limit is None else torch.tensor([hash_limit], device=device)
+    return (*sampled, *place, mtp_step, BLOCK_SIZE, END, limit)
 
 
 def slot_of(table: list[int], position: int) -> tuple[int, int]:

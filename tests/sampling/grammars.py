@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,33 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         "required": rng.sample(names, rng.randint(0, len(names))),
         "additionalProperties": False,
     }
+
+
+def most_bytes(schema: Mapping[str, Any], nodes: int) -> int:
+    """An upper bound of the bytes of a `random_schema`'s JSON text, with at most `nodes` of a recursion.
+
+    A token has a byte at least, so it bounds the tokens too.
+    """
+    if "$defs" in schema:
+        value = schema["$defs"]["node"]["properties"]["value"]
+        return nodes * (most_bytes(value, nodes) + len('{"value": , "next": }')) + len("null")
+    if "anyOf" in schema:
+        return max(most_bytes(one, nodes) for one in schema["anyOf"])
+    if (fixed := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+        return max(len(json.dumps(one).encode()) for one in fixed)
+    kind = schema["type"]
+    if kind == "object":
+        items = schema["properties"].items()
+        return 2 + sum(len(json.dumps(name).encode()) + 4 + most_bytes(one, nodes) for name, one in items)
+    if kind == "array" and "prefixItems" in schema:
+        return 2 + sum(2 + most_bytes(one, nodes) for one in schema["prefixItems"])
+    if kind == "array":
+        return 2 + schema["maxItems"] * int(2 + most_bytes(schema["items"], nodes))
+    if kind == "string" and "maxLength" in schema:
+        # A character may be written as \uXXXX.
+        return 2 + 6 * int(schema["maxLength"])
+    # Others are single values: a boolean, a number, a pattern, a format, of which a uuid is the longest.
+    return len('"00000000-0000-0000-0000-000000000000"')
 
 
 def text_of(tokens: Sequence[int]) -> str:

@@ -22,11 +22,13 @@ from tests.sampling.grammars import (
     MODEL,
     THINK,
     TOKENIZER,
+    most_bytes,
     random_schema,
     write_thinking_tokenizer,
 )
 
-MAX_TOKENS = 300
+# A reasoning part and a recursion have no bound of their own.
+REASONING_TOKENS, NODES = 64, 8
 # A model of this size copies its last node for ever; a nudge makes a recursion end after a few.
 NUDGE = 6.0
 ENDS_A_LIST = {TOKENIZER.encode(text)[0]: NUDGE for text in ("null", " null")}
@@ -58,12 +60,23 @@ class Case:
         return prompt if self.end_bias is None else [*prompt, THINK]
 
     @property
+    def max_tokens(self) -> int:
+        """What the longest text of the schema needs, if every byte of it is a token."""
+        reasoning = 0 if self.end_bias is None else REASONING_TOKENS
+        return reasoning + most_bytes(self.schema, NODES)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the schema alone bounds the output."""
+        return self.end_bias is None and "$defs" not in self.schema
+
+    @property
     def params(self) -> SamplingParams:
         bias = dict(ENDS_A_LIST) if "$defs" in self.schema else {}
         if self.end_bias is not None:
             bias[END_THINK] = self.end_bias + (NUDGE if bias else 0.0)
         return SamplingParams(
-            max_tokens=MAX_TOKENS,
+            max_tokens=self.max_tokens,
             temperature=self.temperature,
             seed=self.number,
             logit_bias=bias,
@@ -123,10 +136,10 @@ def take(done: Decoded, case: Case, output: RequestOutput) -> None:
 
 def check_cases(checkpoint: Path, cases: Sequence[Case], max_batch: int) -> dict[str, int]:
     """Decode at depths 0 and 3, compare, validate what ended by its grammar; return counts."""
+    longest = max(len(case.prompt) + case.max_tokens for case in cases)
+    options = {"max_batch": max_batch, "max_in_flight": 1, "max_model_len": longest}
     done = {
-        mtp_step: decode_all(
-            make_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, max_in_flight=1), cases
-        )
+        mtp_step: decode_all(make_engine(checkpoint, mtp_step=mtp_step, **options), cases)
         for mtp_step in (0, 3)
     }
     num_ended = 0
@@ -134,6 +147,7 @@ def check_cases(checkpoint: Path, cases: Sequence[Case], max_batch: int) -> dict
         cases, done[0].tokens, done[3].tokens, done[3].texts, done[3].reasons, strict=True
     ):
         assert tokens == other, case
+        assert reason == "stop" or not case.must_end, (case, case.schema, text)
         if reason == "stop":
             num_ended += 1
             case.check(text)
@@ -158,7 +172,7 @@ def test_a_sample_ends_by_its_grammar_and_validates(checkpoint: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 def test_300_schemas_at_both_temperatures(checkpoint: Path) -> None:
-    counts = check_cases(checkpoint, list(random_cases(300, (0.0, 1.0))), max_batch=16)
+    counts = check_cases(checkpoint, list(random_cases(300, (0.0, 1.0))), max_batch=64)
     print(json.dumps(counts))
     assert counts["ended"] >= 0.95 * counts["cases"]
     assert counts["inside"] >= 20

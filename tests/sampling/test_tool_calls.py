@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -205,11 +206,83 @@ def tool(**function: Any) -> list[Any]:
             "required",
             r"tools\[0\].function.parameters.properties.a must not have both",
         ),
+        (
+            tool(parameters={"properties": {"a": {"type": "string", "b\nc": 1}}}),
+            "required",
+            r"tools\[0\].function.parameters.properties.a must not use b\\nc where",
+        ),
+        (
+            tool(parameters={"properties": None}),
+            "required",
+            r"tools\[0\].function.parameters.properties must be an object of schemas, got None; write",
+        ),
+        (
+            tool(parameters={"properties": {"a": {}}, "required": "a"}),
+            "required",
+            r"tools\[0\].function.parameters.required must be a list of names, got 'a'; write",
+        ),
+        (
+            tool(parameters={"properties": {"a\nb": {"items": {"minLength": True}}}}),
+            "required",
+            r"tools\[0\].function.parameters.properties.a\\nb.items.minLength must be a whole number",
+        ),
+        (
+            TOOLS,
+            {"function": {"name": ["get_time"]}},
+            "tool_choice must be none, auto, .*known are get_weather",
+        ),
     ],
 )
 def test_bad_tools_are_refused_by_their_place(tools: Any, tool_choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         from_tools(tools, tool_choice, "xml", ())
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything inside a JSON value, and of itself."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*place, key))
+
+
+def replaced(value: Any, place: tuple[Any, ...], other: Any) -> Any:
+    if not place:
+        return other
+    copy = value.copy()
+    copy[place[0]] = replaced(value[place[0]], place[1:], other)
+    return copy
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+def test_whatever_stands_where_is_a_grammar_or_one_line(form: CallForm) -> None:
+    """Every value of every type in the place of every part of a tool."""
+    others: list[Any] = [
+        None,
+        True,
+        -1,
+        1.5,
+        "a\nb",
+        "\ud800",
+        [],
+        [5],
+        [[]],
+        {},
+        {"x": 5},
+        {"$ref": "#/$defs/y"},
+    ]
+    parameters = WEATHER | {"$defs": WEATHER["$defs"] | {"y": True}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    problems = []
+    for place in places(tools):
+        for other in others:
+            for choice in ("required", NAMED):
+                try:
+                    from_tools(replaced(tools, place, other), choice, form, ())
+                except ValueError as error:
+                    problems.append(str(error))
+    assert len(problems) > 500
+    assert [problem for problem in problems if not problem.isprintable()] == []
 
 
 @pytest.mark.parametrize("form", ["json", "xml"])

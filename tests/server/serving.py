@@ -79,6 +79,7 @@ class ScriptedEngine:
         self.logprobs: Callable[[Sequence[int]], Any] | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.seen: list[tuple[list[int], SamplingParams]] = []
+        self.priorities: list[int] = []
         self.aborted: list[str] = []
         self.is_closed = False
         self._running: dict[str, dict[str, Any]] = {}
@@ -110,6 +111,7 @@ class ScriptedEngine:
         name = request_id or f"request-{self._count}"
         params = params or SamplingParams()
         self.seen.append((ids, params))
+        self.priorities.append(priority)
         history = RequestHistory(len(ids), params.seed or 0)
         history.mtp_step, history.time_to_first_token_s = MTP_STEP, 0.01
         self._running[name] = {

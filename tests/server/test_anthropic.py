@@ -125,6 +125,17 @@ def test_arguments_that_no_answer_can_hold_stay_text(scripted: Any, value: str) 
     assert answer.content[0].input == {"incomplete": f'{{"days": {value}}}'}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_priority_and_salt_reach_the_engine(scripted: Any, stream: bool) -> None:
+    server, engine, _ = scripted
+    engine.say("yes")
+    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, "stream": stream}
+    for fields, expected in (({"priority": -3, "cache_salt": "mine"}, (-3, "mine")), ({}, (0, None))):
+        answer = httpx.post(f"{server.url}/v1/messages", json=body | fields, headers={"x-api-key": "secret"})
+        assert answer.status_code == 200, answer.text
+        assert (engine.priorities[-1], engine.seen[-1][1].cache_salt) == expected
+
+
 def test_a_quiet_stream_pings(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine, _ = scripted
     monkeypatch.setattr(module, "_PING_S", 0.02)
@@ -147,6 +158,8 @@ def test_a_quiet_stream_pings(scripted: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"max_tokens": 0}, 400, "invalid_request_error"),
         ({"temperature": 1.5}, 400, "invalid_request_error"),
         ({"what": 1}, 400, "invalid_request_error"),
+        ({"priority": "high"}, 400, "invalid_request_error"),
+        ({"cache_salt": "x" * 257}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
     ],

@@ -11,18 +11,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, bounded
 from compiled_mtp.server.prompts import PromptPool
-from compiled_mtp.server.serve import main
+from compiled_mtp.server.serve import Door, main
+from compiled_mtp.server.sse import EventStream
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
@@ -187,6 +189,25 @@ def test_slow_senders(door: Running) -> None:
         assert time.monotonic() - start < 3
 
 
+def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
+    whole = json.dumps(BODY | {"stream": True}).encode()
+    request = head(len(whole)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + whole
+    answer, body = raw(door, request)[0].split(b"\r\n\r\n", 1)
+    assert b"transfer-encoding: chunked" in answer.lower()
+    plain = b""
+    while not body.startswith(b"0\r\n"):
+        size, body = body.split(b"\r\n", 1)
+        plain += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    answer, body = raw(door, request.replace(b"HTTP/1.1", b"HTTP/1.0"))[0].split(b"\r\n\r\n", 1)
+    assert b"transfer-encoding" not in answer.lower()
+    for found in (plain, body):
+        events = found.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2]]
+        assert "".join(texts) == "one two three"
+
+
 def test_a_slow_reader_is_cut_off(door: Running, engine: ScriptedEngine) -> None:
     script, engine.script = engine.script, engine.tokenizer.encode("word " * 40) * 20_000
     engine.chunk = 4000
@@ -209,6 +230,79 @@ def test_a_slow_reader_is_cut_off(door: Running, engine: ScriptedEngine) -> None
             assert not connections
     finally:
         engine.script, engine.chunk = script, 1
+
+
+def test_what_has_no_place_in_a_closing_connection_does_not_look_like_the_end() -> None:
+    """A client that reads slowly and closes its side: asyncio closes ours, but keeps what is buffered."""
+
+    class Closing:
+        is_aborted = False
+
+        def is_closing(self) -> bool:
+            return True
+
+        def abort(self) -> None:
+            self.is_aborted = True
+
+    door, transport = Door.__new__(Door), Closing()
+    door.transport = transport  # type: ignore[assignment]
+    assert not door.write(b"data: lost\n\n")
+    assert transport.is_aborted
+
+
+@pytest.mark.parametrize(("version", "is_chunked"), [("0.9", False), ("1.0", False), ("1.1", True)])
+def test_parts_have_the_frames_that_the_head_promised(version: str, is_chunked: bool) -> None:
+    class Open:
+        written = b""
+
+        def is_closing(self) -> bool:
+            return False
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    door, transport = Door.__new__(Door), Open()
+    door.transport, door.scope = transport, {"http_version": version}  # type: ignore[assignment, typeddict-item]
+    door.flow = FlowControl(transport)  # type: ignore[arg-type]
+    assert door.write(b"data: a\n\n")
+    assert transport.written == (b"9\r\ndata: a\n\n\r\n" if is_chunked else b"data: a\n\n")
+
+
+def test_pings_go_on_once_a_reader_has_caught_up() -> None:
+    class Connection:
+        is_full = False
+
+        def __init__(self) -> None:
+            self.written: list[bytes] = []
+
+        def write(self, body: bytes) -> bool:
+            self.written.append(body)
+            self.is_full = body == b"large"
+            return not self.is_full
+
+        async def wait_for_room(self) -> None:
+            await asyncio.sleep(0.05)
+            self.is_full = False
+
+        def abort(self) -> None:
+            raise AssertionError("it reads")
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"large"
+        await asyncio.sleep(0.4)
+        yield b"end"
+
+    async def nothing(message: Any = None) -> Any:
+        if message is None:
+            await asyncio.sleep(60)
+
+    connection = Connection()
+    stream = EventStream(events(), 5.0, lambda: None, b"ping", 0.05)
+    scope: Any = {"type": "http", "state": {"connection": connection}}
+    asyncio.run(stream(scope, nothing, nothing))
+    assert connection.written[0] == b"large"
+    assert connection.written[-1] == b"end"
+    assert connection.written.count(b"ping") >= 2
 
 
 def wait_for_none_open(server: Running) -> None:

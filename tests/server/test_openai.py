@@ -173,6 +173,33 @@ def test_tools_and_reasoning(scripted: Any, by_character: bool, chunk: int) -> N
     assert "city=Zürich" in text
 
 
+def test_an_event_of_text_alone_is_one_as_any_other(scripted: Any) -> None:
+    server, engine, _ = scripted
+    text = 'a "b" \\ \x00\n\t\u2028 Zürich \U0001f600 {"text": null}'
+    engine.say(text, by_character=True)
+    for path, asked, key in (
+        ("completions", {"prompt": "x", "max_tokens": 200}, "text"),
+        ("chat/completions", {"messages": MESSAGES}, "delta"),
+    ):
+        body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}} | asked
+        found = []
+        # An event that says what its round drafted is made in the general way.
+        for fields in ({}, {"include_round": True}):
+            lines = httpx.post(f"{server.url}/v1/{path}", json=body | fields, timeout=30).text.split("\n\n")
+            found.append([json.loads(line.removeprefix("data: ")) for line in lines[:-2]])
+        for events in found:
+            for event in events:
+                for name in ("id", "created", "round"):
+                    event.pop(name, None)
+            # Rounds that gave no whole character.
+            events[:] = [e for e in events if not (c := e["choices"]) or c[0][key] or c[0]["finish_reason"]]
+        assert found[0] == found[1]
+        choices = [event["choices"][0] for event in found[0] if event["choices"]]
+        said = [one[key] if key == "text" else one["delta"].get("content", "") for one in choices]
+        assert len(said) > len(text) / 2
+        assert "".join(said) == text
+
+
 def test_every_cut_in_two(scripted: Any) -> None:
     server, engine, form = scripted
     engine.say(CALLS[form], by_character=True)
@@ -217,7 +244,8 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
         content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
         assert b"".join(bytes(e.bytes or []) for e in content or []).decode() == "ab cé"
         assert {len(e.top_logprobs) for e in content or []} == {2}
-        chunks = list(client.completions.create(model="m", prompt="x", max_tokens=50, stream=True))
+        create: Any = client.completions.create
+        chunks = list(create(model="m", prompt="x", max_tokens=50, stream=True, logprobs=2))
         found = [c.logprobs for k in chunks for c in k.choices if c.logprobs]
         assert [t for one in found for t in one.tokens or []] == [e.token for e in content or []]
         offsets = [o for one in found for o in one.text_offset or []]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,14 @@ def test_a_checkpoint_without_a_tokenizer(made: list[tuple[Any, ...]], tmp_path:
     with pytest.raises(ValueError, match=r"model must hold a tokenizer.json, got .*; download it whole"):
         serve.serve(ServerConfig(port=0), EngineConfig(model=tmp_path))
     assert made == []
+
+
+def test_what_was_loaded_is_not_looked_through_again() -> None:
+    before, num_frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    try:
+        serve.settle_interpreter()
+        assert gc.get_freeze_count() > num_frozen + 10_000
+        assert sys.getswitchinterval() < before
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)

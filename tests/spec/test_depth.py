@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.spec.depth import DepthController, context_class
+from compiled_mtp.spec.depth import DepthController, context_class, context_span
 
 # Milliseconds a round by depth: a released 4B and 27B, one request and 32.
 TIMES = {
@@ -92,6 +92,28 @@ def test_it_follows_a_text_that_changes(case: tuple[str, int]) -> None:
     assert simulate(times, rate, batch, make(times, batch)) >= 0.97 * best
 
 
+@pytest.mark.parametrize(("mean_new_tokens", "least"), [(1.1, 0.94), (2.6, 0.95)])
+def test_neighbours_that_hold_up_a_quarter_of_the_rounds_cost_little(
+    mean_new_tokens: float, least: float
+) -> None:
+    times, p = TIMES["4b", 1], rate_for(mean_new_tokens)
+    speeds = {depth: sum(p**k for k in range(depth + 1)) / ms for depth, ms in times.items()}
+    total_ms = tokens = 0.0
+    for seed in range(10):
+        chance, controller = random.Random(seed), make(times, 1)
+        for number in range(464):
+            depth = controller.choose(1, 0)
+            kept = next((k for k in range(depth) if chance.random() > p), depth)
+            controller.record_round(depth, [[0] * (kept + 1)])
+            held_up = 1 + chance.expovariate(0.3) if chance.random() < 0.25 else 1.0
+            controller.record_time(depth, 1, 0, times[depth] * held_up * (1 + 0.05 * chance.gauss(0, 1)))
+            if number >= 64:
+                # What it would have without neighbours.
+                total_ms += times[depth]
+                tokens += speeds[depth] * times[depth]
+    assert tokens / total_ms >= least * max(speeds.values())
+
+
 def test_a_depth_that_has_become_slow_is_left() -> None:
     times = {0: 1.0, 3: 1.2}
     controller = knowing(times)
@@ -123,7 +145,10 @@ def test_one_time_beyond_reason_moves_little() -> None:
 
 
 def test_context_classes_double() -> None:
-    assert [context_class(n) for n in (1, 4096, 4097, 8192, 8193, 16384, 131072)] == [0, 0, 1, 1, 2, 2, 5]
+    lengths = (1, 4096, 4097, 8192, 8193, 16384, 131072)
+    assert [context_class(n) for n in lengths] == [0, 0, 1, 1, 2, 2, 5]
+    spans = [(-1, 4096)] * 2 + [(4096, 8192)] * 2 + [(8192, 16384)] * 2 + [(65536, 131072)]
+    assert [context_span(n) for n in lengths] == spans
 
 
 def test_a_depth_that_becomes_ready_is_used() -> None:
@@ -176,3 +201,20 @@ def test_with_bad_text_it_probes_in_pairs_of_rounds() -> None:
     probes = [index for index, reason in enumerate(reasons) if reason == "probe"]
     assert len(probes) == controller.num_probes >= 8
     assert all(second == first + 1 for first, second in zip(probes[::2], probes[1::2], strict=True))
+
+
+def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
+    """A line through a slow depth 3 and a true depth 2 would say that depth 0 takes less than no time."""
+    controller = DepthController((0, 1, 2, 3, 5))
+    for _ in range(3):
+        controller.record_time(3, 8, 0, 0.040)
+    for _ in range(20):
+        controller.record_time(2, 8, 0, 0.004)
+        controller.record_round(2, [[1]] * 8)
+    speeds = controller.speeds(8, 0)
+    assert min(speeds.values()) > 0
+    for _ in range(40):
+        depth = controller.choose(8, 0)
+        controller.record_time(depth, 8, 0, 0.003 + 0.0005 * depth)
+        controller.record_round(depth, [[1]] * 8)
+    assert controller.depth == 0

@@ -1,0 +1,47 @@
+"""What a runner's device side is asked for beside its config, and what another process needs to lay it out.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.buckets import Bucket
+from compiled_mtp.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a runner can do that EngineConfig does not ask for.
+
+    depths: the numbers of drafts that a round may verify or leave, in any pair; if empty, those of the
+    config, of which a round verifies and leaves the same. Uncompiled, any pair up to the deepest.
+    with_halves: rounds that run as two halves are compiled too. with_drafts: results carry the next round's
+    drafts. host_records, host_blocks: room for requests, and blocks, in host memory, whatever offload_gb is.
+    """
+
+    depths: tuple[int, ...] = ()
+    with_halves: bool = False
+    with_drafts: bool = False
+    host_records: int = 0
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the programs of `depths` depend on: `build`'s arguments, and what it found out from the weights
+    and the memory that are not there where the programs are made."""
+
+    config: EngineConfig
+    model: ModelConfig
+    num_valid_ids: int
+    features: Features
+    is_checkpoint: bool
+    depths: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    num_blocks: int
+    max_model_len: int
+    half_rows: int
+    num_threads: int

@@ -1,0 +1,45 @@
+"""The process that compiles the programs of further depths: from shapes alone, without weights or caches.
+
+Its tensors are fake: they have shapes, strides and dtypes and no memory. What is compiled takes the engine's
+own when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compiled_mtp.build import lay_out
+from compiled_mtp.build_order import Order
+from compiled_mtp.graphs.compile import compiler_settings
+from compiled_mtp.graphs.maker import end_with_parent
+
+
+def main() -> None:
+    """Carry out the pickled `Order` on stdin in the folder argv[1]; see `ProgramMaker`."""
+    # What a compiler prints is no name of ours.
+    names = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    order, folder = pickle.load(sys.stdin.buffer), Path(sys.argv[1])
+    end_with_parent(folder)
+    for name in make(order, folder):
+        names.write(f"{name}\n")
+        names.flush()
+
+
+def make(order: Order, folder: Path) -> Iterator[str]:
+    """Write what `order` names into `folder`; yields the name of each program once its file is whole."""
+    # Nothing starts processes of its own to be quicker.
+    alone = torch._inductor.config.patch(compile_threads=1)
+    with FakeTensorMode(), torch.no_grad(), compiler_settings(), alone:
+        programs = lay_out(order)
+        torch.set_num_threads(order.num_threads)
+        for shape in programs.shapes_of(order.depths):
+            programs.save_shape(shape, folder)
+            yield shape.name

@@ -1,0 +1,126 @@
+"""A process beside the engine that compiles programs: what it costs the engine is memory and idle time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# Before anything else is imported. A compiler that is killed leaves its own temporary files: in the folder.
+# What Python keeps between runs stays where it was, since Python asks for its place once.
+_BEGIN = "import os, sys, tempfile; os.nice(19); tempfile.gettempdir(); os.environ['TMPDIR'] = sys.argv[1]; "
+_REMEDY = "give a graph_cache made with `compiled-mtp export --mtp-step auto`, or free memory and start again"
+
+
+class ProgramMaker:
+    """Runs `code` in a Python process of the lowest priority, with a folder as its argument.
+
+    It reads `order` from stdin, writes files into the folder, and names each on a line of stdout once it is
+    whole; `end_with_parent` ends it when stdin does. The folder is new and private, and lasts until `close`.
+    `check(folder)` raises ValueError if what is made there does not fit.
+    """
+
+    def __init__(self, code: str, order: bytes, check: Callable[[Path], None]) -> None:
+        self._temporary = tempfile.TemporaryDirectory(
+            prefix="compiled_mtp_depths_", ignore_cleanup_errors=True
+        )
+        self.folder = Path(self._temporary.name)
+        self._code, self._order, self._check = code, order, check
+        self._process: subprocess.Popen[bytes] | None = None
+        self._made: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process, unless `close` came first. Raises ValueError if that cannot be done."""
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._process = self._spawn()
+            except OSError as error:
+                raise ValueError(f"the process that compiles must start, got {error}; {_REMEDY}") from None
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # It has ended, or was closed meanwhile.
+            self._process.stdin.write(self._order)
+            self._process.stdin.flush()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with (self.folder / "errors").open("wb") as errors:
+            return subprocess.Popen(
+                # -P: what lies in the user's folder is nothing to import.
+                [sys.executable, "-P", "-c", _BEGIN + self._code, str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                # In a group with the compilers that it calls. Ctrl-C is not for them.
+                start_new_session=True,
+            )
+
+    def wait_for(self, name: str) -> None:
+        """Wait until the file of that name is whole. Raises ValueError if the process ends before, or was
+        never started."""
+        while name not in self._made:
+            line = b""
+            if self._process is not None:
+                assert self._process.stdout is not None
+                line = self._process.stdout.readline()
+            if not line:
+                raise ValueError(f"the process that compiles must go on, got {self._cause()}; {_REMEDY}")
+            if not self._made:
+                self._check(self.folder)
+            self._made.add(line.decode().strip())
+
+    def close(self) -> None:
+        """End the process and what it has started, and remove the folder."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None and self._process.returncode is None:
+                self._kill(self._process)
+        self._temporary.cleanup()
+
+    def _cause(self) -> str:
+        """How the process has ended."""
+        with self._lock:
+            if self._process is None:
+                return "none"
+            if self._process.returncode is None:
+                # Its number is not given to another before it is asked how it ended.
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                self._kill(self._process)
+            code = self._process.returncode
+        if code < 0:
+            because = " (memory may have run out)" if -code == signal.SIGKILL else ""
+            return f"its end by {signal.Signals(-code).name}{because}"
+        with suppress(OSError):
+            lines = (self.folder / "errors").read_text(errors="replace").split("\n")
+            return f"its end with {next((one for one in reversed(lines) if one.strip()), f'code {code}')!r}"
+        return f"its end with code {code}"
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+
+
+def end_with_parent(folder: Path) -> None:
+    """In the process: end it and all that it has started, and remove the folder, once stdin ends."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,61 @@
+"""A byte-level tokenizer of any size, for benchmarks of shapes whose checkpoint is not at hand.
+
+It has the bytes, and distinct texts as large vocabularies have them: words with and without a space before
+them, words in other scripts, numbers, runs of punctuation and of spaces. It merges nothing: a text becomes
+its bytes, while a model may write every token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import pre_tokenizers
+
+EOS = "<|im_end|>"
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+_MARKS = "()[]{}<>.,:;=+-*/_\"'#!?|&\n\t"
+# Where letters of other scripts begin, and how many of them are used.
+_SCRIPTS = ((0x4E00, 6000), (0x0430, 32), (0x03B1, 24), (0x0905, 50), (0x0627, 36), (0xAC00, 4000))
+
+
+def write_tokenizer(directory: Path, num_ids: int, seed: int = 0) -> None:
+    """Write tokenizer.json and tokenizer_config.json with `num_ids` tokens, the last of them EOS.
+
+    Raises ValueError for fewer than the bytes and EOS.
+    """
+    if num_ids < 257:
+        raise ValueError(f"num_ids must be at least 257, got {num_ids}; the bytes and the end are tokens")
+    rng = random.Random(seed)
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {character: index for index, character in enumerate(sorted(pre_tokenizer.alphabet()))}
+    while len(vocab) < num_ids - 1:
+        ((token, _),) = pre_tokenizer.pre_tokenize_str(_random_text(rng))
+        vocab.setdefault(token, len(vocab))
+    added = {"id": num_ids - 1, "content": EOS, "special": True, "normalized": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [added | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}), encoding="utf-8")
+
+
+def _random_text(rng: random.Random) -> str:
+    """Two bytes at least."""
+    kind = rng.random()
+    if kind < 0.65:
+        word = "".join(_LETTERS[int(26 * rng.random() ** 2)] for _ in range(rng.randint(2, 9)))
+        return (" " if rng.random() < 0.5 else "") + (word.capitalize() if rng.random() < 0.2 else word)
+    if kind < 0.9:
+        first, count = rng.choice(_SCRIPTS)
+        return "".join(chr(first + rng.randrange(count)) for _ in range(rng.randint(1, 4)))
+    if kind < 0.93:
+        return str(rng.randrange(10, 1000))
+    if kind < 0.95:
+        return " " * rng.randint(2, 80)
+    return "".join(rng.choice(_MARKS) for _ in range(rng.randint(2, 6)))
