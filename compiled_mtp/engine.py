@@ -133,7 +133,7 @@ class Engine:
             host_blocks=self.runner.host.num_blocks,
             shelf_records=self.runner.shelf.num_records,
             shelf_blocks=self.runner.shelf.num_blocks,
-            # Prefill goes by position: a prompt resumes, and chunks end, wherever a chunk of its GDN layers does.
+            # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
             prefix_step=math.lcm(PREFILL_MULTIPLE, self.config.block_size),
         )
         self.front.limits = self.scheduler.limits
