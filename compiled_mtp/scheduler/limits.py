@@ -23,8 +23,8 @@ _LEAST = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
-    from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait for
-    it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
+    from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
+    for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
     num_checkpoints of the prefix cache, 0 for none, and shelf_records and shelf_blocks of its host tier. Any
     thread may use it. Raises ValueError for a number that is too small, or steps that blocks or chunks do not
     hold whole.
