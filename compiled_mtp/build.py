@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -22,7 +22,13 @@ from compiled_mtp.cache.kv_cache import KVCache, resolve_kv_dtype
 from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.cache_sizes import cache_shape, prefix_cache_bytes, shelf_bytes, staging_bytes
+from compiled_mtp.cache_sizes import (
+    cache_shape,
+    length_bytes,
+    prefix_cache_bytes,
+    shelf_bytes,
+    staging_bytes,
+)
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graph_choice import choose_compiled, choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
@@ -56,7 +62,6 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
-from compiled_mtp.ops.paged_attention.splits import count_splits
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
@@ -197,33 +202,18 @@ def build(
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
-    text = "%d MiB of weights, %d MiB for %d blocks, %d slots, %d checkpoints and what else a step needs"
-    counts = (num_blocks - 1, config.max_batch, memory.num_checkpoints)
-    logger.info(text, (weight_bytes + draft_bytes) >> 20, memory.total_bytes >> 20, *counts)
+    logger.info("%d MiB of weights, %s", (weight_bytes + draft_bytes) >> 20, memory.describe())
     graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
-    saved = None
-    if settings.cache is not None:
-        check_key(settings.cache, key)
-        directory = load(settings.cache) / PROGRAMS_NAME
-        # Absent from a cache for CUDA-graph trees, which compile from the other caches.
-        saved = directory if directory.is_dir() else None
+    saved = _find_programs(settings, key)
     step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
     moves = _make_moves(settings, step, memory, host, shelf)
-    programs = Programs(
-        step,
-        buckets,
-        config.prefill_chunk,
-        is_compiled=settings.is_compiled,
-        graph_mode=graph_mode,
-        with_halves=features.with_halves,
-    )
+    programs = _make_programs(settings, step, buckets, graph_mode)
     if settings.is_compiled:
         # A start is as long as with the first depth alone.
         first = first_depth(config.depths) if config.mtp_step == "auto" else None
-        programs.warm_up(
-            None if progress is None else partial(progress, "compiled shapes"), saved, depth=first
-        )
+        told = None if progress is None else partial(progress, "compiled shapes")
+        programs.warm_up(told, saved, depth=first)
     order = Order(
         config=config,
         model=model_config,
@@ -265,9 +255,29 @@ def lay_out(order: Order) -> Programs:
     target, draft = _load(settings, None, lambda parameters: None)
     sizes = (order.num_blocks, order.max_model_len)
     step = _make_step(settings, target, draft, *sizes, _draft_ids(settings), order.half_rows)
-    halves = {"with_halves": order.features.with_halves}
-    chunk = order.config.prefill_chunk
-    return Programs(step, order.buckets, chunk, is_compiled=True, graph_mode=None, **halves)
+    return _make_programs(settings, step, order.buckets, None)
+
+
+def _make_programs(
+    settings: _Settings, step: Step, buckets: Sequence[Bucket], graph_mode: GraphMode | None
+) -> Programs:
+    return Programs(
+        step,
+        buckets,
+        settings.config.prefill_chunk,
+        is_compiled=settings.is_compiled,
+        graph_mode=graph_mode,
+        with_halves=settings.features.with_halves,
+    )
+
+
+def _find_programs(settings: _Settings, key: Mapping[str, Any]) -> Path | None:
+    """The programs of a graph_cache; absent from one for CUDA-graph trees, which compile from the others."""
+    if settings.cache is None:
+        return None
+    check_key(settings.cache, key)
+    directory = load(settings.cache) / PROGRAMS_NAME
+    return directory if directory.is_dir() else None
 
 
 def _bound_length(settings: _Settings, num_blocks: int) -> int:
@@ -512,21 +522,8 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.prefill_chunk // config.block_size,
-        other_bytes=other_bytes + _length_bytes(settings, longest, most_rows),
+        other_bytes=other_bytes + length_bytes(config, model, settings.device.type, longest, most_rows),
     )
-
-
-def _length_bytes(settings: _Settings, longest: int, most_rows: int) -> int:
-    """Bytes that grow with the longest request: rotary table, block tables, and on a GPU what attention's
-    splits leave of up to most_rows rows; one layer after the other has that.
-    """
-    model, block_size = settings.model, settings.config.block_size
-    tables = longest * model.rotary_dim * torch.float32.itemsize
-    tables += (settings.config.max_batch + 1 + most_rows) * -(-longest // block_size) * torch.int32.itemsize
-    if settings.device.type == "cpu":
-        return tables
-    parts = count_splits(longest) * most_rows * model.num_q_heads
-    return tables + parts * (model.head_dim + 2) * torch.float32.itemsize
 
 
 def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:

@@ -11,6 +11,7 @@ from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import DEFAULT_PREFIX_CACHE_BYTES, CacheShape
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.ops.paged_attention.splits import count_splits
 
 
 def cache_shape(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, mtp_step: int) -> CacheShape:
@@ -57,3 +58,17 @@ def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
     segment = blocks_in_segment(block_bytes) * block_bytes
     leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
     return leaving + (max(shape.checkpoint_bytes(), segment) if config.prefix_cache else 0)
+
+
+def length_bytes(
+    config: EngineConfig, model: ModelConfig, device_type: str, longest: int, most_rows: int
+) -> int:
+    """Bytes that grow with the longest request: rotary table, block tables, and on a GPU what attention's
+    splits leave of up to most_rows rows; one layer after the other has that.
+    """
+    tables = longest * model.rotary_dim * torch.float32.itemsize
+    tables += (config.max_batch + 1 + most_rows) * -(-longest // config.block_size) * torch.int32.itemsize
+    if device_type == "cpu":
+        return tables
+    parts = count_splits(longest) * most_rows * model.num_q_heads
+    return tables + parts * (model.head_dim + 2) * torch.float32.itemsize

@@ -89,11 +89,15 @@ class MemoryPlan:
         """Bytes of the device that the engine takes beside the weights and what a launch needs while it runs.
         A CPU gives those of blocks only when they are written.
         """
-        rows_bytes, blocks_bytes = (
-            self.num_state_rows * self.state_row_bytes,
-            self.num_blocks * self.block_bytes,
-        )
+        rows_bytes = self.num_state_rows * self.state_row_bytes
+        blocks_bytes = self.num_blocks * self.block_bytes
         return blocks_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes + self.other_bytes
+
+    def describe(self) -> str:
+        """The plan in a line, for a log."""
+        counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - 1} slots"
+        rest = f"{self.num_checkpoints} checkpoints and what else a step needs"
+        return f"{self.total_bytes >> 20} MiB for {counts}, {rest}"
 
 
 def plan_memory(

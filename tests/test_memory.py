@@ -10,12 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.build import _length_bytes
-from compiled_mtp.cache_sizes import shelf_bytes
+from compiled_mtp.cache_sizes import length_bytes, shelf_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import (
     CacheShape,
@@ -162,11 +160,10 @@ def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], d
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])
 def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
     # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
-    model = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
-    config = SimpleNamespace(max_batch=32, block_size=64)
-    settings: Any = SimpleNamespace(model=model, config=config, device=torch.device(device))
+    model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
+    config: Any = SimpleNamespace(max_batch=32, block_size=64)
     tables = 2**18 * 64 * 4 + (33 + 128) * 4096 * 4
-    assert _length_bytes(settings, 2**18, 128) == tables + parts * 258 * 4
+    assert length_bytes(config, model, device, 2**18, 128) == tables + parts * 258 * 4
 
 
 MIB = 2**20

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build import _graph_mode, _is_compiled
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.graph_choice import choose_compiled, choose_graph_mode
 from compiled_mtp.graphs.artifacts import KEY_NAME
 
 SMALL, LARGE = 10 << 20, 2 << 30
@@ -30,7 +30,7 @@ SMALL, LARGE = 10 << 20, 2 << 30
 def test_the_form_follows_the_config_and_then_the_model(
     options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
 ) -> None:
-    assert _graph_mode(EngineConfig(**options), torch.device(device), weight_bytes) == mode
+    assert choose_graph_mode(EngineConfig(**options), torch.device(device), weight_bytes) == mode
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_form_follows_the_config_and_then_the_model(
     ],
 )
 def test_a_cpu_compiles_only_when_told_to(options: dict[str, Any], device: str, is_compiled: bool) -> None:
-    assert _is_compiled(EngineConfig(**options), torch.device(device)) is is_compiled
+    assert choose_compiled(EngineConfig(**options), torch.device(device)) is is_compiled
 
 
 @pytest.mark.parametrize("made_for", ["replay", "reduce-overhead"])
@@ -54,4 +54,6 @@ def test_auto_is_what_the_cache_was_made_for(tmp_path: Path, made_for: str) -> N
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(KEY_NAME, json.dumps({"graph_mode": made_for}))
     for weight_bytes in (SMALL, LARGE):
-        assert _graph_mode(EngineConfig(graph_cache=file), torch.device("cuda"), weight_bytes) == made_for
+        assert (
+            choose_graph_mode(EngineConfig(graph_cache=file), torch.device("cuda"), weight_bytes) == made_for
+        )
