@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
 from compiled_mtp.front import Front
+from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
@@ -131,6 +133,8 @@ class Engine:
             host_blocks=self.runner.host.num_blocks,
             shelf_records=self.runner.shelf.num_records,
             shelf_blocks=self.runner.shelf.num_blocks,
+            # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
+            prefix_step=math.lcm(PREFILL_MULTIPLE, self.config.block_size),
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(

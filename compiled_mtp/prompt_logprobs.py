@@ -30,7 +30,7 @@ def score_rows(
     for first in range(0, next_ids.shape[0], SLICE_ROWS):
         rows = hidden[first : first + SLICE_ROWS]
         rows = F.pad(rows, (0, 0, 0, SLICE_ROWS - rows.shape[0]))
-        logits = target.logits(rows, is_prefill=True)
+        logits = target.logits(rows)
         chosen = next_ids[first : first + SLICE_ROWS]
         slices.append(row_logprobs(logits, chosen, min(num_valid_ids, logits.shape[1])))
     return RowLogprobs(*(torch.cat(parts) for parts in zip(*slices, strict=True)))

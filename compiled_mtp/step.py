@@ -296,7 +296,7 @@ class Step(nn.Module):
         """Process one chunk of one prompt.
 
         token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple of
-        the chunk size; state_index [1] int32. Returns the target's hidden states [T, H], of which the first
+        64; state_index [1] int32. Returns the target's hidden states [T, H], of which the first
         `length` are real. Mutates the caches, and the slot's base, pos and last_hidden.
         """
         slots = self.slots
@@ -328,7 +328,7 @@ class Step(nn.Module):
         # Read before the head: see ops/sample for what must be older than it.
         pos, hidden = self.slots.pos[index], self.slots.last_hidden[index]
         sampling = self._sampling_of(pos.new_empty((1, 0)), pos, state_index)
-        return self.target.logits(hidden, is_prefill=True), sampling
+        return self.target.logits(hidden), sampling
 
     def conclude_first(
         self,

@@ -20,18 +20,27 @@ SHARED_BYTES = {
 
 @dataclass(frozen=True)
 class Device:
-    """Architecture ("sm_90"), shared memory a program may use in bytes, and whether `launch_pdl` works (what
-    that asks of a kernel: `registry.Launch`)."""
+    """Architecture ("sm_90"), shared memory a program may use in bytes, whether `launch_pdl` works (what that
+    asks of a kernel: `registry.Launch`), whether tiles travel by descriptor, and the number of processors."""
 
     arch: str
     shared_bytes: int
     has_dependent_launch: bool
+    has_copy_engine: bool
+    num_processors: int
 
 
 @functools.cache
 def device_of(index: int | None) -> Device:
-    """The CUDA device of that index; without CUDA, for the interpreter, a Hopper without such launches."""
+    """The CUDA device of that index; without CUDA, for the interpreter, a Hopper without what is its own: it
+    runs programs one after another, and a few show all there is to show."""
     if index is None or not torch.cuda.is_available():
-        return Device("sm_90", 227 * 1024, False)
+        return Device("sm_90", 227 * 1024, False, False, 3)
     major, minor = torch.cuda.get_device_capability(index)
-    return Device(f"sm_{major}{minor}", SHARED_BYTES.get((major, minor), 99 * 1024), major >= 9)
+    return Device(
+        f"sm_{major}{minor}",
+        SHARED_BYTES.get((major, minor), 99 * 1024),
+        major >= 9,
+        major >= 9,
+        torch.cuda.get_device_properties(index).multi_processor_count,
+    )

@@ -340,7 +340,7 @@ class FakeRunner:
         owner = self.scheduler._holdings.owners[slot]
         assert row.prompt == owner.request.prompt_token_ids[: plan.start], "another prompt's state"
         assert plan.start == len(row.prompt)
-        assert plan.start % self.scheduler.limits.prefill_chunk == 0
+        assert plan.start % self.scheduler.limits.resume_step == 0
         assert 1 <= len(plan.token_ids) <= self.scheduler.limits.prefill_chunk
         row.prompt += plan.token_ids
         self._read(row, plan.start)

@@ -205,3 +205,20 @@ def test_a_prefix_cache_takes_what_it_is_given(checkpoint: Path) -> None:
     assert engine.runner.memory.num_checkpoints == 3
     with pytest.raises(ValueError, match=r"prefix_cache_gb must hold a checkpoint of .* MiB, got 0\.0 MiB;"):
         make_engine(checkpoint, mtp_step=0, prefix_cache_gb=1e-9)
+
+
+@pytest.mark.parametrize("prefill_chunk", [128, 512])
+def test_chunks_of_any_length_and_hits_between_them_change_no_token(
+    checkpoint: Path, prefill_chunk: int
+) -> None:
+    """`alone` has chunks of 64 tokens; here they are longer, and what comes again resumes within one."""
+    engine = engine_of(checkpoint, 3, 1, prefill_chunk=prefill_chunk)
+    prompts = [PROMPT, PROMPT, PROMPT[:150] + prompt_of(30, 7, VOCAB), PROMPT[:130], PROMPT]
+    for name in PARAMS:
+        cached = []
+        for prompt in prompts:
+            output = engine.generate([prompt], PARAMS[name])[0]
+            check(checkpoint, prompt, name, output)
+            cached.append(output.metrics.cached_tokens)
+        assert cached[1] == cached[-1] == 192
+        engine.scheduler.check_integrity()

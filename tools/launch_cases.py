@@ -170,6 +170,13 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
             if dtype == FP8 and rows == 100:
                 call = functools.partial(shape, kind="product", prefill=True)
                 yield LaunchCase(f"prefill-{name}-{rows}", call, FP8_CAPABILITY)
+    for n, k in ((34816, 5120), (2560, 9216), (2560, 2560)):
+        for rows in (40, 512, 2048):
+            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind="product", prefill=True)
+            yield LaunchCase(f"prefill-{n}x{k}-{rows}", call)
+    # The router's: its rows lie at no multiple of 16 bytes.
+    router = functools.partial(product, rows=512, n=257, k=2048, dtype=BF16, kind="logits", prefill=True)
+    yield LaunchCase("prefill-logits-257x2048", router)
     for entry in read_table().get(f"sm_{capability}", {}):
         size, dtype_text = entry.split()
         n, k = map(int, size.split("x"))
@@ -209,18 +216,16 @@ def quantize_rows_cases(capability: int) -> Iterator[LaunchCase]:
     )
 
 
-def experts(device: torch.device, rows: int, dtype: torch.dtype) -> None:
+def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) -> None:
     """256 experts of 512 and the shared one, eight a token."""
     empty = functools.partial(tensor, device)
     count, width, inner = 257, 2048, 512
-    scales: tuple[Any, ...] = (None, None)
+    scales: Any = (None, None)
     if dtype == FP8:
         scales = (empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128))
-    moe_experts(
-        empty(rows, width, dtype=FP32 if dtype == FP32 else BF16),
-        empty(rows, 9), empty(rows, 9, dtype=INT32),
-        empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype), *scales,
-    )  # fmt: skip
+    x = empty(rows, width, dtype=FP32 if dtype == FP32 else BF16)
+    gate_up, down = empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype)
+    moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
 
 
 def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
@@ -233,7 +238,7 @@ def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
         ("prefill", PREFILL_ROWS, BF16),
         ("prefill", PREFILL_ROWS, FP8),
     ):
-        call = functools.partial(experts, rows=rows, dtype=dtype)
+        call = functools.partial(experts, rows=rows, dtype=dtype, prefill=name == "prefill")
         yield LaunchCase(f"{name}-{dtype_name(dtype)}", call, capability_of(dtype))
 
 

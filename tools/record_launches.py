@@ -75,6 +75,9 @@ class OnGPU(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    def data_ptr(self) -> int:
+        return int(self.storage_offset()) * self.element_size()
+
 
 class FakeGPU(TorchFunctionMode):
     """Keeps tensors of one faked GPU on the meta device and sends the project's operators to their `launch`.
@@ -162,7 +165,7 @@ def record(call: Callable[[torch.device], object], capability: int) -> list[Laun
         def point(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return Pointer(value.dtype, int(value.storage_offset()) * value.element_size())
+            return Pointer(value.dtype, value.data_ptr())
 
         return run(function, *map(point, args), **{name: point(value) for name, value in kwargs.items()})
 

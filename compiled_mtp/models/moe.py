@@ -48,4 +48,5 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         weights, ids = moe_router(self.router(x, rows), self.top_k, self.renormalize)
-        return moe_experts(x, weights, ids, self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        scales = (self.gate_up_scale, self.down_scale)
+        return moe_experts(x, weights, ids, self.gate_up, self.down, *scales, isinstance(rows, PrefillRows))

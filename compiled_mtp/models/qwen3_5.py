@@ -59,9 +59,9 @@ class TargetModel(nn.Module):
         """[head_vocab_size, hidden_size], the output head shared by target and draft."""
         return self.embed.weight if self.is_tied else self.lm_head.weight
 
-    def logits(self, hidden: torch.Tensor, is_prefill: bool = False) -> torch.Tensor:
-        """[M, hidden_size] to float32 logits [M, vocab_size]."""
-        return linear(hidden, self.head_weight, None, True, is_prefill)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[M, hidden_size] to float32 logits [M, vocab_size]; of prompts too, whose rows here are few."""
+        return linear(hidden, self.head_weight, None, True)
 
     def forward(
         self,

@@ -13,6 +13,8 @@ _LEAST = {
     "host_records": 0,
     "host_blocks": 0,
     "num_checkpoints": 0,
+    "prefix_step": 0,
+    "busy_chunk": 0,
     "shelf_records": 0,
     "shelf_blocks": 0,
 }
@@ -21,8 +23,11 @@ _LEAST = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
-    from 0; lengths in tokens. num_checkpoints of the prefix cache, 0 for none, and shelf_records and
-    shelf_blocks of its host tier. Any thread may use it. Raises ValueError for a number that is too small.
+    from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
+    for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
+    num_checkpoints of the prefix cache, 0 for none, and shelf_records and shelf_blocks of its host tier. Any
+    thread may use it. Raises ValueError for a number that is too small, or steps that blocks or chunks do not
+    hold whole.
     """
 
     max_batch: int
@@ -37,6 +42,8 @@ class Limits:
     num_checkpoints: int = 0
     shelf_records: int = 0
     shelf_blocks: int = 0
+    prefix_step: int = 0
+    busy_chunk: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,6 +54,12 @@ class Limits:
             raise ValueError(
                 f"prefill_chunk must be a multiple of block_size={self.block_size} with a prefix cache, got "
                 f"{self.prefill_chunk}; change one of the two"
+            )
+        chunks = (self.prefill_chunk, self.busy_chunk)
+        if self.prefix_step % self.block_size or any(chunk % self.resume_step for chunk in chunks):
+            raise ValueError(
+                f"prefix_step must be a multiple of block_size={self.block_size} that divides chunks of "
+                f"{list(chunks)}, got {self.prefix_step}; change one of them"
             )
 
     def fit(self, request: Request) -> None:
@@ -72,6 +85,11 @@ class Limits:
         is_cut = room < min(request.params.max_tokens, self.max_model_len - prompt_len)
         request.length_reason = f"{pool} hold no more of it; raise num_blocks" if is_cut else None
         request.history.mtp_step = self.mtp_step
+
+    @property
+    def resume_step(self) -> int:
+        """A prompt may resume at the multiples of so many tokens."""
+        return self.prefix_step or self.prefill_chunk
 
     @property
     def longest(self) -> int:

@@ -330,7 +330,10 @@ class Planner:
         is_resuming = not holding.is_told and holding.resumption is not None
         moves = [] if holding.is_told else self._start_slot(holding)
         request, start = holding.request, holding.num_prefilled
-        end = min(start + self.limits.prefill_chunk, request.prompt_len)
+        has_round = self._open_round is not None or bool(self.decoding_slots)
+        most = self.limits.busy_chunk if has_round else 0
+        end = min(start + (most or self.limits.prefill_chunk), request.prompt_len)
+        end = self.holdings.prefix.next_stop(holding, end)
         is_end = end == request.prompt_len
         # Its first token is a plan of its own where something is to be done with its logits.
         is_last = is_end and not request.is_halved

@@ -53,9 +53,9 @@ class PrefixCache:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.chunk = limits.prefill_chunk
+        self.chunk = limits.resume_step
         self.shelf = PrefixShelf(limits.shelf_records, limits.shelf_blocks)
-        blocks_per_chunk = limits.prefill_chunk // limits.block_size
+        blocks_per_chunk = self.chunk // limits.block_size
         self.index = PrefixIndex(limits.num_checkpoints, blocks_per_chunk, self.shelf)
         self.num_lookups = 0
         self.num_hits = 0
@@ -161,6 +161,15 @@ class PrefixCache:
         if request.wants_prompt_logprobs:
             return 0
         return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
+
+    def next_stop(self, holding: Holding, end: int) -> int:
+        """Where a launch that would go on to `end` stops: at the last place before it where others resume, or
+        this prompt would if it came again."""
+        trail = self._trails.get(holding)
+        if trail is None:
+            return end
+        places = (number * self.chunk for number in (trail.rest, trail.branch))
+        return max((place for place in places if holding.num_prefilled < place < end), default=end)
 
     def take_checkpoint(self, holding: Holding) -> int | None:
         """Where the state is to be copied that a chunk leaves which is planned now; None: nowhere."""

@@ -52,6 +52,8 @@ class Scheduler:
         num_checkpoints: int = 0,
         shelf_records: int = 0,
         shelf_blocks: int = 0,
+        prefix_step: int = 0,
+        busy_chunk: int = 0,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -68,6 +70,8 @@ class Scheduler:
             num_checkpoints=num_checkpoints,
             shelf_records=shelf_records,
             shelf_blocks=shelf_blocks,
+            prefix_step=prefix_step,
+            busy_chunk=busy_chunk,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)

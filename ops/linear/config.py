@@ -199,8 +199,8 @@ def linear_config(
 ) -> LinearConfig:
     """The configuration of tiles of `block_m` rows on an architecture ("sm_90") and its shared memory.
 
-    With `prefill` the bits may differ from those of other tiles. With `split` the product is one before a
-    norm, of 1 / `pieces` of the columns, in that many programs.
+    With `prefill` the bits are those of other tiles of prompts, not those of decode. With `split` the product
+    is one before a norm, of 1 / `pieces` of the columns, in that many programs.
     """
     config = narrow_config(arch, n, k, weight_dtype)
     if split:
@@ -233,14 +233,16 @@ def choose(
     x: torch.Tensor,
     weight: torch.Tensor,
     whole: tuple[int, int],
-    is_long: bool,
+    is_prefill: bool,
     split: int = 0,
 ) -> LinearConfig:
-    """The configuration of a product on x's device; `is_long`: a prefill of many rows.
+    """The configuration of a product on x's device; `is_prefill`: with FP8 weights, of a prompt's rows.
 
     whole: N and K of the weight of which `weight` is a piece, zeros if it is whole. split: as for
     `linear_config`.
     """
+    # Warp-group products from the first row on: narrower tiles take the columns in another order.
+    block_m = max(64, block_rows(x.shape[0])) if is_prefill else block_rows(x.shape[0])
     device = device_of(x.device.index)
     n, k = whole_size(weight, *whole)
     return linear_config(
@@ -250,8 +252,8 @@ def choose(
         k,
         x.dtype,
         weight.dtype,
-        block_rows(x.shape[0]),
-        is_long,
+        block_m,
+        is_prefill,
         split,
         k // weight.shape[1],
     )

@@ -27,7 +27,7 @@ def linear(
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
     rows, in_features = x.shape
-    if prefill or rows % ROW_UNIT == 0:
+    if rows % ROW_UNIT == 0:
         padded = x.float()
     else:
         padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)

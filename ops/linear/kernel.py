@@ -14,12 +14,11 @@ import triton
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.config import LinearConfig, choose
+from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
 
 OPTIONS = {"enable_fp_fusion": True}
 MAX_TILES = 1 << 16
-# Up to this many rows prefill takes our kernel too: the product is bound by reading the weight.
-SKINNY_ROWS = 64
 
 
 @functools.cache
@@ -56,13 +55,11 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
 
 def launch(args: Any) -> torch.Tensor:
     x, weight = args.x, args.weight
-    rows = x.shape[0]
-    is_long = args.prefill and rows > SKINNY_ROWS
-    if is_long and args.weight_scale is None:
-        if args.out_float32 and x.dtype != torch.float32:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return torch.nn.functional.linear(x, weight)
-    config = choose(x, weight, (args.whole_n, args.whole_k), is_long)
+    if args.prefill and weight.dtype == torch.bfloat16:
+        return launch_prefill(x, weight, torch.float32 if args.out_float32 else x.dtype)
+    # Float32 is not made for speed: a prompt takes the products of decode.
+    is_prefill = args.prefill and weight.dtype != torch.float32
+    config = choose(x, weight, (args.whole_n, args.whole_k), is_prefill)
     return launch_config(config, x, weight, args.weight_scale, args.out_float32)
 
 

@@ -66,8 +66,8 @@ def linear(
     dtype, or float32 when `out_float32`. whole_n, whole_k: N and K of the weight of which `weight` holds some
     rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
 
-    With prefill=False the bits of a row depend on that row and on the weight alone, for every M; with
-    prefill=True they may depend on M too, which lets a GPU use its fastest product.
+    The bits of a row depend on that row, the weight and `prefill` alone, for every M. prefill: the rows are a
+    prompt's, many at a time, for which a GPU has another order of the columns that is faster.
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)

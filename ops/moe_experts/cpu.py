@@ -24,6 +24,7 @@ def moe_experts(
     down: torch.Tensor,
     gate_up_scale: torch.Tensor | None,
     down_scale: torch.Tensor | None,
+    prefill: bool,
 ) -> torch.Tensor:
     """Every expert's rows are padded with zeros to a multiple of 8: no row's bits depend on its company."""
     rows, slots = ids.shape

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 OPTIONS = {"enable_fp_fusion": True}
-# Rows of a decode bucket get one tile height, so that a row's bits cannot depend on the height.
-MAX_DECODE_ROWS = 512
 _PLAN_BLOCK = 512
 _TABLE_BLOCK = 64
 
@@ -269,10 +267,11 @@ class Configuration:
         return max(16, min(self.max_k, triton.next_power_of_2(length)))
 
 
-def configuration(rows: int, dtype: torch.dtype, is_fp8: bool) -> Configuration:
+def configuration(dtype: torch.dtype, is_fp8: bool, prefill: bool) -> Configuration:
+    """One tile height for all numbers of rows, since a row's bits may depend on it."""
     if dtype == torch.float32:
         return Configuration(16, 32, 32, 128 if is_fp8 else 32, 2)
-    if rows <= MAX_DECODE_ROWS:
+    if not prefill:
         return Configuration(16, 64 if is_fp8 else 32, 64, 128, 3)
     return Configuration(64, 64, 64, 128, 3) if is_fp8 else Configuration(64, 64, 128, 64, 3)
 
@@ -303,7 +302,7 @@ def launch(args: Any) -> torch.Tensor:
     if rows == 0:
         return out
     is_fp8 = args.gate_up_scale is not None
-    config = configuration(rows, x.dtype, is_fp8)
+    config = configuration(x.dtype, is_fp8, args.prefill)
     num_tiles, is_dense = tile_count(num_pairs, experts, config.tile_rows)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=x.device)
     pairs = torch.empty((num_pairs,), dtype=torch.int32, device=x.device)

@@ -42,6 +42,7 @@ def moe_experts(
     down: Annotated[Tensor, "E H I", (*ACTIVATION, FP8), CONTIGUOUS, _STACK],
     gate_up_scale: Annotated[Tensor, "E (2*I+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
     down_scale: Annotated[Tensor, "E (H+127)//128 (I+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
+    prefill: bool = False,
 ) -> Annotated[Tensor, "M H", Like("x")]:
     """Sum over a row's slots, in slot order, of weight * down_e(silu(gate_e x) * up_e x).
 
@@ -50,7 +51,8 @@ def moe_experts(
     `down` [E+1, H, MI] in x's dtype, or in float8_e4m3fn with one scale for each 128 x 128 block:
     `gate_up_scale` [E+1, ceil(2*MI/128), ceil(H/128)], `down_scale` [E+1, ceil(H/128), ceil(MI/128)].
     Returns [M, H] in x's dtype, summed in float32 with one rounding; the hidden activation is rounded to x's
-    dtype.
+    dtype. The bits of a row depend on that row, the weights and `prefill` alone: with it the rows are a
+    prompt's, for which a GPU has tiles that are faster with many rows.
     """
 
     def multiply(row: Tensor, stack: Tensor, scale: Tensor | None, expert: int) -> Tensor:

@@ -156,10 +156,11 @@ def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Config
 
 
 def prefill_configuration(dtype: torch.dtype, is_wide: bool) -> Configuration:
-    """is_wide: tiles of 128 rows are enough programs to keep a GPU busy."""
+    """is_wide: tiles of 128 rows are enough programs to keep a GPU busy. Either way keys come in the same
+    tiles, at absolute positions: a row's bits do not depend on how many rows there are."""
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1)
-    return Configuration(128, 64, 8, 2) if is_wide else Configuration(64, 32, 4, 2)
+    return Configuration(128, 64, 8, 2) if is_wide else Configuration(64, 64, 4, 2)
 
 
 @lru_cache

@@ -258,9 +258,9 @@ def test_hidden_states_are_bit_equal_between_buckets(directories: dict[str, Path
         kept: list[torch.Tensor] = []
         logits = step.target.logits
 
-        def keep(rows: torch.Tensor, is_prefill: bool = False, kept: Any = kept, logits: Any = logits) -> Any:
+        def keep(rows: torch.Tensor, kept: Any = kept, logits: Any = logits) -> Any:
             kept.append(rows.clone())
-            return logits(rows, is_prefill)
+            return logits(rows)
 
         step.target.logits = keep  # type: ignore[method-assign]
         step.slots.drafts[1] = 5

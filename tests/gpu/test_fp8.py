@@ -56,7 +56,7 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     rows = step._rows(index, index.long(), start, len(tokens), start, length)
     ids = torch.tensor(tokens, device=device)
     hidden = step.target(ids, rows, step.kv_cache, step.state_cache, step.cos_sin)
-    return step.target.logits(hidden, is_prefill=True)
+    return step.target.logits(hidden)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

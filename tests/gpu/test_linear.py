@@ -185,6 +185,23 @@ def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, pieces: in
         assert torch.equal(add_tree(parts).bfloat16(), add_tree(whole).bfloat16()), f"{rows} rows"
 
 
+@pytest.mark.parametrize("n, k", [(34816, 5120), (5120, 17408), (2560, 2560), (257, 2048), (333, 1001)])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("out_float32", [False, True])
+def test_bits_of_a_prompt_do_not_depend_on_its_chunk(n: int, k: int, fp8: bool, out_float32: bool) -> None:
+    """From one row to a chunk, whatever tile a number of rows has, and by descriptors or without."""
+    x, weight, scale = make(2048, n, k, fp8)
+    y = linear(x, weight, scale, out_float32, True)
+    for rows in (1, 7, 63, 64, 65, 128, 129, 200, 256, 512, 1000, 1024):
+        assert torch.equal(linear(x[:rows], weight, scale, out_float32, True), y[:rows]), rows
+    for first in (64, 512, 1088):
+        assert torch.equal(
+            linear(x[first : first + 512], weight, scale, out_float32, True), y[first : first + 512]
+        )
+    unaligned = torch.empty(300, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x[:300])
+    assert torch.equal(linear(unaligned, weight, scale, out_float32, True), y[:300])
+
+
 def test_scales_beyond_k_are_not_read() -> None:
     """Three blocks of K in two chains; behind the scales lies NaN."""
     x, weight, scale = make(5, 256, 384, True)

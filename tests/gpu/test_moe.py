@@ -150,3 +150,15 @@ def test_every_e4m3_code_is_widened_exactly() -> None:
     y = moe_experts(x, weights, ids, gate_up.to(torch.float8_e4m3fn), down, *ones)
     # The hidden row is (64, 0, ..., 0).
     assert torch.equal(y.float(), (64.0 * down[0, :, 0].float()).expand(3, width))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_bits_of_a_prompt_do_not_depend_on_its_chunk(weight_dtype: torch.dtype) -> None:
+    case = make_case(2048, SHAPES[0], torch.bfloat16, weight_dtype)
+    x, weights, ids, *rest = case
+    assert rel_l2(moe_experts(*case, prefill=True), float64_block(*case)) < 4e-3
+
+    def first(m: int) -> torch.Tensor:
+        return moe_experts(x[:m], weights[:m], ids[:m], *rest, prefill=True)
+
+    check_row_invariance(first, (1, 64, 65, 200, 512, 1024), 2048)

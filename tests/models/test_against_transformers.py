@@ -78,7 +78,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
         start, length = torch.tensor([begin]), torch.tensor([len(part)])
         rows = step._rows(state_index, index, start, len(part), start, length)
         hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
-        ours.append(step.target.logits(hidden, is_prefill=True))
+        ours.append(step.target.logits(hidden))
     check(case, "prefill", torch.cat(ours), case.logits[:PROMPT_LEN])
 
     base = pos = PROMPT_LEN

@@ -40,7 +40,7 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     state_index, start = torch.tensor([1], dtype=torch.int32), torch.tensor([0])
     rows = step._rows(state_index, state_index.long(), start, len(tokens), start, torch.tensor([len(tokens)]))
     hidden = step.target(torch.tensor(tokens), rows, step.kv_cache, step.state_cache, step.cos_sin)
-    return step.target.logits(hidden, is_prefill=True)
+    return step.target.logits(hidden)
 
 
 def layer_bytes(engine: Engine) -> int:

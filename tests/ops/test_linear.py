@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
@@ -272,6 +273,40 @@ def test_gated_kernel_in_interpreter(interpreter: None, rows: int, width: int, k
     # The very bits of one after the other.
     apart = silu_mul.launch(linear.launch(x, weight, scale))
     assert torch.equal(linear_silu_mul.launch(x, weight, scale), apart)
+
+
+@pytest.mark.parametrize("rows, n, k", [(3, 40, 600), (70, 300, 130), (130, 257, 64)])
+@pytest.mark.parametrize("out_float32", [False, True])
+def test_prefill_kernel_in_interpreter(
+    interpreter: None, rows: int, n: int, k: int, out_float32: bool
+) -> None:
+    wide = torch.randn(rows, k + 8).bfloat16()
+    wide[:, k:] = float("nan")
+    args = (wide[:, :k], (torch.randn(n, k) * k**-0.5).bfloat16(), None, out_float32, True)
+    check_launch(linear, args, rtol=1e-5 if out_float32 else 8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100, 512, 2048])
+@pytest.mark.parametrize("out_bytes, shared_kib", [(2, 227), (4, 227), (2, 163), (4, 99)])
+def test_a_tile_of_prefill_fits(rows: int, out_bytes: int, shared_kib: int) -> None:
+    from compiled_mtp.ops.linear.prefill_kernel import choose_tile
+
+    device = Device("sm_90", shared_kib * 1024, True, True, 132)
+    for n in (257, 2560, 5120, 34816):
+        tile = choose_tile(device, rows, n, out_bytes)
+        assert tile.shared_bytes(out_bytes) <= device.shared_bytes
+        # Never more than half of a tile's rows are padding, but for the lowest tile.
+        assert tile.block_m == 64 or rows > tile.block_m // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_rows_of_a_prompt_do_not_depend_on_each_other(dtype: torch.dtype, has_scale: bool) -> None:
+    x, weight, scale = torch.randn(512, 300).to(dtype), torch.randn(96, 300).to(dtype), None
+    if has_scale:
+        weight, scale, _ = block_fp8(96, 300)
+    sizes = [1, 3, 64, 65, 127, 128, 200, 256, 511]
+    check_row_invariance(lambda m: linear(x[:m], weight, scale, False, True), sizes, 512)
 
 
 def test_kernel_float32_in_interpreter(interpreter: None) -> None:

@@ -147,6 +147,6 @@ def test_fp8_kernel_in_interpreter(interpreter: None) -> None:
 
 
 def test_registration_and_compile() -> None:
-    case = (*experts_case(3, 4, 2, 32, 16), None, None)
+    case = (*experts_case(3, 4, 2, 32, 16), None, None, False)
     check_registration(torch.ops.compiled_mtp.moe_experts.default, case)
     check_compiles(moe_experts, [case, (*experts_case(5, 4, 2, 32, 16), None, None)])

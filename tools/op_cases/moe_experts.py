@@ -45,7 +45,8 @@ def exact(
 
 def check(args: tuple[torch.Tensor, ...]) -> None:
     wanted = exact(*args)
-    error = float((moe_experts(*args).double() - wanted).norm() / wanted.norm())
+    given: tuple[Any, ...] = args
+    error = float((moe_experts(*given).double() - wanted).norm() / wanted.norm())
     assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 
 
