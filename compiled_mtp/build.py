@@ -264,7 +264,7 @@ def _make_programs(
     return Programs(
         step,
         buckets,
-        settings.config.prefill_chunk,
+        settings.config.resolve_prefill_chunk(settings.device.type),
         is_compiled=settings.is_compiled,
         graph_mode=graph_mode,
         with_halves=settings.features.with_halves,
@@ -521,7 +521,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
         max_model_len=settings.max_model_len,
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config),
-        blocks_per_chunk=config.prefill_chunk // config.block_size,
+        blocks_per_chunk=config.resolve_prefill_chunk(settings.device.type) // config.block_size,
         other_bytes=other_bytes + length_bytes(config, model, settings.device.type, longest, most_rows),
     )
 
@@ -539,7 +539,7 @@ def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
 def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     """Room in host memory for what the prefix cache gives up on the device."""
     config = settings.config
-    blocks_per_chunk = config.prefill_chunk // config.block_size
+    blocks_per_chunk = config.resolve_prefill_chunk(settings.device.type) // config.block_size
     return plan_shelf(
         shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE)),
         memory,

@@ -6,6 +6,7 @@ follow from others are results of pure methods.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
@@ -33,6 +35,9 @@ MOST_DRAFTS = 7
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
+# From 512 to 2,048 rows the products of 4B gain a fifth and those of 27B a tenth; but who decodes waits for
+# a chunk, of 27B 170 ms instead of 40: so where there is such a request chunks are short.
+_GPU_CHUNK, _BUSY_CHUNK, _CPU_CHUNK = 2048, 512, 512
 
 
 def split_at_commas(value: Any) -> Any:
@@ -130,13 +135,14 @@ class EngineConfig(BaseSettings):
         description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
         "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
     )
-    prefill_chunk: int = Field(
-        default=512,
+    prefill_chunk: int | None = Field(
+        default=None,
         ge=64,
         le=MOST_PREFILL_CHUNK,
         multiple_of=64,
-        description="tokens of a prefill chunk, a multiple of 64 and of block_size, at most "
-        f"{MOST_PREFILL_CHUNK}",
+        description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of block_size, at most "
+        f"{MOST_PREFILL_CHUNK}; no token depends on it; default: {_GPU_CHUNK} on a GPU, of which others that "
+        f"decode wait for {_BUSY_CHUNK} at most, {_CPU_CHUNK} on a CPU",
     )
     prefix_cache: bool = Field(
         default=True,
@@ -267,8 +273,13 @@ class EngineConfig(BaseSettings):
     @model_validator(mode="after")
     def _chunk_fits_blocks(self) -> EngineConfig:
         rule = f"be a multiple of block_size ({self.block_size})"
-        fits = self.prefill_chunk % self.block_size == 0
+        fits = (self.prefill_chunk or 0) % self.block_size == 0
         check(fits, "prefill_chunk", rule, self.prefill_chunk, "change one of the two")
+        step = math.lcm(PREFILL_MULTIPLE, self.block_size)
+        rule = (
+            f"divide a chunk of at most {MOST_PREFILL_CHUNK} tokens that is a multiple of {PREFILL_MULTIPLE}"
+        )
+        check(step <= MOST_PREFILL_CHUNK, "block_size", rule, self.block_size, "give a power of two")
         return self
 
     @property
@@ -295,6 +306,18 @@ class EngineConfig(BaseSettings):
         rule = f"be at most {limit}, the checkpoint's limit"
         check(self.max_model_len <= limit, "max_model_len", rule, self.max_model_len, "lower it")
         return self.max_model_len
+
+    def resolve_prefill_chunk(self, device: str) -> int:
+        """The most tokens of a prompt in one launch on `device` ('cpu' or 'cuda')."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        step = math.lcm(PREFILL_MULTIPLE, self.block_size)
+        return max(1, (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK) // step) * step
+
+    def resolve_busy_chunk(self, device: str) -> int:
+        """The most tokens of a prompt in a launch that rounds of other requests wait for."""
+        chunk, step = self.resolve_prefill_chunk(device), math.lcm(PREFILL_MULTIPLE, self.block_size)
+        return chunk if device == "cpu" else min(chunk, max(1, _BUSY_CHUNK // step) * step)
 
     def resolve_max_in_flight(self, device: str) -> int:
         """Steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""

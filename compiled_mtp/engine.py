@@ -117,6 +117,7 @@ class Engine:
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         self.runner = Runner(self.config, self.model_config, num_valid_ids, progress, fill)
         self._depths = self._make_depths()
+        self._prefill_chunk = self.config.resolve_prefill_chunk(self.runner.device.type)
         depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(
             max_batch=self.config.max_batch,
@@ -124,7 +125,8 @@ class Engine:
             block_size=self.config.block_size,
             # More than all blocks hold is for the scheduler to tell.
             max_model_len=self.config.resolve_max_model_len(self.model_config),
-            prefill_chunk=self.config.prefill_chunk,
+            prefill_chunk=self._prefill_chunk,
+            busy_chunk=self.config.resolve_busy_chunk(self.runner.device.type),
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=depth,
@@ -230,7 +232,7 @@ class Engine:
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
-        if plan.prompt_len > self.config.prefill_chunk:
+        if plan.prompt_len > self._prefill_chunk:
             self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
 
     def has_unfinished_requests(self) -> bool:

@@ -18,6 +18,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# After a minute without a job Inductor ends its workers, and forks others when one comes, out of a process
+# that has threads by then. Among many engines of one process that has hung for ever; one engine compiles in
+# one go.
+os.environ["TORCHINDUCTOR_QUIESCE_ASYNC_COMPILE_POOL"] = "0"
+
 # `make test` draws the same examples at each run: what a change breaks shows there, and what was always wrong
 # is looked for by `make soak`, which asks for hypothesis' own profile. GPU tests need no hypothesis.
 with contextlib.suppress(ModuleNotFoundError):

@@ -96,7 +96,7 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
     """Before every round, make the first num_right(request_id, pos) drafts of a request those of its stream.
 
     The others are wrong. `streams` holds the tokens each request must give. Masks of grammars follow the
-    forced drafts where no launch is in flight.
+    forced drafts where no launch is in flight. `free_drafts` ends it.
     """
     step, programs = engine.runner.step, engine.runner.programs
     decode, verify = programs.decode, programs.verify
@@ -123,6 +123,12 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
         verify(slots, verify_step, draft_step)
 
     programs.decode, programs.verify = forced_decode, forced_verify  # type: ignore[method-assign]
+
+
+def free_drafts(engine: Engine) -> None:
+    """Give an engine that tests share the model's own drafts back: the class's methods hold again."""
+    programs = engine.runner.programs
+    del programs.decode, programs.verify
 
 
 def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None) -> dict[str, list[int]]:

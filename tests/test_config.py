@@ -361,11 +361,29 @@ def test_engine_defaults() -> None:
     c = EngineConfig()
     assert c.model.name == "default_model"
     assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
-    assert (c.mtp_step, c.max_batch, c.block_size, c.prefill_chunk) == (3, 8, 64, 512)
+    assert (c.mtp_step, c.max_batch, c.block_size) == (3, 8, 64)
     assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
-    unset += ("max_in_flight", "num_threads", "offload_gb")
-    assert [getattr(c, name) for name in unset] == [None] * 9
+    unset += ("max_in_flight", "num_threads", "offload_gb", "prefill_chunk")
+    assert [getattr(c, name) for name in unset] == [None] * 10
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "chunk", "busy"),
+    [
+        ({}, "cuda", 2048, 512),
+        ({}, "cpu", 512, 512),
+        ({"block_size": 48}, "cuda", 1920, 384),
+        ({"block_size": 2112}, "cuda", 2112, 2112),
+        ({"prefill_chunk": 256}, "cuda", 256, 256),
+        ({"prefill_chunk": 4096}, "cuda", 4096, 512),
+        ({"prefill_chunk": 4096}, "cpu", 4096, 4096),
+    ],
+)
+def test_chunks_follow_the_device(given: dict[str, int], device: str, chunk: int, busy: int) -> None:
+    """Whole blocks and whole chunks of the GDN layers; those that others wait for are short on a GPU."""
+    config = EngineConfig(**given)
+    assert (config.resolve_prefill_chunk(device), config.resolve_busy_chunk(device)) == (chunk, busy)
 
 
 def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,8 +442,12 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         "prefill_chunk must be less than or equal to 8192, got 640000000000000; give tokens of a prefill",
     ),
     (
-        {"block_size": 384},
+        {"block_size": 384, "prefill_chunk": 512},
         "prefill_chunk must be a multiple of block_size (384), got 512; change one of the two",
+    ),
+    (
+        {"block_size": 1040},
+        "block_size must divide a chunk of at most 8192 tokens that is a multiple of 64, got 1040; give a",
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),

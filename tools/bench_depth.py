@@ -125,7 +125,7 @@ class Bench:
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
             max_model_len=self.runner.max_model_len,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.resolve_prefill_chunk("cuda"),
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=self._choose,

@@ -328,7 +328,7 @@ def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path)
         num_blocks=sys.maxsize,
         block_size=config.block_size,
         max_model_len=config.resolve_max_model_len(model),
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.resolve_prefill_chunk("cuda"),
         mtp_step=config.depths[-1],
         max_in_flight=config.max_in_flight or 0,
     )

@@ -1,12 +1,15 @@
 """What the prefix cache gives to a prompt that comes again, and what it costs one that does not.
 
     python tools/bench_prefix.py --prompt-tokens 4000 --repeats 3
+    python tools/bench_prefix.py --shape 27b --prompt-tokens 8192 --turn-tokens 512
 
 Two engines, with the cache and without, take the same random prompts in turns: each prompt is new to both,
-then comes again. Tokens and rounds of all three must be the same, or nothing is printed. Ends in one JSON
-line: times to the first token (medians), how much sooner it comes for a prompt that comes again, and the
-median over prompts of the time with the cache to that without where nothing is found: of the wall clock, of
-what the processor was busy with (a CPU's other tenants do not count), for the first token and for the rest.
+then comes again, then goes on by a turn of new tokens. Tokens and rounds of the first must be the same with
+and without a hit, and so must those of the turn, or nothing is printed. Ends in one JSON line: times to the
+first token (medians), how much sooner it comes for a prompt that comes again, and the median over prompts of
+the time with the cache to that without where nothing is found: of the wall clock, of what the processor was
+busy with (a CPU's other tenants do not count), for the first token and for the rest. A shape has random
+weights, and by default runs uncompiled: a prompt's time is that of its products.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench_step import fill_random, model_config
+from op_cases import SHAPES
+
 from compiled_mtp import Engine, EngineConfig, RequestOutput, SamplingParams
+from compiled_mtp.front import Front
+from compiled_mtp.scheduler.limits import Limits
 
 
 class Timed(NamedTuple):
@@ -53,6 +61,36 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
     return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, *times)
 
 
+def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
+    """One of the two; they differ in the cache alone."""
+    longest = arguments.prompt_tokens + arguments.turn_tokens + arguments.max_tokens
+    given: dict[str, Any] = {
+        "model": arguments.model,
+        "device": arguments.device,
+        "mtp_step": arguments.mtp_step,
+        "prefill_chunk": arguments.prefill_chunk,
+        "max_model_len": longest,
+        "max_batch": 1,
+        "num_threads": arguments.num_threads,
+        "prefix_cache": has_cache,
+        "num_blocks": (2 + arguments.repeats) * -(-longest // 64) + 1,
+    }
+    if arguments.shape is None:
+        return Engine(EngineConfig(**given, compile=arguments.compile or "auto"))
+    given |= {"dtype": "bfloat16", "compile": arguments.compile or "off"}
+    config, model = EngineConfig(**given), model_config(arguments.shape)
+    limits = Limits(  # The engine sets its own.
+        max_batch=1,
+        num_blocks=sys.maxsize,
+        block_size=config.block_size,
+        max_model_len=longest,
+        prefill_chunk=config.resolve_prefill_chunk("cuda"),
+        mtp_step=arguments.mtp_step,
+        max_in_flight=0,
+    )
+    return Engine(config, front=Front(arguments.model, model, None, limits), fill=fill_random)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,45 +100,41 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--mtp-step", type=int, default=3)
-    parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--shape", choices=SHAPES, help="a released shape with random weights, on a GPU")
+    parser.add_argument("--compile", choices=("off", "on"), default=None, help="default: off with --shape")
+    parser.add_argument("--turn-tokens", type=int, default=64, help="new tokens of the prompt that goes on")
+    parser.add_argument("--prefill-chunk", type=int, help="default: the engine's")
     parser.add_argument("--repeats", type=int, default=3, help="prompts")
     parser.add_argument("--num-threads", type=int)
     arguments = parser.parse_args()
-    length, most = arguments.prompt_tokens, arguments.max_tokens
-    engines = [
-        Engine(
-            EngineConfig(
-                model=arguments.model,
-                device=arguments.device,
-                mtp_step=arguments.mtp_step,
-                prefill_chunk=arguments.prefill_chunk,
-                max_model_len=length + most,
-                max_batch=1,
-                num_threads=arguments.num_threads,
-                prefix_cache=has_cache,
-                num_blocks=(2 + arguments.repeats) * (-(-(length + most) // 64)),
-            )
-        )
-        for has_cache in (True, False)
-    ]
+    length, most, turn = arguments.prompt_tokens, arguments.max_tokens, arguments.turn_tokens
+    engines = [make_engine(arguments, has_cache) for has_cache in (True, False)]
+    chunk = engines[0].config.resolve_prefill_chunk(engines[0].runner.device.type)
     params = SamplingParams(max_tokens=most, temperature=0.8, seed=1, ignore_eos=True)
     rng, vocab_size = random.Random(0), engines[0].model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(arguments.repeats)]
+    turns = [[rng.randrange(vocab_size) for _ in range(turn)] for _ in prompts]
     for engine in engines:  # Warm up.
-        engine.generate([[rng.randrange(vocab_size) for _ in range(arguments.prefill_chunk + 1)]], params)
+        for warm in (min(length, 2 * chunk + 1), turn):
+            engine.generate([[rng.randrange(vocab_size) for _ in range(warm)]], params)
     new: list[Timed] = []
     without: list[Timed] = []
     again: list[Timed] = []
+    longer: list[Timed] = []
+    longer_without: list[Timed] = []
     for index, prompt in enumerate(prompts):
         # Whoever comes first is not always the same.
         order = ((engines[0], new), (engines[1], without))
         for engine, found in order if index % 2 else order[::-1]:
             found.append(run(engine, prompt, params))
         again.append(run(engines[0], prompt, params))
-        for one in (new[-1], again[-1]):
-            if (one.token_ids, one.rounds) != (without[-1].token_ids, without[-1].rounds):
+        longer.append(run(engines[0], prompt + turns[index], params))
+        longer_without.append(run(engines[1], prompt + turns[index], params))
+        pairs = ((new, without), (again, without), (longer, longer_without))
+        for one, other in [(ours[-1], plain[-1]) for ours, plain in pairs]:
+            if (one.token_ids, one.rounds) != (other.token_ids, other.rounds):
                 raise SystemExit(f"error: tokens or rounds depend on the cache at prompt {index}")
-    if any(one.cached_tokens for one in new) or not all(one.cached_tokens for one in again):
+    if any(one.cached_tokens for one in new) or not all(one.cached_tokens for one in [*again, *longer]):
         raise SystemExit("error: a new prompt was cached, or one that came again was not; raise num_blocks")
 
     def median(found: list[Timed], name: str) -> float:
@@ -110,10 +144,19 @@ def main() -> None:
         pairs = zip(new, without, strict=True)
         return round(statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs), 4)
 
-    first_s = {"new": new, "without_cache": without, "again": again}
+    first_s = {
+        "new": new,
+        "without_cache": without,
+        "again": again,
+        "goes_on": longer,
+        "goes_on_without_cache": longer_without,
+    }
     line = {
+        "shape": arguments.shape,
         "prompt_tokens": length,
         "cached_tokens": again[0].cached_tokens,
+        "turn_tokens": turn,
+        "goes_on_cached_tokens": longer[0].cached_tokens,
         "first_token_s": {name: round(median(found, "first_s"), 4) for name, found in first_s.items()},
         "times_sooner": round(median(without, "first_s") / median(again, "first_s"), 2),
         "times_sooner_busy": round(median(without, "first_busy_s") / median(again, "first_busy_s"), 2),
@@ -122,7 +165,7 @@ def main() -> None:
         "cost_decode_busy": cost("rest_busy_s"),
         "checkpoint_mib": round(engines[0].runner.memory.checkpoint_bytes / 2**20, 2),
         "mtp_step": arguments.mtp_step,
-        "prefill_chunk": arguments.prefill_chunk,
+        "prefill_chunk": chunk,
         "device": str(engines[0].runner.device),
         "repeats": arguments.repeats,
     }

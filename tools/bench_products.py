@@ -92,7 +92,7 @@ def w8a8_ways(n: int, k: int, rows: int, is_before_norm: bool) -> Iterator[Way]:
                 tile: W8A8Config = tile,
                 count: int = count,
             ) -> torch.Tensor:
-                return launch_w8a8(tile, *quantised, weight, scale, count, k // shares)
+                return launch_w8a8(tile, *quantised, weight, scale, count, k // shares, torch.float32)
 
             label = f"w8a8 {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
             yield Way(f"{label} x{count}" + " rule" * (tile == own), call, "w8a8")
@@ -137,7 +137,7 @@ def way_without_shares(n: int, k: int, rows: int, fp8: bool) -> Iterator[Way]:
     label = f"{'w8a16' if fp8 else 'bf16'} {config.split} x {config.chains} parts, before"
     yield Way(
         label,
-        lambda x, _, w, s: launch_linear(config, x, w, s, False, keep_parts=True),
+        lambda x, _, w, s: launch_linear(config, x, w, s, config.split > 1, keep_parts=True),
         "before",
     )
 

@@ -177,13 +177,13 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
         max_model_len=runner.max_model_len,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.resolve_prefill_chunk("cuda"),
         mtp_step=runner.step.mtp_step,
         max_in_flight=runner.max_in_flight,
     )
     generator = torch.Generator().manual_seed(batch)
     # The first request decodes a round for every chunk of the others' prefill.
-    rounds = batch * -(-context // config.prefill_chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
+    rounds = batch * -(-context // config.resolve_prefill_chunk("cuda")) + WARM_UP_STEPS + TIMED_STEPS + 64
     most = min(rounds * (runner.step.mtp_step + 1), runner.max_model_len - context)
     for index in range(batch):
         ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.config import LinearConfig, choose
+from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
 from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
 
@@ -70,7 +70,8 @@ def launch_linear_silu_mul(args: Any) -> torch.Tensor:
 
 def launch_linear_parts(args: Any) -> torch.Tensor:
     config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False, args.count)
-    return launch_config(config, args.x, args.weight, args.weight_scale, False, keep_parts=True)
+    out_float32 = not is_sum(args.weight, args.count, args.whole_k)
+    return launch_config(config, args.x, args.weight, args.weight_scale, out_float32, keep_parts=True)
 
 
 def launch_config(
@@ -87,7 +88,6 @@ def launch_config(
     shape = (rows, n // 2 if gated else n)
     if keep_parts:
         shape = (config.split, *shape)
-        out_float32 = shape[0] > 1
     out = torch.empty(shape, dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out

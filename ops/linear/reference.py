@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.linear.config import whole_size
+from compiled_mtp.ops.linear.config import is_sum, whole_size
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.shares import add_tree, part_counts, share_count
@@ -112,8 +112,8 @@ def _count_fits(
         raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
 
 
-def _parts(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    dtype = x.dtype if count == 1 else torch.float32
+def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int) -> Tensor:
+    dtype = x.dtype if is_sum(weight, count, whole_k) else torch.float32
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
 
@@ -126,13 +126,13 @@ def linear_parts(
     Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
     and x those columns. count = P, by rule count_parts(weight, whole_n, whole_k): a number in the graph, or
     code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N], the P parts
-    of each sum in float32; with P = 1 the sum, rounded to x's dtype.
+    of each sum in float32; with P = 1 and a whole weight the sum, rounded to x's dtype.
 
     K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
     tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
     and every number of pieces that a weight is cut into, gives the same bits.
     """
-    if count == 1:
+    if is_sum(weight, count, whole_k):
         return linear.reference(x, weight, weight_scale)[None]
     k = whole_k or x.shape[1]
     length = k // share_count(k)

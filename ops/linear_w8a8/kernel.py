@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear_w8a8.reference import parts_dtype
 from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -147,7 +148,7 @@ def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
 def launch(args: Any) -> torch.Tensor:
     config = configuration(args.x.shape[0], args.weight.shape[0], 1, 1)
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
-    return launch_config(config, *tensors, 1, args.x.shape[1])[0]
+    return launch_config(config, *tensors, 1, args.x.shape[1], torch.bfloat16)[0]
 
 
 def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
@@ -156,7 +157,8 @@ def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
     length = whole_k // share_count(whole_k)
     config = configuration(rows, n, args.count, k // (length * args.count))
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
-    return launch_config(config, *tensors, args.count, length)
+    dtype = parts_dtype(args.weight, args.count, args.whole_k)
+    return launch_config(config, *tensors, args.count, length, dtype)
 
 
 def launch_config(
@@ -167,10 +169,10 @@ def launch_config(
     weight_scale: torch.Tensor,
     count: int,
     share_length: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """[count, M, N] of shares of `share_length` columns with a configuration given, as a tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
-    dtype = torch.bfloat16 if count == 1 else torch.float32
     out = torch.empty((count, rows, n), dtype=dtype, device=x.device)
     if rows == 0 or n == 0:
         return out

@@ -33,9 +33,15 @@ def _count_fits(count: int, whole_k: int, K: int) -> None:
         raise fail("count", f"be one of {counts} for this weight", count, "pass how many programs may sum it")
 
 
-def _parts(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    dtype = torch.bfloat16 if count == 1 else torch.float32
+def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int) -> Tensor:
+    dtype = parts_dtype(weight, count, whole_k)
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def parts_dtype(weight: Tensor, count: int, whole_k: int) -> torch.dtype:
+    """bfloat16 of a whole weight's sum, float32 of parts of it; a piece of the weight may give one."""
+    is_sum = count == 1 and (whole_k or weight.shape[1]) == weight.shape[1]
+    return torch.bfloat16 if is_sum else torch.float32
 
 
 def sum_blocks(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -73,8 +79,8 @@ def linear_w8a8_parts(
     """A product before a norm: `linear_w8a8` in P = count parts, which the norm adds up.
 
     Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
-    shares of the columns, 0 if it is whole. Returns [P, M, N] float32, with P = 1 the sum in bfloat16. K is
-    cut into shares that are added as a tree (ops.shares): every P gives the same bits.
+    shares of the columns, 0 if it is whole. Returns [P, M, N] float32, with P = 1 and a whole weight the sum
+    in bfloat16. K is cut into shares that are added as a tree (ops.shares): every P gives the same bits.
     """
     length = (whole_k or x.shape[1]) // share_count(whole_k or x.shape[1])
     shares = []
@@ -85,4 +91,4 @@ def linear_w8a8_parts(
         shares.append(sum_blocks(*pieces))
     size = len(shares) // count
     parts = torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
-    return parts.bfloat16() if count == 1 else parts
+    return parts.to(parts_dtype(weight, count, whole_k))

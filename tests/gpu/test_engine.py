@@ -22,7 +22,7 @@ from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
 from tests.drivers import BLOCKS_EACH, Driver, make_runner
-from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_end
+from tests.engines import collect, force_drafts, free_drafts, make_engine, prompt_of, run_to_end
 
 pytestmark = pytest.mark.gpu
 
@@ -164,8 +164,7 @@ def test_same_tokens_compiled(
             try:
                 assert decode_mixed(engine, most, max(COMPILED_BATCHES)) == expected
             finally:
-                # The engine is shared: back to the class's own method.
-                del engine.runner.programs.decode
+                free_drafts(engine)
 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])

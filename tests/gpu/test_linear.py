@@ -76,7 +76,10 @@ def test_as_near_to_float64_as_cublas(rows: int, n: int, k: int, fp8: bool) -> N
         y = linear(x, weight, scale, False, prefill)
         assert rel_l2(y, exact) < 2 * rel_l2(exact.bfloat16(), exact)
         error = rel_l2(linear(x, weight, scale, True, prefill), exact)
-        assert error < max(2 * cublas, 1e-6), f"{error:.2e} against cuBLAS's {cublas:.2e}"
+        # A prompt's columns are one chain, as cuBLAS's are where rows fill the processors. The tensor cores
+        # of sm_90 cut its sum off after every 16 columns: by half a unit of 24 bits on average, to one side.
+        budget = max(2 * cublas, 1e-6, prefill * k / 16 * 2**-25)
+        assert error < budget, f"{error:.2e} against cuBLAS's {cublas:.2e} and a budget of {budget:.2e}"
 
 
 def test_fp8_values_are_exact() -> None:
