@@ -446,8 +446,8 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         "prefill_chunk must be a multiple of block_size (384), got 512; change one of the two",
     ),
     (
-        {"block_size": 1040},
-        "block_size must divide a chunk of at most 8192 tokens that is a multiple of 64, got 1040; give a",
+        {"block_size": 2064},
+        "block_size must divide a chunk of at most 8192 tokens that is a multiple of 64, got 2064; give a",
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
