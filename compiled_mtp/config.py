@@ -140,8 +140,8 @@ class EngineConfig(BaseSettings):
         ge=64,
         le=MOST_PREFILL_CHUNK,
         multiple_of=64,
-        description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of block_size, at most "
-        f"{MOST_PREFILL_CHUNK}; no token depends on it; default: {_GPU_CHUNK} on a GPU, of which others that "
+        description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of "
+        f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_GPU_CHUNK} on a GPU, of which others that "
         f"decode wait for {_BUSY_CHUNK} at most, {_CPU_CHUNK} on a CPU",
     )
     prefix_cache: bool = Field(
@@ -276,9 +276,7 @@ class EngineConfig(BaseSettings):
         fits = (self.prefill_chunk or 0) % self.block_size == 0
         check(fits, "prefill_chunk", rule, self.prefill_chunk, "change one of the two")
         step = math.lcm(PREFILL_MULTIPLE, self.block_size)
-        rule = (
-            f"divide a chunk of at most {MOST_PREFILL_CHUNK} tokens that is a multiple of {PREFILL_MULTIPLE}"
-        )
+        rule = f"divide a multiple of {PREFILL_MULTIPLE} that is at most {MOST_PREFILL_CHUNK}"
         check(step <= MOST_PREFILL_CHUNK, "block_size", rule, self.block_size, "give a power of two")
         return self
 

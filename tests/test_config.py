@@ -447,7 +447,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"block_size": 2064},
-        "block_size must divide a chunk of at most 8192 tokens that is a multiple of 64, got 2064; give a",
+        "block_size must divide a multiple of 64 that is at most 8192, got 2064; give a power of two",
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
