@@ -141,8 +141,8 @@ class EngineConfig(BaseSettings):
         le=MOST_PREFILL_CHUNK,
         multiple_of=64,
         description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of "
-        f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_GPU_CHUNK} on a GPU, of which others that "
-        f"decode wait for {_BUSY_CHUNK} at most, {_CPU_CHUNK} on a CPU",
+        f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_CPU_CHUNK} on a CPU, "
+        f"{_GPU_CHUNK} on a GPU, {_BUSY_CHUNK} there while other requests decode",
     )
     prefix_cache: bool = Field(
         default=True,
