@@ -20,11 +20,13 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from bench_step import fill_random, model_config
 from op_cases import SHAPES
 
@@ -88,7 +90,13 @@ def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
         mtp_step=arguments.mtp_step,
         max_in_flight=0,
     )
-    return Engine(config, front=Front(arguments.model, model, None, limits), fill=fill_random)
+
+    def fill(parameters: Mapping[str, torch.Tensor]) -> None:
+        """The same random numbers in both engines."""
+        torch.manual_seed(0)
+        fill_random(parameters)
+
+    return Engine(config, front=Front(arguments.model, model, None, limits), fill=fill)
 
 
 def main() -> None:

@@ -84,6 +84,8 @@ def w8a8_ways(n: int, k: int, rows: int, is_before_norm: bool) -> Iterator[Way]:
             if sums >= ONE_SHARE and shares > count:
                 continue
 
+            dtype = torch.float32 if count > 1 else torch.bfloat16
+
             def call(
                 x: torch.Tensor,
                 quantised: tuple[torch.Tensor, torch.Tensor],
@@ -91,8 +93,9 @@ def w8a8_ways(n: int, k: int, rows: int, is_before_norm: bool) -> Iterator[Way]:
                 scale: torch.Tensor,
                 tile: W8A8Config = tile,
                 count: int = count,
+                dtype: torch.dtype = dtype,
             ) -> torch.Tensor:
-                return launch_w8a8(tile, *quantised, weight, scale, count, k // shares, torch.float32)
+                return launch_w8a8(tile, *quantised, weight, scale, count, k // shares, dtype)
 
             label = f"w8a8 {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
             yield Way(f"{label} x{count}" + " rule" * (tile == own), call, "w8a8")
