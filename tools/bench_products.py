@@ -287,6 +287,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default="27b,4b", help="comma-separated models")
     parser.add_argument("--rows", default="4,32,128,256", help="comma-separated row counts")
+    parser.add_argument("--dtypes", default="bf16,fp8", help="of the weights that are timed, comma-separated")
     parser.add_argument("--seconds", type=float, default=470, help="start no further weight after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -311,6 +312,8 @@ def main() -> None:
             print(f"quantize_rows of {k} columns, {rows} rows: {us:.1f} us", flush=True)
     best = []
     for case in wanted_cases(shapes):
+        if ("fp8" if case[-1] else "bf16") not in args.dtypes.split(","):
+            continue
         if time.monotonic() - started < args.seconds:
             best += time_case(*case, row_counts, bandwidth)
             torch.cuda.empty_cache()
