@@ -16,8 +16,8 @@ Reason: TypeAlias = Literal["best", "probe", "retry", "only"]
 measured again, no other is ready."""
 
 # A round's weight halves after so many rounds of one request: long enough for a steady text, short enough to
-# follow one that changes every few hundred tokens. Of more requests by the square root of their number
-# sooner: each shows as much, but it is the mean that is wanted.
+# follow one that changes every few hundred tokens. With more requests, that of a round
+# of one halves after as many more of these as the square root of their number: the mean is to be steadier.
 _FAST_ROUNDS = 24.0
 _SLOW_ROUNDS = 1000.0
 # Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
