@@ -63,7 +63,7 @@ class EngineStats:
     prefix_host_bytes of host memory. offloads and withdrawals count how often a
     request left since blocks ran short: to host memory, or to wait and be computed again. rounds_by_depth,
     empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
-    by why they had it: "best", "probe" or "only" (no other depth was ready). The rest is of finished
+    by why they had it: "best", "probe", "retry" or "only" (no other depth was ready). The rest is of finished
     requests.
     """
 

@@ -361,6 +361,7 @@ def what_auto_chose(bench: Bench) -> dict[str, Any]:
         "rounds_by_depth": {depth: sum(why.values()) for depth, why in counts.items()},
         "switches": controller.num_switches,
         "probes": controller.num_probes,
+        "retries": controller.num_retries,
     }
 
 

@@ -101,11 +101,12 @@ def _first_token(run: Outcome) -> str:
 
 
 def _rounds_by_depth(run: Outcome) -> str:
-    """Those of the batch: depth:rounds, and how many of them were probes."""
+    """Those of the batch: depth:rounds, and how many of them were to learn."""
     counts = run.rounds_by_depth.items()
     each = " ".join(f"{depth}:{sum(why.values())}" for depth, why in counts if any(why.values()))
-    probes = sum(why["probe"] for _, why in counts)
-    return (each or "-") + (f" ({probes} to probe)" if probes else "")
+    learning = [(name, sum(why[name] for _, why in counts)) for name in ("probe", "retry")]
+    noted = ", ".join(f"{number} to {name}" for name, number in learning if number)
+    return (each or "-") + (f" ({noted})" if noted else "")
 
 
 def _speculation(run: Outcome) -> SpeculationStats:

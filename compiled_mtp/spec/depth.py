@@ -7,14 +7,17 @@ given that the ones before it were. No token depends on it, whatever it chooses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-Reason: TypeAlias = Literal["best", "probe", "only"]
-"""Why a round has its depth: it promises most, it is to show what drafts are worth, no other is ready."""
+Reason: TypeAlias = Literal["best", "probe", "retry", "only"]
+"""Why a round has its depth: it promises most, it is to show what drafts are worth, its time is to be
+measured again, no other is ready."""
 
 # A round's weight halves after so many rounds of one request: long enough for a steady text, short enough to
-# follow one that changes every few hundred tokens.
+# follow one that changes every few hundred tokens. With more requests, that of a round
+# of one halves after as many more of these as the square root of their number: the mean is to be steadier.
 _FAST_ROUNDS = 24.0
 _SLOW_ROUNDS = 1000.0
 # Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
@@ -24,30 +27,38 @@ _SLOW_WEIGHT = 6.0
 # What is believed of a draft nobody has tried: a try costs little, never trying may cost a lot.
 _UNTRIED = 0.8
 _BELIEF_WEIGHT = 8.0
-# A new measurement's share in the time of its depth, and in those of the others in its class: what slows one
-# down, a neighbour of the machine or a longer context, mostly slows them all.
-_TIME_SHARE, _COMMON_SHARE = 0.1, 0.05
-# The most by which one round may seem slower than its depth.
-_MOST_RISE = 1.3
-# Rounds before a depth's own time is believed; until then it is taken to be a little faster than it is
-# estimated to be, so that it is tried where that could pay. Rounds count less and less while the depth does
-# not run: what was measured beside a busy neighbour is measured again one day.
-_TRIES, _HOPE = 3, 0.93
-_BELIEVED, _MOST_COUNT, _COUNT_FADE = 2.5, 20.0, 0.985
-# The weight, in rounds, of a straight line through the times of all depths beside a depth's own; that of the
-# slope such lines have had, in rounds times the square of a distance in depth.
-_LINE_WEIGHT, _SLOPE_WEIGHT = 3.0, 20.0
-# What one more draft adds to a round, as a part of one without drafts, before anything is measured.
-_USUAL_SLOPE = 0.12
+# Of so many times of a depth the least counts: a neighbour of the machine, or what a first round makes ready,
+# only ever holds a round up. Before as many were taken the depth is said to be a little faster than it is
+# estimated to be, so that it is tried where that could pay; but if its rounds cannot be timed, only for as
+# many comparisons.
+_TRIES, _HOPE, _MOST_HOPES = 3, 0.93, 4
+# A new measurement's share in the time of the depth in use, the most by which it may seem slower, and its
+# share if it is slower than what was known of a depth that was not in use: if it is faster, that was wrong.
+_SHARE, _MOST_RISE, _RETRIED_SHARE = 0.3, 1.3, 0.5
+# Of a change in the time of the depth in use, the part that is taken to be one of all depths.
+_COMMON = 0.5
+# The most measurements that count in the weight of a depth's time.
+_MOST_COUNT = 6
+# The weight, in measurements, of a straight line through the times of all depths beside a depth's own; that
+# of the slope such lines have had, in measurements times the square of a distance in depth.
+_LINE_WEIGHT, _SLOPE_WEIGHT = 1.0, 7.0
+# What one more draft adds to a round, as a part of one without drafts: before anything is measured, and the
+# least that is ever expected.
+_USUAL_SLOPE, _LEAST_SLOPE = 0.12, 0.02
 # Another depth is taken only if it promises this much more: two that are as good would alternate.
 _MARGIN = 1.01
 # What was recorded is taken in, and the depths are compared, once in so many rounds, for the host's sake;
 # while a depth's time is not believed yet, more often.
-_HELD_ROUNDS, _TRIED_ROUNDS = 6, 2
+_HELD_ROUNDS, _TRIED_ROUNDS = 8, 2
 # A probe is two rounds, since the first has no drafts to verify; the interval between two doubles.
 _PROBE_ROUNDS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 1024
 _MOST_PROBES = 0.01
+# A retry is as many rounds as are taken in together; the interval between two doubles. Beside their share of
+# all rounds retries have some at the start, when most is to be learnt.
+_RETRY_ROUNDS = _TRIES
+_FIRST_RETRY, _LAST_RETRY = 32, 512
+_MOST_RETRIES, _EARLY_RETRIES = 0.01, 9
 
 
 class _Rate:
@@ -58,8 +69,9 @@ class _Rate:
     def __init__(self) -> None:
         self.kept_fast = self.seen_fast = self.kept_slow = self.seen_slow = 0.0
 
-    def add(self, kept: int, seen: int) -> None:
-        fast, slow = 0.5 ** (seen / _FAST_ROUNDS), 0.5 ** (seen / _SLOW_ROUNDS)
+    def add(self, kept: int, seen: int, fast_rounds: float) -> None:
+        """Count so many successes of so many; fast_rounds: the observations by which the late ones halve."""
+        fast, slow = 0.5 ** (seen / fast_rounds), 0.5 ** (seen / _SLOW_ROUNDS)
         self.kept_fast = self.kept_fast * fast + kept
         self.seen_fast = self.seen_fast * fast + seen
         self.kept_slow = self.kept_slow * slow + kept
@@ -78,15 +90,38 @@ class _Rate:
 
 
 class _Time:
-    """Seconds of a round, and what weight in rounds they have; how many of the first few rounds were timed,
-    and the sum of those that are not yet taken in."""
+    """Seconds of a round, infinite before one was timed, by measurements: the least of several times each.
 
-    __slots__ = ("count", "new_count", "new_s", "seconds", "tries")
+    count: how many measurements count in it, at the least 1; tries: how many of the times of the first one
+    were taken; least, number: of the times of the one that is being made; hopes: for how many comparisons
+    more the depth may be chosen in the hope that it is faster than estimated; at: the round of the last
+    time."""
 
-    def __init__(self, seconds: float, count: float = 1.0) -> None:
-        self.seconds, self.count = seconds, count
-        self.tries = min(round(count), _TRIES)
-        self.new_s, self.new_count = 0.0, 0
+    __slots__ = ("at", "count", "hopes", "least", "number", "seconds", "tries")
+
+    def __init__(self, known_s: float | None = None) -> None:
+        self.seconds, self.tries, self.count = math.inf, 0, 1
+        if known_s is not None:
+            self.seconds, self.tries, self.count = known_s, _TRIES, _MOST_COUNT
+        self.least, self.number = math.inf, 0
+        self.hopes, self.at = _MOST_HOPES, 0
+
+    def begin(self) -> None:
+        """Count one more of the first times."""
+        self.tries, self.seconds = self.number, self.least
+        if self.tries == _TRIES:
+            self.least, self.number = math.inf, 0
+
+    def take_in(self, *, is_in_use: bool) -> float:
+        """Count the measurement that is complete; by what it changes what was known."""
+        new, known = self.least, self.seconds
+        self.least, self.number = math.inf, 0
+        self.count = min(self.count + 1, _MOST_COUNT)
+        if is_in_use:
+            self.seconds += _SHARE * (min(new, _MOST_RISE * known) - known)
+        else:
+            self.seconds += (_RETRIED_SHARE if new > known else 1.0) * (new - known)
+        return self.seconds / known
 
 
 _Class: TypeAlias = tuple[Hashable, int]
@@ -111,14 +146,14 @@ def first_depth(depths: Iterable[int]) -> int:
     return drafting[len(drafting) // 2]
 
 
-def _line(times: Mapping[int, _Time], usual: float) -> tuple[float, float]:
+def _line(times: Iterable[tuple[int, float, int]], usual: float) -> tuple[float, float]:
     """Seconds at depth 0 and of one more draft, by the straight line nearest to the times, by their weights.
 
-    usual: what a draft adds to a round without drafts, as a part of it, where the times say little of that.
+    times: depths, their seconds and weights, at least one. usual: what a draft adds to a round without
+    drafts, as a part of it, where the times say little of that.
     """
     weight = sum_x = sum_y = sum_xx = sum_xy = 0.0
-    for depth, known in times.items():
-        count, seconds = known.count, known.seconds
+    for depth, seconds, count in times:
         weight += count
         sum_x += count * depth
         sum_y += count * seconds
@@ -127,8 +162,20 @@ def _line(times: Mapping[int, _Time], usual: float) -> tuple[float, float]:
     x, y = sum_x / weight, sum_y / weight
     slope = sum_xy - x * sum_y + _SLOPE_WEIGHT * usual * y / (1 + usual * x)
     # Never so steep that a round without drafts would take no time.
-    slope = min(max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), 0.0), y / (1 + x))
+    least, most = _LEAST_SLOPE * y / (1 + _LEAST_SLOPE * x), y / (1 + x)
+    slope = min(max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), least), most)
     return y - slope * x, slope
+
+
+def _believed(times: Mapping[int, _Time]) -> list[tuple[int, float, int]]:
+    """Depths, the deepest first, with their seconds and weights: those that are believed, or if there is
+    none, those that there are. Fewer drafts never take longer: a time that says so was measured wrongly."""
+    found, most = [], math.inf
+    for depth in sorted([one for one, known in times.items() if known.tries >= _TRIES], reverse=True):
+        known = times[depth]
+        most = min(most, known.seconds)
+        found.append((depth, most, known.count))
+    return found or [(depth, known.seconds, known.count) for depth, known in times.items() if known.tries]
 
 
 class DepthController:
@@ -148,20 +195,20 @@ class DepthController:
         self._rates = [_Rate() for _ in range(self.depths[-1])]
         self._times: dict[_Class, dict[int, _Time]] = {}
         for (depth, bucket), seconds in (times_s or {}).items():
-            self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds, _MOST_COUNT)
-        # Those with times that are not yet taken in.
-        self._timed: dict[_Class, dict[int, _Time]] = {}
+            self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds)
         self._usual_slope = _USUAL_SLOPE
         # The tokens of rounds that are not yet taken in, by their number of drafts.
         self._rounds_of: dict[int, list[Sequence[Sequence[int]]]] = {}
         self._held = 0
         self._place: _Class | None = None
+        # The depth that promises most, and the neighbour that rounds have instead while it is retried.
         self.depth = first_depth(self.depths)
+        self._retried: int | None = None
         self.reason: Reason = "best"
         self._rounds = self._since_draft = self._probe_left = 0
         self._probe_after = _FIRST_PROBE
-        self.num_probes = 0
-        self.num_switches = 0
+        self._retry_after, self._retry_at = _FIRST_RETRY, _FIRST_RETRY
+        self.num_probes = self.num_retries = self.num_switches = 0
 
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
@@ -180,21 +227,26 @@ class DepthController:
     def record_time(self, depth: int, bucket: Hashable, context: int, seconds: float) -> None:
         """Take the time of a round that verified and drafted at `depth`, with no other launch beside it."""
         place = (bucket, context)
-        times = self._timed.get(place)
+        times = self._times.get(place)
         if times is None:
-            times = self._timed[place] = self._times.setdefault(place, {})
+            times = self._times[place] = {}
         known = times.get(depth)
         if known is None:
-            times[depth] = _Time(seconds)
-        elif known.tries < _TRIES:
-            # The first may make something ready, and a neighbour of the machine may hold up any: a depth that
-            # looks slow for it would not be tried again for long.
-            known.seconds = min(known.seconds, seconds)
-            known.tries, known.count = known.tries + 1, known.count + 1
-        else:
-            # How long one was held up says nothing about the depth.
-            known.new_s += min(seconds, _MOST_RISE * known.seconds)
-            known.new_count += 1
+            known = times[depth] = _Time()
+        known.at = self._rounds
+        known.number += 1
+        if seconds < known.least:
+            known.least = seconds
+        if known.tries < _TRIES:
+            known.begin()
+        elif known.number == _TRIES:
+            is_in_use = depth == self.depth
+            change = known.take_in(is_in_use=is_in_use)
+            if is_in_use:
+                common = 1 + _COMMON * (change - 1)
+                for other in times.values():
+                    if other is not known:
+                        other.seconds *= common
 
     def choose(self, bucket: Hashable, context: int) -> int:
         """The depth of the next round, for a batch in `bucket` whose contexts are of that class."""
@@ -205,10 +257,10 @@ class DepthController:
         else:
             self._place = place
             self._learn()
-            self._compare(place)
-            known = self._times.get(place, {}).get(self.depth)
-            is_known = known is not None and known.count >= _BELIEVED
-            self._held = (_HELD_ROUNDS if is_known else _TRIED_ROUNDS) - 1
+            self._held = self._compare(place) - 1
+        if self._retried is not None:
+            self.num_retries += 1
+            return self._retried
         return self._probe() if not self.depth and self.reason != "only" else self.depth
 
     def _learn(self) -> None:
@@ -217,6 +269,7 @@ class DepthController:
             if not rounds:
                 continue
             lengths, late = bytearray(), _MOST_SEEN // (len(rounds[-1]) or 1) or 1
+            fast_rounds = _FAST_ROUNDS * math.sqrt(len(rounds[-1]) or 1)
             for token_ids in rounds[-late:]:
                 lengths.extend(map(len, token_ids))
             seen = len(lengths) - lengths.count(0)
@@ -226,32 +279,17 @@ class DepthController:
             # More tokens than that: what stood where a draft was missing was right.
             for index in range(num_drafts if seen else 0):
                 kept = seen - lengths.count(index + 1)
-                self._rates[index].add(kept, seen)
+                self._rates[index].add(kept, seen, fast_rounds)
                 seen = kept
                 if not seen:
                     break
-        if self._place is not None and self._place in self._times:
-            self._timed[self._place] = self._times[self._place]
-        for place, times in self._timed.items():
-            for known in times.values():
-                count = known.new_count
-                if count:
-                    change = known.new_s / (count * known.seconds) - 1
-                    common = 1 + (1 - (1 - _COMMON_SHARE) ** count) * change
-                    own = 1 + (1 - (1 - _TIME_SHARE) ** count) * change
-                    for other in times.values():
-                        other.seconds *= own if other is known else common
-                    known.count = min(known.count + count, _MOST_COUNT)
-                    known.new_s, known.new_count = 0.0, 0
-                elif place == self._place:
-                    known.count *= _COUNT_FADE
-        self._timed.clear()
 
-    def _compare(self, place: _Class) -> None:
-        """Go over to the depth that promises most."""
+    def _compare(self, place: _Class) -> int:
+        """Go over to the depth that promises most, or retry another; for how many rounds."""
+        self._retried = None
         if len(self.depths) == 1:
             self.depth, self.reason = self.depths[0], "only"
-            return
+            return _HELD_ROUNDS
         self.reason = "best"
         speeds = self.speeds(*place)
         best = self.depth
@@ -259,21 +297,43 @@ class DepthController:
         for depth, speed in speeds.items():
             if speed > most:
                 best, most = depth, speed
+        if best:
+            self._since_draft, self._probe_after, self._probe_left = 0, _FIRST_PROBE, 0
+        known = self._times.setdefault(place, {}).setdefault(best, _Time())
         if best != self.depth:
             self.depth = best
             self.num_switches += 1
-        if best:
-            self._since_draft, self._probe_after, self._probe_left = 0, _FIRST_PROBE, 0
+            self._retry_after = _FIRST_RETRY
+            self._retry_at = self._rounds + self._retry_after
+        if known.tries < _TRIES:
+            known.hopes -= 1
+            return _TRIED_ROUNDS
+        return self._retry(place) if best and self._rounds >= self._retry_at else _HELD_ROUNDS
+
+    def _retry(self, place: _Class) -> int:
+        """Let the next rounds have the neighbour of the chosen depth that was not timed for longest, if that
+        is not too often: a time that was measured wrongly would never be measured again."""
+        if self.num_retries + _RETRY_ROUNDS > _EARLY_RETRIES + _MOST_RETRIES * self._rounds:
+            return _HELD_ROUNDS
+        at, times = self.depths.index(self.depth), self._times[place]
+        neighbours = self.depths[max(at - 1, 0) : at] + self.depths[at + 1 : at + 2]
+        self._retried = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
+        self._retry_after = min(2 * self._retry_after, _LAST_RETRY)
+        self._retry_at = self._rounds + self._retry_after
+        self.reason = "retry"
+        return _RETRY_ROUNDS
 
     def speeds(self, bucket: Hashable, context: int) -> dict[int, float]:
         """Of each depth the tokens a second that one request is expected to gain in a bucket and class of
         contexts; 0 while no time is known."""
-        place = (bucket, context)
-        times = self._times.get(place) or self._nearest(place)
+        here = self._times.get((bucket, context), {})
+        times = _believed(here)
+        believed_s = {depth: (seconds, count) for depth, seconds, count in times}
+        times = times or self._nearest((bucket, context))
         if not times:
             return dict.fromkeys(self.depths, 0.0)
         rates, (base, slope) = self._rates, _line(times, self._usual_slope)
-        if len(times) > 1 and base > 0:
+        if len(times) > 1:
             self._usual_slope = slope / base
         speeds, total, reached, believed, drafts = {}, 1.0, 1.0, _UNTRIED, 0
         for depth in self.depths:
@@ -282,21 +342,26 @@ class DepthController:
                 reached *= believed
                 total += reached
                 drafts += 1
-            seconds, count, known = base + slope * depth, 0.0, times.get(depth)
-            if known is not None:
-                count = known.count
-                seconds = (count * known.seconds + _LINE_WEIGHT * seconds) / (count + _LINE_WEIGHT)
-            speeds[depth] = total / (seconds if count >= _BELIEVED else _HOPE * seconds)
+            seconds, known = base + slope * depth, here.get(depth)
+            if known is None:
+                seconds *= _HOPE
+            elif known.tries < _TRIES:
+                seconds = min(seconds, known.seconds) * (_HOPE if known.hopes > 0 else 1.0)
+            else:
+                own, count = believed_s[depth]
+                seconds = (count * own + _LINE_WEIGHT * seconds) / (count + _LINE_WEIGHT)
+            speeds[depth] = total / seconds
         return speeds
 
-    def _nearest(self, place: _Class) -> Mapping[int, _Time]:
+    def _nearest(self, place: _Class) -> list[tuple[int, float, int]]:
         """The times of the class that is most like one where nothing was timed: of the same bucket if there
-        is one, at the least distance in context."""
-        if not self._times:
-            return {}
+        is one, at the least distance in context, and of the latest."""
         bucket, context = place
-        nearest = min(self._times, key=lambda one: (one[0] != bucket, abs(one[1] - context)))
-        return self._times[nearest]
+        timed = [one for one, times in self._times.items() if any(known.tries for known in times.values())]
+        if not timed:
+            return []
+        nearest = min(reversed(timed), key=lambda one: (one[0] != bucket, abs(one[1] - context)))
+        return _believed(self._times[nearest])
 
     def _probe(self) -> int:
         """0, or now and then the shallowest depth that drafts: at depth 0 nothing else tells what drafts are

@@ -10,7 +10,7 @@ from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
 from compiled_mtp.spec.depth import DepthController, Reason, context_class, context_span
 
 _NOBODY: frozenset[int] = frozenset()
-_REASONS: tuple[Reason, ...] = ("best", "probe", "only")
+_REASONS: tuple[Reason, ...] = ("best", "probe", "retry", "only")
 
 
 class DepthPolicy:

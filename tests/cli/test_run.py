@@ -50,11 +50,12 @@ def test_the_summary_says_which_depths_ran_and_why(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds = {0: {"best": 7, "probe": 0, "only": 0}, 1: {"best": 1, "probe": 2, "only": 0}}
-    monkeypatch.setattr(FakeEngine, "rounds_by_depth", rounds | {2: dict.fromkeys(rounds[0], 0)})
+    none = {"best": 0, "probe": 0, "retry": 0, "only": 0}
+    rounds = {0: none | {"best": 7}, 1: none | {"best": 1, "probe": 2, "retry": 3}}
+    monkeypatch.setattr(FakeEngine, "rounds_by_depth", rounds | {2: none})
     assert run_main("--prompt-file", prompts, "--mtp-step", "auto", "--mtp-depths", "0,1,2") == 0
     printed = capsys.readouterr().err
-    assert re.search(r"^rounds by depth +0:7 1:3 \(2 to probe\)$", printed, re.MULTILINE)
+    assert re.search(r"^rounds by depth +0:7 1:6 \(2 to probe, 3 to retry\)$", printed, re.MULTILINE)
     assert re.search(r"^ +mtp_step auto$", printed, re.MULTILINE)
     assert [(one.config.mtp_step, one.config.depths) for one in made] == [("auto", (0, 1, 2))]
 

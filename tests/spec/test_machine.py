@@ -1,0 +1,47 @@
+"""The depth policy finds the best depth of made-up machines within some 60 rounds, whatever the text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.spec.machine import MACHINES, Machine, World, rate_for
+
+WARM, ROUNDS, LEAST = 64, 200, 0.97
+GOOD, BAD = rate_for(3.3), rate_for(1.1)
+CASES = [(name, batch) for name in MACHINES for batch in (1, 8, 32)]
+
+
+def over_best(
+    case: tuple[str, int], rate: Callable[[int, int], float], rounds: int = ROUNDS, **fields: Any
+) -> float:
+    """Throughput over the best fixed depth, the mean of two texts."""
+    name, batch = case
+    world = World(MACHINES[name], rate, batch, **fields)
+    return statistics.mean(Machine(world, seed).run(WARM, rounds) for seed in range(2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.parametrize("mean_new_tokens", [1.1, 2.1, 2.6, 3.3])
+def test_it_is_nearly_as_fast_as_the_best_depth(case: tuple[str, int], mean_new_tokens: float) -> None:
+    rate = rate_for(mean_new_tokens)
+    assert over_best(case, lambda number, request: rate) >= LEAST
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_it_follows_a_text_that_changes_every_200_rounds(case: tuple[str, int]) -> None:
+    assert over_best(case, lambda number, request: BAD if number // 200 % 2 else GOOD, rounds=600) >= 1.0
+
+
+@pytest.mark.parametrize("mean_new_tokens", [1.1, 2.6])
+def test_requests_that_come_and_go_do_not_mislead_it(mean_new_tokens: float) -> None:
+    """Most rounds are beside a prompt, so few are timed."""
+    rate = rate_for(mean_new_tokens)
+    assert over_best(("4b", 32), lambda number, request: rate, tokens=150) >= LEAST
+
+
+def test_rounds_that_are_held_up_do_not_mislead_it() -> None:
+    assert over_best(("4b", 1), lambda number, request: BAD, hiccups=0.25) >= 0.95
