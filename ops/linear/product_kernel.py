@@ -248,39 +248,36 @@ def linear_kernel(
         one = total
         two = total
         four = total
-        for chain in range(CHAINS):
-            begin = chain * part_length
-            total = tl.zeros((BM, BN), tl.float32)
-            for at in range(begin, tl.minimum(begin + part_length, k - first_k), BK):
-                left = k - first_k - at
-                total = add_step(
-                    total,
-                    x_at,
-                    weight_at,
-                    scale_at + at // 128,
-                    at,
-                    left,
-                    row_inside,
-                    in_k,
-                    EVEN_K,
-                    FP8,
-                    ON_DEVICE,
-                )
+        chain = 0
+        chain_left = part_length
+        # One loop over all chains: a loop for each would empty its pipeline between them.
+        for at in range(0, part_length * CHAINS, BK):
+            scale = scale_at + at // 128
+            left = k - first_k - at
+            total = add_step(
+                total, x_at, weight_at, scale, at, left, row_inside, in_k, EVEN_K, FP8, ON_DEVICE
+            )
             if CHAINS > 1:
-                if chain & 1 == 0:
-                    one = total
-                else:
-                    total = one + total
-                    if CHAINS > 2:
-                        if chain & 2 == 0:
-                            two = total
-                        else:
-                            total = two + total
-                            if CHAINS > 4:
-                                if chain & 4 == 0:
-                                    four = total
-                                else:
-                                    total = four + total
+                chain_left -= BK
+                if chain_left == 0:
+                    chain_left = part_length
+                    if chain & 1 == 0:
+                        one = total
+                    else:
+                        total = one + total
+                        if CHAINS > 2:
+                            if chain & 2 == 0:
+                                two = total
+                            else:
+                                total = two + total
+                                if CHAINS > 4:
+                                    if chain & 4 == 0:
+                                        four = total
+                                    else:
+                                        total = four + total
+                    chain += 1
+                    if chain < CHAINS:
+                        total = tl.zeros((BM, BN), tl.float32)
     else:
         sum_1 = total
         sum_2 = total
