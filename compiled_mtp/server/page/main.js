@@ -9,9 +9,23 @@ import { blame, forgive, samplingFields, systemPrompt } from "/page/settings.js"
 const byId = (id) => document.getElementById(id);
 const prompt = byId("prompt");
 const transcript = byId("transcript");
+const QUICKSORT = `def quicksort(items):
+    """Return a new list with *items* in ascending order."""
+    if len(items) <= 1:
+        return list(items)
+    pivot = items[0]
+`;
+const STACK = `class Stack:
+    """A last-in, first-out container."""
+
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+`;
 const EXAMPLES = {
   chat: ["Explain speculative decoding in three sentences.", "Write a Python function that merges two sorted lists."],
-  text: ["def quicksort(items):\n", "class Stack:\n    def __init__(self):\n"],
+  text: [QUICKSORT, STACK],
 };
 // The checkpoint that ships with the engine continues Python source; it was taught no conversation.
 const SHIPPED = "default_model";
