@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_FIELDS = {"temperature": "0.4", "seed": "4", "max_tokens": "130"}
+_FIELDS = {"temperature": "0.4", "seed": "3", "max_tokens": "90"}
 _TIMEOUT_S = 120.0
 
 
@@ -98,7 +98,7 @@ def _take(url: str, path: Path, *, is_dark: bool) -> None:
             driver.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, value)
         driver.find_element(By.CSS_SELECTOR, "#examples button").click()
         driver.find_element(By.CSS_SELECTOR, ".foot:not(:empty)")
-        replaced = driver.find_elements(By.CSS_SELECTOR, ".answer .token.replaced:not(.blank)")
+        replaced = driver.find_elements(By.CSS_SELECTOR, ".round:has(.kept) .replaced:not(.blank)")
         ActionChains(driver).move_to_element(replaced[len(replaced) // 2]).perform()
         time.sleep(0.3)  # A frame for what follows the pointer.
         path.write_bytes(driver.get_screenshot_as_png())

@@ -139,7 +139,7 @@ async function send(text) {
   follow(() => answer.end());
   setRunning(null);
   if (isChat && !answer.error) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
-  panel.refresh();
+  panel.draw();
   if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Complete"}: ${answer.summary()}`);
 }
 
@@ -239,5 +239,5 @@ transcript.addEventListener("scroll", hideCard);
 
 document.body.classList.add("coloured");
 showMode();
-panel.refresh();
+panel.draw();
 start();

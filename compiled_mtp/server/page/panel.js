@@ -2,6 +2,8 @@
 
 import { fateOfDraft, visible } from "/page/rounds.js";
 
+// Between two drawings while an answer comes: numbers that change with every frame cannot be read.
+const PAUSE_MS = 100;
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -48,7 +50,7 @@ export class Panel {
   constructor(light) {
     this.answer = null;
     this.numListed = 0;
-    this.isDue = false;
+    this.timer = null;
     this.list = byId("rounds");
     const numberOf = (event) => event.target.closest?.("li")?.dataset.round;
     this.list.addEventListener("pointerover", (event) => light(this.answer, numberOf(event) ?? null));
@@ -63,20 +65,17 @@ export class Panel {
       this.list.replaceChildren();
       this.numListed = 0;
     }
-    this.refresh();
+    this.draw();
   }
 
-  /** Draw with the next frame; however many chunks come before it. */
+  /** Draw soon, however many chunks come before that. */
   refresh() {
-    if (this.isDue) return;
-    this.isDue = true;
-    requestAnimationFrame(() => {
-      this.isDue = false;
-      this.draw();
-    });
+    this.timer ??= setTimeout(() => this.draw(), PAUSE_MS);
   }
 
   draw() {
+    clearTimeout(this.timer);
+    this.timer = null;
     const rounds = this.answer?.rounds;
     const say = (id, value, digits = 0, unit = "") => {
       const isKnown = value !== null && value !== undefined;
@@ -96,6 +95,7 @@ export class Panel {
   listNew() {
     const rounds = this.answer?.rounds.list ?? [];
     const isAtEnd = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 40;
+    const isGrowing = this.numListed > 0 || this.answer?.isRunning;
     for (; this.numListed < rounds.length; this.numListed += 1) {
       const round = rounds[this.numListed];
       const row = document.createElement("li");
@@ -103,7 +103,7 @@ export class Panel {
       row.append(element("span", "number", round.number === 0 ? "prompt" : String(round.number)), chips(round));
       this.list.append(row);
     }
-    if (isAtEnd && this.answer?.isRunning) this.list.scrollTop = this.list.scrollHeight;
+    if (isAtEnd && isGrowing) this.list.scrollTop = this.list.scrollHeight;
   }
 
   /** Light a round of an answer in the list. */
