@@ -13,7 +13,7 @@ import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp.tokenizer import Tokenizer
-from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, running
+from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
 from tools.page_screenshot import open_browser, set_window
 
 pytestmark = pytest.mark.browser
@@ -209,6 +209,7 @@ def test_a_round_under_the_pointer_is_shown(page: Page, real: Running) -> None:
     example = page.one("#examples button")
     assert example.text == "def quicksort(items):"
     example.click()
+    assert page.focused() == "prompt"
     page.wait_for_end()
     assert page.text(".answer .given").startswith(example.get_attribute("textContent") or "-")
     span = page.one(".answer .token.replaced:not(.blank)")
@@ -237,6 +238,41 @@ def test_markup_stays_text(page: Page, scripted: Running, talker: ScriptedEngine
     assert page.text(".answer:not(.reasoning)") == evil
     assert page.count("#transcript :is(img, script, b)") == 0
     assert page.run("return document.title") == "compiled-mtp"
+
+
+def test_a_text_is_the_servers_own_where_a_stop_cuts_tokens(page: Page, real: Running) -> None:
+    page.open(real)
+    page.set(temperature="0", stop_strings="tur", max_tokens="60")
+    page.ask("def quicksort(items):")
+    page.wait_for_end()
+    body: Any = {
+        "model": "default_model",
+        "prompt": "def quicksort(items):",
+        "max_tokens": 60,
+        "temperature": 0,
+        "stop": ["tur"],
+    }
+    choice = httpx.post(f"{real.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert page.text(".answer:not(.reasoning)") == body["prompt"] + choice["text"]
+    assert "the model ended it" in page.text(".foot")
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_reasoning_part_stands_before_its_answer(page: Page, tmp_path: Path, chunk: int) -> None:
+    model = make_family(tmp_path / "family", "xml")
+    thinker = ScriptedEngine(Tokenizer(model))
+    thinker.say("Where? I think.\n\nHere.\n</think>\n\nLooking é.\n", by_character=True, chunk=chunk)
+    with running(thinker, model) as server:
+        page.open(server)
+        page.set(enable_thinking="true")
+        page.ask("Look.")
+        page.wait_for_end()
+    assert page.text(".reasoning") == "Where? I think.\n\nHere."
+    assert page.text(".answer:not(.reasoning)") == "Looking é.\n"
+    # Colours are of the tokens that are shown, in both parts.
+    assert page.count(".reasoning .token") > 10
+    assert page.count(".answer:not(.reasoning) .round .token") > 5
 
 
 @pytest.mark.parametrize("how", ["button", "escape"])

@@ -184,6 +184,7 @@ function showMode() {
       words.textContent = text.split("\n")[0];
       button.append(words);
       button.addEventListener("click", () => {
+        prompt.focus();
         if (!running) send(text);
       });
       return button;
