@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak wheel clean
+.PHONY: run test check lint gpu kernels soak wheel browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,11 +15,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
 	touch $@
 
+$(VENV)/.installed-browser: $(VENV)/.installed-test tools/install_chromium.sh
+	$(BIN)/python -m pip install --quiet --editable ".[browser]"
+	tools/install_chromium.sh
+	touch $@
+
 run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that ships
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -36,6 +41,12 @@ wheel: $(VENV)/.installed-test  ## the wheel in an environment of its own, tried
 
 soak: $(VENV)/.installed-test  ## long random traffic
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default
+
+browser: $(VENV)/.installed-browser  ## the page of the service in headless Chromium, which apt-get installs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/browser
+
+screenshot: $(VENV)/.installed-browser  ## docs/page.png and docs/page-dark.png
+	OMP_NUM_THREADS=1 $(BIN)/python tools/page_screenshot.py
 
 gpu:  ## needs a CUDA device and the packages already installed
 	$(PYTHON) -m pytest -q -m gpu tests

@@ -211,7 +211,7 @@ class Engine:
             if self._depths is not None and self.runner.later is not None:
                 self._take_depth(self._depths, self.runner.later)
             plan = self.scheduler.schedule()
-            if plan is not None and plan.wants_drafts:
+            if plan is not None and plan.is_guided:
                 # The device is busy with the first half of the round meanwhile.
                 masks = self._masks.fill(plan, self.scheduler.windows(plan))
                 self.runner.set_masks(plan, masks)

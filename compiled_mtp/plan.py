@@ -128,10 +128,10 @@ class StepPlan:
     logprobs: how many of the likeliest ids some request wants listed, at most 20, or -1 for no log
     probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
     logits after masks, temperature and filters. next_ids: of a chunk of a prompt whose own log probabilities
-    are wanted, the id that follows each of its tokens in the prompt, else empty. wants_drafts: the result
-    names the next round's drafts. saves: copies of what a chunk leaves to checkpoints; complete when the
-    plan's result comes. catches_up: before a decode or verify the draft reads what rounds of the plan's slots
-    without drafts kept.
+    are wanted, the id that follows each of its tokens in the prompt, else empty. is_guided: a grammar masks
+    some of its rows. wants_drafts: the result names the next round's drafts. saves: copies of what a chunk
+    leaves to checkpoints; complete when the plan's result comes. catches_up: before a decode or verify the
+    draft reads what rounds of the plan's slots without drafts kept.
     """
 
     step_id: int
@@ -151,6 +151,7 @@ class StepPlan:
     logprobs: int = -1
     has_processed_logprobs: bool = False
     next_ids: tuple[int, ...] = ()
+    is_guided: bool = False
     wants_drafts: bool = False
     saves: tuple[Copy, ...] = ()
 

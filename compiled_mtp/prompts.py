@@ -69,15 +69,18 @@ def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[Sampling
 
 
 def join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The last output of a choice, with the tokens, texts and log probabilities of all."""
+    """The last output of a choice, with the tokens, texts, log probabilities and drafts of all."""
     tokens = [token_id for output in outputs for token_id in output.new_token_ids]
     text = "".join(output.new_text for output in outputs)
     entries = [entry for output in outputs for entry in output.logprobs or ()]
     has_entries = any(output.logprobs is not None for output in outputs)
+    rounds = [one for output in outputs for one in output.drafts or ()]
+    has_rounds = any(output.drafts is not None for output in outputs)
     of_prompt = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
     return outputs[-1]._replace(
         new_token_ids=tokens,
         new_text=text,
         logprobs=entries if has_entries else None,
         prompt_logprobs=of_prompt,
+        drafts=rounds if has_rounds else None,
     )

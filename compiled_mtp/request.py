@@ -143,6 +143,19 @@ def _at_least(counts: list[int]) -> list[int]:
 
 # Above every mtp_step that is allowed.
 _MOST_KEPT = 16
+# Stands where a request that sat out a round, or was away, has fewer drafts than the others.
+NO_DRAFT = 0
+
+
+class RoundDrafts(NamedTuple):
+    """The drafts that one verify round had, in order, of which the first num_accepted were kept.
+
+    They are the round's tokens; the one behind them is the target's own, in place of the next draft if there
+    was one. What a stop cut off counts as a draft that was not kept.
+    """
+
+    token_ids: list[int]
+    num_accepted: int
 
 
 class RequestOutput(NamedTuple):
@@ -154,7 +167,8 @@ class RequestOutput(NamedTuple):
     each token whose text is in new_text: text that is held back holds entries back, and in all there is one
     for each token. prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for
     each token of the prompt but the first, None in every other output and where the request ended before its
-    prompt was read.
+    prompt was read. drafts, None if nobody asked for them, hold an entry for each verify round that gave
+    these tokens.
     """
 
     request_id: str
@@ -166,6 +180,7 @@ class RequestOutput(NamedTuple):
     logprobs: list[TokenLogprob] | None = None
     index: int = 0  # type: ignore[assignment]  # OpenAI's name; nobody looks for an item of an output.
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: list[RoundDrafts] | None = None
 
 
 def _no_bytes(token_id: int) -> bytes:
@@ -326,6 +341,23 @@ class Request:
             return None
         taken, self._new_logprobs = self._new_logprobs, []
         return taken
+
+    def list_drafts(
+        self, drafts: Sequence[int] | None = None, num_known: int = 0
+    ) -> list[RoundDrafts] | None:
+        """Return what the round that was appended last had; None if nobody asks for it.
+
+        drafts: those that were made for it, of which the first num_known were told in an earlier output; None
+        where there was no round.
+        """
+        if not self.params.include_drafts:
+            return None
+        if drafts is None:
+            return []
+        verified, kept = divmod(self.history.rounds[-1], _MOST_KEPT)
+        own = list(drafts[num_known : num_known + verified])
+        # Where it had no draft, what it verified may have been right too.
+        return [RoundDrafts(own + [NO_DRAFT] * (verified - len(own)), kept)]
 
     def add_prompt_logprobs(self, start: int, token_ids: Sequence[int], rows: RowLogprobs) -> None:
         """Take what a chunk that begins at `start` gives to the prompt's token_ids behind each of its rows.

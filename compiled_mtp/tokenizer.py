@@ -93,6 +93,10 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 
+    def name_of(self, token_id: int) -> str:
+        """Return how an id is written in tokenizer.json; nothing for one that it lacks."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token stands for; none for special tokens and ids that the tokenizer lacks."""
         found = self._bytes.get(token_id)

@@ -79,6 +79,8 @@ class FakeRunner:
         self.copy_delay = copy_delay
         self.host_blocks = host_blocks
         self.num_uploaded = 0
+        # By step_id and seed: the tokens done before that round, and its drafts.
+        self.verified: dict[tuple[int, int], tuple[int, list[int]]] = {}
         self.checks_uploads = True
         self.failed_copies: list[int] = []
         self.random = random.Random(seed)
@@ -400,6 +402,7 @@ class FakeRunner:
             done = row.pos - len(row.prompt) + 1
             right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
             accepted = max(accepted, (*right, False).index(False))
+            self.verified[plan.step_id, row.seed] = (done, row.drafts[:most])
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.draft_step)
             row.num_kept += not plan.draft_step and self.scheduler.limits.mtp_step > 0

@@ -220,6 +220,7 @@ MIXES = st.fixed_dictionaries(
         "logprobs": st.integers(0, 20),
         "logprobs_mode": st.sampled_from(["raw", "processed"]),
         "prompt_logprobs": st.integers(0, 20),
+        "include_drafts": st.booleans(),
     },
 )
 
@@ -240,6 +241,45 @@ def check_mixes(directory: Path, mixes: list[dict[str, Any]]) -> None:
         together = engine_of(directory, mtp_step).generate(prompts, params)
         for one, other, got in zip(params, expected, together, strict=True):
             assert same(other, got), (mtp_step, one, other, got)
+            check_drafts(one, got)
+
+
+def check_drafts(params: SamplingParams, output: RequestOutput) -> None:
+    """What is told of the rounds agrees with the tokens and with the counts."""
+    assert (output.drafts is not None) == params.include_drafts
+    if output.drafts is None:
+        return
+    tokens, metrics = output.new_token_ids[1:], output.metrics
+    for drafts, num_accepted in output.drafts:
+        assert drafts[:num_accepted] == tokens[:num_accepted]
+        if num_accepted < len(drafts) and num_accepted < len(tokens):
+            assert drafts[num_accepted] != tokens[num_accepted]
+        tokens = tokens[num_accepted + 1 :]
+    assert tokens == []
+    by_index = [[len(drafts) for drafts, _ in output.drafts], [count for _, count in output.drafts]]
+    assert len(output.drafts) == metrics.rounds
+    for counts, own in zip(by_index, (metrics.drafted_by_index, metrics.accepted_by_index), strict=True):
+        assert [sum(count > index for count in counts) for index in range(len(own))] == own
+
+
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(3, 0), (3, 1), (0, 1)])
+def test_the_drafts_of_the_rounds_are_told_to_those_who_ask(
+    checkpoint: Path, mtp_step: int, max_in_flight: int
+) -> None:
+    names = ["schema", "choice", *OTHERS]
+    prompts = [prompt_of(name) for name in names]
+    # Some in whole rounds, some in halves.
+    plain = [params_of(name, 0.0, **({} if name == "listed" else {"logprobs": None})) for name in names]
+    asking = [one.model_copy(update={"include_drafts": index % 3 < 2}) for index, one in enumerate(plain)]
+    engine = engine_of(checkpoint, mtp_step, max_in_flight)
+    for before, one, got in zip(
+        engine.generate(prompts, plain), asking, engine.generate(prompts, asking), strict=True
+    ):
+        assert same(before, got)
+        check_drafts(one, got)
+        assert before.drafts is None
+        if got.drafts is not None:
+            assert {len(one.token_ids) for one in got.drafts} == ({mtp_step} if got.metrics.rounds else set())
 
 
 # What a request gives alone is what costs, so each is compared at every depth.

@@ -81,6 +81,8 @@ def test_wheel_and_sdist_hold_every_module(built: Path) -> None:
         "compiled_mtp/default_model/model.safetensors",
     }
     data = {n for n in package_files("*.json") if n.startswith("compiled_mtp/default_model/")}
+    data |= {n for n in package_files("page/*") if n.startswith("compiled_mtp/server/")}
+    assert "compiled_mtp/server/page/index.html" in data
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = {n for n in wheel.namelist() if ".dist-info/" not in n}
     assert modules | data <= names

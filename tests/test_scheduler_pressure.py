@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.plan import StepPlan
-from compiled_mtp.request import Request, RequestOutput
+from compiled_mtp.request import Request, RequestOutput, RoundDrafts
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import RequestPhase
 from tests.fake_runner import (
@@ -57,11 +57,30 @@ def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]
     """`step`, with a look at what masks would be made of."""
     plan = scheduler.schedule()
     scheduler.check_integrity()
-    if plan is not None and plan.wants_drafts:
+    if plan is not None and plan.is_guided:
         check_windows(scheduler, runner, plan)
-    scheduler.update(runner.run(plan))
+    result = runner.run(plan)
+    scheduler.update(result)
     scheduler.check_integrity()
-    return scheduler.take_outputs()
+    outputs = scheduler.take_outputs()
+    if result is not None:
+        check_drafts(runner, result.plan, outputs)
+    return outputs
+
+
+def check_drafts(runner: FakeRunner, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+    """Whoever asks is told what the round of these tokens had verified, but for what was known before."""
+    for output in outputs:
+        if output.drafts is None or plan.kind not in ("decode", "accept") or not output.new_token_ids:
+            assert not output.drafts
+            continue
+        metrics, (told,) = output.metrics, output.drafts
+        done, verified = runner.verified[plan.step_id, metrics.seed]
+        num_known = metrics.output_tokens - len(output.new_token_ids) - done
+        assert 0 <= num_known <= len(verified)
+        most = max(plan.num_drafts - num_known, told.num_accepted)
+        assert told.token_ids == verified[num_known:][:most]
+        assert len(output.new_token_ids) - told.num_accepted in (0, 1)
 
 
 class Log:
@@ -70,6 +89,7 @@ class Log:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.entries: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[RoundDrafts]] = {}
         self.last: dict[str, RequestOutput] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
@@ -78,6 +98,7 @@ class Log:
             assert name not in self.last, "output after the end"
             self.tokens.setdefault(name, []).extend(output.new_token_ids)
             self.entries.setdefault(name, []).extend(e.token_id for e in output.logprobs or ())
+            self.drafts.setdefault(name, []).extend(output.drafts or ())
             if output.finish_reason is not None:
                 self.last[name] = output
 
@@ -94,6 +115,13 @@ class Log:
             if request.params.logprobs is not None:
                 assert self.entries[name] == expected
             history = self.last[name].metrics
+            if request.params.include_drafts:
+                rounds = self.drafts[name]
+                assert len(rounds) == history.rounds
+                assert sum(len(one.token_ids) for one in rounds) == sum(history.drafted_by_index)
+                assert sum(one.num_accepted for one in rounds) == sum(history.accepted_by_index)
+            else:
+                assert not self.drafts[name]
             kept = sum(n * count for n, count in enumerate(history.rounds_by_accepted))
             # A round gives its bonus token too, but for one that a stop has cut.
             assert len(expected) - 1 - history.rounds <= kept <= max(len(expected) - 1, 0)
@@ -179,6 +207,7 @@ def add_random(scheduler: Scheduler, rng: random.Random, requests: list[Request]
     fields: dict[str, Any] = {"logprobs": 2} if kind == "logprobs" else {}
     seed = len(requests)
     fields["ignore_eos"] = rng.random() < 0.7
+    fields["include_drafts"] = rng.random() < 0.4
     request = make_request(str(seed), prompt_len, rng.choice([5, 50, 300]), seed=seed, **fields)
     if kind == "guided":
         request.guide = Recorder(seed)

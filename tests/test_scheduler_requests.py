@@ -54,7 +54,7 @@ def drive(
             return outputs
         plan = scheduler.schedule()
         scheduler.check_integrity()
-        if plan is not None and plan.wants_drafts:
+        if plan is not None and plan.is_guided:
             check_windows(scheduler, runner, plan)
         scheduler.update(runner.run(plan))
         scheduler.check_integrity()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # What it comes from waits for torch.
 _HELP = "/exit ends, /clear begins anew, Ctrl-C ends an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # Of requests that a conversation has no use for.
-_SKIPPED = ("n", "logprobs", "logprobs_mode", "prompt_logprobs", "tools", "tool_choice")
+_SKIPPED = ("n", "logprobs", "logprobs_mode", "prompt_logprobs", "include_drafts", "tools", "tool_choice")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from compiled_mtp.request import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
+    RoundDrafts,
     SamplingParams,
     derive_seed,
 )
@@ -45,6 +46,7 @@ class Job:
     metrics: RequestMetrics | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: list[RoundDrafts] | None = None
     is_written: bool = False
 
     @property
@@ -61,6 +63,8 @@ class Job:
             self.logprobs = (self.logprobs or []) + output.logprobs
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.drafts is not None:
+            self.drafts = (self.drafts or []) + output.drafts
 
     def again(self) -> Job:
         """The same choice to be decoded again, with the seed that was drawn for it."""

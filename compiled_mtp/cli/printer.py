@@ -170,6 +170,7 @@ def _to_line(job: Job) -> dict[str, Any]:
         "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
         "logprobs": _entries(job.logprobs),
         "prompt_logprobs": _entries(job.prompt_logprobs),
+        "drafts": None if job.drafts is None else [one._asdict() for one in job.drafts],
     }
 
 

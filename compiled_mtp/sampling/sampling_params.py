@@ -22,7 +22,7 @@ _GENERATION_FIELDS = (
 )
 
 _ELSE = "default: the checkpoint's, else"
-_FLAGS = ("ignore_eos", "include_stop")
+_FLAGS = ("ignore_eos", "include_stop", "include_drafts")
 
 # Each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
@@ -103,6 +103,7 @@ class SamplingParams(BaseModel):
     guided_regex: str | None = Field(default=None, description="a regex that the whole output matches")
     guided_choice: tuple[str, ...] | None = Field(default=None, description="the output is one of these")
     guided_grammar: str | None = Field(default=None, description="a Lark grammar of the output")
+    include_drafts: bool = Field(default=False, description="outputs list the drafts of their rounds")
     cache_salt: str | None = Field(
         default=None,
         description="prompts share cached prefixes with those of the same salt alone, at most 256 characters",

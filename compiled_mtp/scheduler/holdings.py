@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
-from compiled_mtp.request import Request
+from compiled_mtp.request import NO_DRAFT, Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
 from compiled_mtp.scheduler.prefix import PrefixCache, Resumption
 from compiled_mtp.scheduler.replay import Replay
-
-# Stands where a request that sat out a round, or was away, has fewer drafts than the others.
-NO_DRAFT = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +36,11 @@ class Holding:
 
     arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
     goes before all others. resumption: what its slot is filled from at its first launch; None: it begins at
-    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows
-    who owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
-    what was drafted for its next round, where its grammar asks for it. num_kept: its rounds without drafts
-    since the draft model has last read what they keep. is_parked: it stays in host memory until it is called
-    back. replay: its tokens are computed again.
+    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows who
+    owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
+    what was drafted for its next round, where its grammar or caller asks for it. num_kept: its rounds without
+    drafts since the draft model has last read what they keep. is_parked: it stays in host memory until it is
+    called back. replay: its tokens are computed again.
     """
 
     request: Request
@@ -83,7 +80,7 @@ class Holding:
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
     def round_drafts(self, verify_step: int) -> Sequence[int]:
-        """The drafts of the round whose accept is planned, where its grammar asks for them."""
+        """The drafts of the round whose accept is planned, where they are asked for."""
         uploaded = () if self.replay is None else self.replay.uploaded
         known = [*uploaded, *self.drafts[len(uploaded) : verify_step]]
         return known + [NO_DRAFT] * (verify_step - len(known))

@@ -35,14 +35,15 @@ IsHalved = Callable[[], bool]
 
 
 class _Wants(NamedTuple):
-    """What some requests ask of a launch beside their tokens: halves, a grammar's masks, and how many of the
-    likeliest ids (-1: no log probabilities), of some the processed ones.
+    """What some requests ask of a launch beside their tokens: halves, a grammar's masks, how many of the
+    likeliest ids (-1: no log probabilities), of some the processed ones, and the drafts that it leaves.
     """
 
     is_halved: bool = False
     is_guided: bool = False
     logprobs: int = -1
     has_processed_logprobs: bool = False
+    has_drafts: bool = False
 
 
 @dataclass(slots=True)
@@ -360,6 +361,7 @@ class Planner:
             next_ids=tuple(request.prompt_token_ids[start + 1 : end + 1])
             if request.wants_prompt_logprobs
             else (),
+            wants_drafts=is_last and request.params.include_drafts,
             saves=saves,
         )
 
@@ -416,7 +418,8 @@ class Planner:
             prompt_len=holding.request.prompt_len,
             logprobs=wants.logprobs,
             has_processed_logprobs=wants.has_processed_logprobs,
-            wants_drafts=wants.is_guided,
+            is_guided=wants.is_guided,
+            wants_drafts=wants.has_drafts,
         )
 
     def _end_prefill(self, holding: Holding) -> None:
@@ -442,6 +445,7 @@ class Planner:
             draft_step=depth,
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
+            wants_drafts=self._wants.has_drafts and not is_halved,
         )
         if is_halved:
             members = [self.holdings.owners[slot] for slot in plan.slots]
@@ -461,7 +465,8 @@ class Planner:
             num_drafts=first.num_drafts,
             logprobs=opened.wants.logprobs,
             has_processed_logprobs=opened.wants.has_processed_logprobs,
-            wants_drafts=opened.wants.is_guided,
+            is_guided=opened.wants.is_guided,
+            wants_drafts=opened.wants.has_drafts,
         )
         # What ended in between is released with a later plan: moves go before the launch.
         self._close_round()
@@ -492,6 +497,7 @@ class Planner:
         logprobs: int = -1,
         has_processed_logprobs: bool = False,
         next_ids: tuple[int, ...] = (),
+        is_guided: bool = False,
         wants_drafts: bool = False,
         saves: tuple[Copy, ...] = (),
     ) -> StepPlan:
@@ -519,6 +525,7 @@ class Planner:
             logprobs=logprobs,
             has_processed_logprobs=has_processed_logprobs,
             next_ids=next_ids,
+            is_guided=is_guided,
             wants_drafts=wants_drafts,
             saves=saves,
         )
@@ -554,16 +561,14 @@ class Planner:
 
 
 def _wants(requests: Sequence[Request]) -> _Wants:
+    has_drafts = any(request.params.include_drafts for request in requests)
     halved = [request for request in requests if request.is_halved]
     if not halved:
-        return _Wants()
+        return _Wants(has_drafts=has_drafts)
     listed = max(-1 if (most := request.params.logprobs) is None else most for request in halved)
-    return _Wants(
-        True,
-        any(request.guide is not None for request in halved),
-        listed,
-        any(request.has_processed_logprobs for request in halved),
-    )
+    is_guided = any(request.guide is not None for request in halved)
+    has_processed = any(request.has_processed_logprobs for request in halved)
+    return _Wants(True, is_guided, listed, has_processed, has_drafts=has_drafts or is_guided)
 
 
 def _known_drafts(holding: Holding, verify_step: int) -> Iterator[Draft]:

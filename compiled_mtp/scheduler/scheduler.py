@@ -10,7 +10,7 @@ from typing import NamedTuple
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, new_tuple
+from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, RoundDrafts, new_tuple
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -328,19 +328,25 @@ class Scheduler:
             if not is_round:
                 holding.is_first_token_due = False
                 self._holdings.prefix.enter(holding)
+            drafts = None
             if plan.wants_drafts:
+                drafts = holding.drafts if is_round else None
                 holding.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
-            own_drafts = num_drafts
+            own_drafts, num_known = num_drafts, 0
             if holding.replay is not None:
+                num_known = len(new)
                 new, own_drafts, logprobs = self._drop_known(holding, new, num_drafts, logprobs)
                 if not new:
                     continue
+                num_known -= len(new)
             kept, text = request.append(new, own_drafts, now_s, logprobs=logprobs)
             reason, entries = request.finish_reason, request.take_logprobs()
             fields = (
                 *(request.request_id, kept, text, request.metrics),
                 *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
+                # Nobody asks for them where the plan does not.
+                request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
@@ -355,19 +361,22 @@ class Scheduler:
         if holding is None or holding.generation != plan.generations[index]:
             return
         request = holding.request
-        kept, text = result.token_ids[index], ""
+        kept, text, drafts, num_known = result.token_ids[index], "", None, 0
         logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
         if holding.replay is not None:
+            num_known = len(kept)
             kept, num_drafts, logprobs = self._drop_known(holding, kept, num_drafts, logprobs)
             if request.finish_reason is not None:
                 return
+            num_known -= len(kept)
         if num_drafts is not None:
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
+            drafts = request.list_drafts(holding.drafts, num_known)
         if request.finish_reason is None:
             error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
-            self._end(holding, "error", error, kept, text)
+            self._end(holding, "error", error, kept, text, drafts)
         else:
-            self._end(holding, request.finish_reason, request.error, kept, text)
+            self._end(holding, request.finish_reason, request.error, kept, text, drafts)
 
     def _drop_known(
         self,
@@ -419,8 +428,9 @@ class Scheduler:
         error: str | None = None,
         token_ids: Sequence[int] = (),
         text: str = "",
+        drafts: list[RoundDrafts] | None = None,
     ) -> None:
-        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text))
+        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text, drafts))
         self._finish(holding)
 
     def _finish(self, holding: Holding) -> None:
@@ -439,6 +449,7 @@ def _last_output(
     error: str | None,
     token_ids: Sequence[int] = (),
     text: str = "",
+    drafts: list[RoundDrafts] | None = None,
 ) -> RequestOutput:
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)
@@ -453,6 +464,7 @@ def _last_output(
         entries,
         request.index,
         request.take_prompt_logprobs(),
+        request.list_drafts() if drafts is None else drafts,
     )
 
 

@@ -25,6 +25,7 @@ from compiled_mtp.server.guard import App, Guard, Message, Receive, Scope, Send
 from compiled_mtp.server.openai import OpenAIHandlers
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, TokenizeBody
 from compiled_mtp.server.sse import ClientGoneError
+from compiled_mtp.server.static import add_page
 
 logger = logging.getLogger("compiled_mtp.server")
 
@@ -63,6 +64,7 @@ def create_app(service: Service) -> FastAPI:
         },
     )
     _add_routes(app, service)
+    add_page(app)
     app.add_middleware(Guard, config=service.config)
     app.add_middleware(_AccessLog, service=service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

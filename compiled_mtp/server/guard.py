@@ -15,6 +15,7 @@ from typing import Any
 
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, api_of
+from compiled_mtp.server.static import PATHS
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,8 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Open to whoever reaches the port: load balancers ask before they know a key.
-_OPEN_PATHS = ("/health",)
+# Open to whoever reaches the port: load balancers ask before they know a key, and so do browsers.
+_OPEN_PATHS = frozenset(("/health", *PATHS))
 
 
 class Guard:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.async_engine import Stream
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import (
@@ -38,6 +38,7 @@ from compiled_mtp.server.openai_models import (
     Tool,
 )
 from compiled_mtp.server.prompts import Prompt
+from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 from compiled_mtp.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: list[RoundDrafts] = field(default_factory=list)
     finish_reason: str | None = None
 
     def part(self, output: RequestOutput) -> list[Delta]:
@@ -81,6 +83,7 @@ class _Choice:
         self.token_ids += output.new_token_ids
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.drafts += output.drafts or ()
         return deltas
 
 
@@ -338,7 +341,7 @@ class _Answer:
         body = self.body
         # A completion's logprobs are a number, and 0 of them are those of its own tokens.
         has_logprobs = body.logprobs is not None and body.logprobs is not False
-        if body.include_round or body.return_token_ids or has_logprobs:
+        if body.include_round or body.include_drafts or body.return_token_ids or has_logprobs:
             return None
         text = uuid.uuid4().hex
         said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
@@ -351,7 +354,8 @@ class _Answer:
     ) -> dict[str, Any] | None:
         entries: list[TokenLogprob] = list(output.logprobs or ())
         wants_ids = bool(self.body.return_token_ids) and bool(output.new_token_ids)
-        is_silent = not deltas and not entries and not wants_ids and output.finish_reason is None
+        wants_rounds = bool(self.body.include_drafts) and bool(output.new_token_ids)
+        is_silent = not (deltas or entries or wants_ids or wants_rounds or output.finish_reason)
         if is_silent and not self.body.include_round:
             return None
         if self._is_chat:
@@ -364,6 +368,8 @@ class _Answer:
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, offset)}
         if wants_ids:
             entry["token_ids"] = output.new_token_ids
+        if wants_rounds:
+            entry |= round_fields(self._tokenizer, output.new_token_ids, output.drafts or ())
         return entry
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
@@ -378,6 +384,8 @@ class _Answer:
         else:
             said = {"text": choice.content}
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(choice.logprobs)}
+        if self.body.include_drafts:
+            entry |= round_fields(self._tokenizer, choice.token_ids, choice.drafts)
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:

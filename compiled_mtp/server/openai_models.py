@@ -31,6 +31,7 @@ SAME_NAMES = (
     "n",
     "prompt_logprobs",
     "cache_salt",
+    "include_drafts",
 )
 
 
@@ -82,6 +83,9 @@ class SamplingBody(Body):
     priority: Priority = None
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream says what its rounds drafted and accepted"
+    )
+    include_drafts: bool | None = Field(
+        default=None, description="choices carry their tokens, and the drafts of each of their rounds"
     )
     prompt_logprobs: int | None = Field(
         default=None, description="log probabilities of the prompt, in answers that are no streams"

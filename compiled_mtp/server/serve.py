@@ -230,7 +230,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         settle_interpreter()
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        logger.info("serving %s at %s (Ctrl-C ends it)", list(service.names), address)
+        logger.info("serving %s at %s (open it in a browser; Ctrl-C ends it)", list(service.names), address)
         try:
             asyncio.run(Server(service).serve([listener]))
         finally:

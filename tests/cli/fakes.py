@@ -125,7 +125,8 @@ class FakeEngine:
             request.finish("error")
             error = "the device is on fire"
         reason, entries = request.finish_reason, request.take_logprobs()
-        output = RequestOutput(name, kept, text, request.metrics, reason, error, entries)
+        drafts = request.list_drafts([ord(c) for c in window] if done else None)
+        output = RequestOutput(name, kept, text, request.metrics, reason, error, entries, drafts=drafts)
         # Further choices say the same, and their numbers at the end.
         return [
             *(

@@ -88,11 +88,17 @@ def test_each_choice_is_written_for_itself(engine: type[FakeEngine], tmp_path: P
     assert [one.n for one in made[0].params] == [3, 1]
     assert made[0].params[0].tool_choice == "auto"
     first = lines[0]["logprobs"]
-    assert first is None
+    assert first is lines[0]["drafts"] is None
     prompt.write_text('{"prompt": "ab", "logprobs": 0, "max_tokens": 2}')
     assert run_main("--prompt-file", prompt, "--output", output) == 0
     (line,) = map(json.loads, output.read_text().splitlines())
     assert line["logprobs"] == [{"id": i, "bytes": [], "logprob": -1.0, "rank": 1, "top": []} for i in b"AB"]
+    flags = ["--include-drafts", "--max-tokens", 20, "--output", output]
+    assert run_main("--prompt", "a prompt of some length", *flags) == 0
+    (line,) = map(json.loads, output.read_text().splitlines())
+    told = [number for one in line["drafts"] for number in one["token_ids"]]
+    assert set(told) <= set(line["token_ids"])
+    assert sum(one["num_accepted"] for one in line["drafts"]) == sum(line["metrics"]["accepted_by_index"]) > 0
 
 
 @pytest.mark.parametrize("flags", [["--model", "/nowhere"], ["--top-p", "2"], []])

@@ -173,6 +173,51 @@ def test_tools_and_reasoning(scripted: Any, by_character: bool, chunk: int) -> N
     assert "city=Zürich" in text
 
 
+def test_choices_list_the_drafts_of_their_rounds_to_those_who_ask(real: Running) -> None:
+    client = client_of(real)
+    fields: Any = {"model": "m", "max_tokens": 40, "temperature": 0.5, "seed": 4}
+    asking = {"extra_body": {"include_drafts": True, "return_token_ids": True}}
+    for create, prompt, text_of in (
+        (client.completions.create, {"prompt": "def add("}, lambda c: c.text),
+        (client.chat.completions.create, {"messages": MESSAGES}, lambda c: c.delta.content or ""),
+    ):
+        whole: Any = create(**fields, **prompt, **asking)
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = list(create(**fields, **prompt, **asking, **options))
+        choices: list[Any] = [choice for chunk in chunks for choice in chunk.choices]
+        tokens = [token for choice in choices for token in getattr(choice, "tokens", ())]
+        rounds = [one for choice in choices for one in getattr(choice, "rounds", ())]
+        # A chunk has the tokens of its rounds.
+        assert max(len(getattr(choice, "rounds", ())) for choice in choices) == 1
+        assert (whole.choices[0].tokens, whole.choices[0].rounds) == (tokens, rounds)
+        assert [token["id"] for token in tokens] == whole.choices[0].token_ids
+        text = b"".join(bytes(token["bytes"]) for token in tokens).decode()
+        assert text == "".join(text_of(choice) for choice in choices)
+        at = 1
+        for one in rounds:
+            kept = one["accepted"]
+            assert one["drafts"][:kept] == tokens[at : at + kept]
+            at += kept + 1
+        speculation = last.usage.speculation
+        assert speculation["rounds"] == len(rounds) > 0
+        assert speculation["drafted_tokens"] == sum(len(one["drafts"]) for one in rounds)
+        assert speculation["accepted_tokens"] == sum(one["accepted"] for one in rounds)
+        silent: Any = list(create(**fields, **prompt, stream=True))
+        assert not any({"tokens", "rounds"} & set(c.model_extra) for k in silent for c in k.choices)
+        # The last token of a round that a limit cut is none of its bonus.
+        assert len(tokens) <= at <= len(tokens) + 1
+
+
+def test_a_special_token_is_listed_by_its_name(scripted: Any) -> None:
+    server, engine, _ = scripted
+    engine.say("ab<|im_end|>")
+    body = {"model": "m", "messages": MESSAGES, "include_drafts": True}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).json()["choices"][0]
+    assert answer["message"]["content"] == "ab"
+    assert [token["token"] for token in answer["tokens"]][-1] == "<|im_end|>"
+    assert answer["tokens"][-1]["bytes"] == []
+
+
 def test_an_event_of_text_alone_is_one_as_any_other(scripted: Any) -> None:
     server, engine, _ = scripted
     text = 'a "b" \\ \x00\n\t\u2028 Zürich \U0001f600 {"text": null}'

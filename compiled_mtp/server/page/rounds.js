@@ -1,0 +1,145 @@
+// What a stream's chunks say of its rounds, as plain objects. Nothing of the page.
+
+/** What became of a token of a round's output: its place among the drafts says it. */
+function fateOfToken(round, index) {
+  if (round.drafts.length === 0) return "plain";
+  if (index < round.accepted) return "kept";
+  return round.accepted < round.drafts.length ? "replaced" : "bonus";
+}
+
+/** What became of a draft: kept, wrong (a token stands in its place), or dropped behind one that was wrong. */
+export function fateOfDraft(round, index) {
+  if (index < round.accepted) return "kept";
+  return index === round.accepted && round.tokens.length > round.accepted ? "wrong" : "dropped";
+}
+
+/** The rounds of one answer as they come, and sums over them. Round 0 is the prompt's: it gives the first token. */
+export class Rounds {
+  constructor() {
+    this.list = [];
+    this.numTokens = 0;
+    this.drafted = [];
+    this.accepted = [];
+    this.startMs = performance.now();
+    this.firstMs = null;
+    this.lastMs = null;
+    this.decoder = new TextDecoder();
+  }
+
+  /** Take a chunk's choice; return the rounds that it adds. */
+  add(choice) {
+    const tokens = choice.tokens ?? [];
+    if (tokens.length === 0) return [];
+    this.lastMs = performance.now();
+    this.firstMs ??= this.lastMs;
+    const told = choice.rounds.length ? choice.rounds : [{ drafts: [], accepted: 0 }];
+    let at = 0;
+    return told.map((one, index) => {
+      const end = index === told.length - 1 ? tokens.length : at + one.accepted + 1;
+      const round = { number: this.list.length, drafts: one.drafts, accepted: one.accepted, tokens: [] };
+      const own = tokens.slice(at, end);
+      at = end;
+      round.tokens = own.map((token) => ({ ...token, text: this.decode(token) }));
+      round.fates = round.tokens.map((_, i) => fateOfToken(round, i));
+      this.count(round);
+      return round;
+    });
+  }
+
+  // The bytes of a character may be several tokens': the last of them has it.
+  decode(token) {
+    return this.decoder.decode(new Uint8Array(token.bytes), { stream: true });
+  }
+
+  count(round) {
+    this.list.push(round);
+    this.numTokens += round.tokens.length;
+    round.drafts.forEach((_, index) => {
+      this.drafted[index] = (this.drafted[index] ?? 0) + 1;
+      this.accepted[index] = (this.accepted[index] ?? 0) + (index < round.accepted);
+    });
+  }
+
+  /** Verify rounds: all but the prompt's. */
+  get numRounds() {
+    return Math.max(0, this.list.length - 1);
+  }
+
+  get tokensPerRound() {
+    return this.numRounds ? (this.numTokens - this.list[0].tokens.length) / this.numRounds : null;
+  }
+
+  get tokensPerSecond() {
+    const seconds = (this.lastMs - this.firstMs) / 1000;
+    return this.numRounds && seconds > 0 ? (this.numTokens - this.list[0].tokens.length) / seconds : null;
+  }
+
+  get firstTokenMs() {
+    return this.firstMs === null ? null : this.firstMs - this.startMs;
+  }
+
+  get keptShare() {
+    const sum = (counts) => counts.reduce((total, count) => total + count, 0);
+    return this.drafted.length ? sum(this.accepted) / sum(this.drafted) : null;
+  }
+}
+
+/**
+ * Says which part of an answer's text each token is. The text is what counts: a token may be cut by a stop, be special,
+ * or lie between the parts of an answer, and then less of it, or nothing, is shown.
+ */
+export class Placer {
+  constructor() {
+    this.waiting = [];
+    this.parts = [];
+    this.last = null;
+  }
+
+  /** Take tokens and the text that came with them ([part, text] pairs); return [part, round, index, text] pieces. */
+  add(rounds, said, isLast) {
+    for (const round of rounds) {
+      round.tokens.forEach((token, index) => this.waiting.push({ round, index, text: token.text }));
+    }
+    for (const [part, text] of said) {
+      const open = this.parts.at(-1);
+      if (open?.part === part) open.text += text;
+      else this.parts.push({ part, text });
+    }
+    const pieces = [];
+    while (this.waiting.length) {
+      const token = this.waiting[0];
+      while (this.parts.length > 1 && this.parts[0].text === "") this.parts.shift();
+      const rest = this.parts[0]?.text ?? "";
+      if (!isLast && (rest === "" || (rest.length < token.text.length && token.text.startsWith(rest)))) {
+        // Of tokens that have no text, or whose text is held back, nothing is known yet.
+        if (this.parts.length < 2 || rest === "") break;
+      }
+      this.waiting.shift();
+      const shown = [token.text, token.text.trimEnd(), token.text.trimStart(), token.text.trim()].find(
+        (text) => text !== "" && rest.startsWith(text),
+      );
+      if (shown !== undefined) pieces.push(this.take(token, shown.length));
+      else if (rest !== "" && token.text.startsWith(rest)) pieces.push(this.take(token, rest.length));
+    }
+    // Nobody is left to claim it.
+    while (this.waiting.length === 0 && this.parts.length && (this.parts[0].text || this.parts.length > 1)) {
+      if (this.parts[0].text) pieces.push(this.take(this.last, this.parts[0].text.length));
+      else this.parts.shift();
+    }
+    return pieces;
+  }
+
+  take(token, length) {
+    const open = this.parts[0];
+    const text = open.text.slice(0, length);
+    open.text = open.text.slice(length);
+    this.last = token;
+    return { part: open.part, round: token?.round ?? null, index: token?.index ?? 0, text };
+  }
+}
+
+/** A token as a list shows it: what cannot be seen gets a sign. */
+export function visible(token) {
+  const text = token.bytes.length ? token.token : token.token || `#${token.id}`;
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}

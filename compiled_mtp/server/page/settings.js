@@ -1,0 +1,58 @@
+// The fields of the form as fields of a request. What is empty is left to the server and the checkpoint.
+
+const NUMBERS = [
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "max_tokens",
+  "seed",
+  "presence_penalty",
+  "frequency_penalty",
+  "repetition_penalty",
+];
+// Of names in the server's messages, those that are written otherwise here.
+const IDS = { stop: "stop_strings", chat_template_kwargs: "enable_thinking", messages: "prompt" };
+const byId = (id) => document.getElementById(id);
+
+/** A number, or the text as it is: the server says what is wrong with it. */
+function numberOf(text) {
+  const value = Number(text);
+  return Number.isFinite(value) ? value : text;
+}
+
+/** The sampling fields that are filled in. */
+export function samplingFields(mode) {
+  const fields = {};
+  for (const name of NUMBERS) {
+    const text = byId(name).value.trim();
+    if (text !== "") fields[name] = numberOf(text);
+  }
+  const stops = byId("stop_strings").value.split("\n").filter((line) => line !== "");
+  if (stops.length) fields.stop = stops;
+  const thinking = byId("enable_thinking").value;
+  if (mode === "chat" && thinking) fields.chat_template_kwargs = { enable_thinking: thinking === "true" };
+  return fields;
+}
+
+export function systemPrompt() {
+  return byId("system").value.trim();
+}
+
+/** Mark the field that the server blames, and show it. */
+export function blame(param) {
+  forgive();
+  const name = param?.split(".")[0];
+  const field = name && byId(IDS[name] ?? name);
+  if (!field || !field.closest("form")) return;
+  field.setAttribute("aria-invalid", "true");
+  field.setAttribute("aria-errormessage", "error");
+  if (field.closest("details")) field.closest("details").open = true;
+}
+
+export function forgive() {
+  for (const field of document.querySelectorAll("[aria-invalid]")) {
+    field.removeAttribute("aria-invalid");
+    field.removeAttribute("aria-errormessage");
+  }
+}

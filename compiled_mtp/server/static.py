@@ -1,0 +1,53 @@
+"""The page at `/` and its files, read once: plain files in the package, nothing of another host."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+FILES = (
+    "index.html",
+    "help.html",
+    "page.css",
+    "icon.svg",
+    "main.js",
+    "answer.js",
+    "api.js",
+    "card.js",
+    "panel.js",
+    "rounds.js",
+    "settings.js",
+)
+# Open without a key: they say nothing of the server, and the page asks for the key itself.
+PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))
+# Text of a model can do nothing here, whatever it holds; and nobody else's page may show this one.
+_POLICY = ("default-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
+HEADERS = {
+    "content-security-policy": "; ".join(_POLICY),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Add a route for each file."""
+    folder = resources.files("compiled_mtp.server") / "page"
+    for path, name in zip(PATHS, FILES, strict=True):
+        _add_file(app, path, (folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]])
+
+
+def _add_file(app: FastAPI, path: str, body: bytes, media_type: str) -> None:
+    async def answer() -> Response:
+        return Response(body, media_type=media_type, headers=HEADERS)
+
+    app.add_api_route(path, answer, methods=["GET"], response_model=None, include_in_schema=False)
