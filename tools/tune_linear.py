@@ -118,10 +118,10 @@ def candidates(n: int, k: int, dtype: torch.dtype, is_before_norm: bool) -> list
         for split in (1, 2, 4, 8):
             config = replace(tile, split=split)
             if is_before_norm:
-                config = with_shares(config, share_count(k), split)
+                config = with_shares(config, share_count(k), split, dtype == torch.float8_e4m3fn)
             programs = -(-n // tile.block_n) * split
             length = config.part_length(k) * config.chains
-            if config.sequential or not config.is_even(k):
+            if not config.is_even(k):
                 continue
             if (split == 1 or (length >= 512 and programs <= 700)) and programs >= min(60, n // 16):
                 result.append(config)
