@@ -13,20 +13,21 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError
+from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.replicas.config import ReplicaConfig, check_door, split_args
 from compiled_mtp.replicas.connection import WithConnection
+from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
-from compiled_mtp.replicas.messages import Accepted, Call, Message, PartMaker, Refused
+from compiled_mtp.replicas.messages import Call, Message
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
 from compiled_mtp.server.app import create_app
@@ -65,6 +66,8 @@ def app(args: Mapping[str, Any]) -> Any:
         max_ongoing_requests=server.max_open,
         # A replica that is taken away finishes what it has; what is left after that goes on elsewhere.
         graceful_shutdown_timeout_s=server.drain_timeout_s,
+        # The ingress looks at every replica every few seconds.
+        logging_config={"enable_access_log": False},
         request_router_config={
             "request_router_class": "compiled_mtp.replicas.ray_router:PrefixRouter",
             "request_router_kwargs": {"max_imbalance": settings.max_imbalance},
@@ -128,31 +131,13 @@ class EngineReplica:
         self._identity = _identify(config, engine)
         self._max_model_len = engine.runner.max_model_len
         self._engine = AsyncEngine(engine, max_open=max_open, stream_buffer=stream_buffer, observer=metrics)
-        self._gauges = RayGauges(metrics)
+        self._gauges = RayGauges(metrics.collect)
         settle_interpreter()
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
         """Yield Accepted and then the parts of all choices, or Refused. Leaving early aborts the request."""
-        try:
-            stream = await self._engine.add(
-                prompt_token_ids=call.prompt_token_ids, params=call.params, priority=call.priority
-            )
-        except ValueError as error:
-            yield Refused("invalid", str(error), self._replica_id)
-            return
-        except QueueFullError as error:
-            yield Refused("full", str(error), self._replica_id, error.retry_after_s)
-            return
-        except EngineStoppedError as error:
-            yield Refused("stopped", str(error), self._replica_id)
-            return
-        try:
-            yield Accepted(self._replica_id, self._identity)
-            maker = PartMaker()
-            async for output in stream:
-                yield [maker.make(one) for one in (output, *stream.take_ready())]
-        finally:
-            stream.abort()
+        async for message in decode(self._engine, call, self._replica_id, self._identity):
+            yield message
 
     async def describe(self) -> dict[str, Any]:
         """Return what is known of this replica: its names, its process, and what it promises."""
@@ -205,6 +190,8 @@ class Ingress:
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None
         self._looking: asyncio.Task[None] | None = None
+        # What the replicas tell themselves would count twice.
+        self._gauges = RayGauges(self._metrics.collect_own)
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the same app as without Ray, with the connection that its streams need.
@@ -298,13 +285,13 @@ def _sample(path: Path) -> bytes:
 
 
 class RayGauges:
-    """Tells Ray's metrics what a service tells on /metrics: gauges, counters, and sums of histograms.
+    """Tells Ray's metrics what `collect` yields: gauges, counters, and of histograms the sums and counts.
 
     A thread looks every two seconds; Ray adds the deployment's and the replica's names.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
         self._ray = _import_ray("ray.serve.metrics")
         self._known: dict[str, Any] = {}
         self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
@@ -317,7 +304,7 @@ class RayGauges:
 
     def tell(self) -> None:
         """Pass on what has changed."""
-        for family in self._metrics.collect():
+        for family in self._collect():
             is_gauge = isinstance(family, GaugeMetricFamily)
             for sample in family.samples:
                 if is_gauge or isinstance(family, CounterMetricFamily):

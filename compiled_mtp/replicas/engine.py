@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import secrets
 import time
@@ -138,7 +139,8 @@ class ReplicatedEngine:
         stream.request_id = request.get("request_id") or f"request-{uuid.uuid4().hex[:16]}"
         relay = Relay(call, stream, self._open, self._limits, self._observer)
         self._num_open += params.n
-        task = loop.create_task(relay.run())
+        # Ray takes a call's id from the context, and of two waiting calls of one id finds a replica for one.
+        task = loop.create_task(relay.run(), context=contextvars.Context())
         self._tasks[stream] = task
         self._relays.add(relay)
         task.add_done_callback(lambda done: self._end(stream, relay, done))

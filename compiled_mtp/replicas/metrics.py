@@ -21,6 +21,7 @@ class ReplicaMetrics(Metrics):
     def __init__(self) -> None:
         super().__init__()
         self._num_replicas = 0
+        self._num_unrouted = 0
         self._num_failovers = 0
         self._num_lost = 0
 
@@ -34,7 +35,7 @@ class ReplicaMetrics(Metrics):
 
     def set_replicas(self, stats: Sequence[EngineStats], num_unrouted: int) -> None:
         """Keep what the replicas say of themselves; requests that none has taken yet wait too."""
-        self._num_replicas = len(stats)
+        self._num_replicas, self._num_unrouted = len(stats), num_unrouted
         if stats:
             total = sum_stats(stats)
             self.set_stats(dataclasses.replace(total, waiting=total.waiting + num_unrouted))
@@ -42,8 +43,15 @@ class ReplicaMetrics(Metrics):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """Yield every metric, as Prometheus' registry asks for them."""
         yield from super().collect()
+        yield from self.collect_own()
+
+    def collect_own(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Yield the metrics that no replica has."""
         name = "compiled_mtp_{}".format
         yield GaugeMetricFamily(name("replicas"), "replicas that answer", self._num_replicas)
+        yield GaugeMetricFamily(
+            name("requests_unrouted"), "requests that no replica has taken yet", self._num_unrouted
+        )
         yield CounterMetricFamily(
             name("failovers"), "requests begun again on another replica", self._num_failovers
         )
