@@ -52,7 +52,7 @@ class RelayLimits:
 
 
 class _Loss(NamedTuple):
-    reason: str
+    message: str
     replica_id: str | None
 
 
@@ -91,6 +91,7 @@ class Relay:
         self._avoid: list[str] = []
         self._num_lost = 0
         self._num_full = 0
+        self._paused_s = 0.0
         self._has_failed = False
         self._last_id: str | None = None
 
@@ -101,16 +102,19 @@ class Relay:
         ReplicasLostError and ReplicasDifferError.
         """
         while (end := await self._follow()) is not None:
-            if end.replica_id is not None and end.replica_id not in self._avoid:
-                self._avoid.append(end.replica_id)
-            if isinstance(end, _Loss):
-                self._count_loss(end)
-            elif end.kind == "invalid":
+            if isinstance(end, Refused) and end.kind == "invalid":
                 raise ValueError(end.message)
-            elif end.kind == "full":
-                await self._wait_for_room(end)
-            else:
-                self._count_loss(_Loss(end.message, end.replica_id))
+            # There was no other that could be asked: it is on its way out, and another will come.
+            is_known = end.replica_id in self._avoid
+            if end.replica_id is not None and not is_known:
+                self._avoid.append(end.replica_id)
+            if isinstance(end, Refused) and end.kind == "full":
+                self._count_full(end)
+                is_known = self._has_begun
+            elif not is_known:
+                self._count_loss(end)
+            if is_known:
+                await self._pause(end)
             for delivery in self._deliveries:
                 delivery.begin_again()
 
@@ -152,19 +156,35 @@ class Relay:
             return _Loss("it ended before the request did", self._last_id)
         return None
 
-    def _count_loss(self, loss: _Loss) -> None:
+    def _count_loss(self, loss: _Loss | Refused) -> None:
         self._num_lost += 1
-        logger.warning("a replica was lost (%s): %s", loss.replica_id or "none had it", loss.reason)
+        logger.warning("a replica was lost (%s): %s", loss.replica_id or "none had it", loss.message)
         if self._num_lost > self._limits.max_failovers:
             self._observer.on_lost()
             raise ReplicasLostError(
                 f"the request must be decoded by one of {self._num_lost} replicas, got losses alone, the "
-                f"last: {quote(loss.reason)}; try again later"
+                f"last: {quote(loss.message)}; try again later"
             )
         self._observer.on_failover()
 
+    def _count_full(self, refused: Refused) -> None:
+        self._num_full += 1
+        if self._num_full >= _MOST_FULL and not self._has_begun:
+            raise QueueFullError(refused.message, refused.retry_after_s)
+
+    async def _pause(self, loss: _Loss | Refused) -> None:
+        self._paused_s += _PAUSE_S
+        if self._paused_s > self._limits.start_timeout_s:
+            self._observer.on_lost()
+            raise ReplicasLostError(
+                f"the request must find another replica within {self._limits.start_timeout_s:g} s, got "
+                f"{quote(loss.message)}; try again later"
+            )
+        await asyncio.sleep(_PAUSE_S)
+
     def _accept(self, accepted: Accepted) -> None:
-        self._last_id, self._num_full = accepted.replica_id, 0
+        self._last_id = accepted.replica_id
+        self._num_full, self._paused_s = 0, 0.0
         if self._has_begun and accepted.identity != self._identity:
             raise ReplicasDifferError(
                 f"replicas must be equal for a stream to go on, got {quote(accepted.identity)} after "
@@ -191,21 +211,6 @@ class Relay:
     def _put(self, output: RequestOutput) -> None:
         self._observer.count((output,))
         self._stream.put(output)
-
-    async def _wait_for_room(self, refused: Refused) -> None:
-        """A stream that has begun waits for room elsewhere; one that has not tries another at once."""
-        self._num_full += 1
-        if not self._has_begun:
-            if self._num_full >= _MOST_FULL:
-                raise QueueFullError(refused.message, refused.retry_after_s)
-            return
-        if self._num_full * _PAUSE_S > self._limits.start_timeout_s:
-            self._observer.on_lost()
-            raise ReplicasLostError(
-                f"the request must find room on another replica within {self._limits.start_timeout_s:g} s, "
-                f"got {quote(refused.message)}; try again later"
-            )
-        await asyncio.sleep(_PAUSE_S)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._arrival_s

@@ -163,7 +163,20 @@ def test_a_begun_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(in_turn(replica(dies_after=1), *busy, replica("c")))
     assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
     engine = make_engine(in_turn(replica(dies_after=1), *busy), start_timeout_s=0.05)
-    with pytest.raises(ReplicasLostError, match="must find room on another replica"):
+    with pytest.raises(ReplicasLostError, match="must find another replica within"):
+        asyncio.run(read(engine))
+
+
+def test_a_replica_that_stands_alone_is_asked_until_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.replicas.relay._PAUSE_S", 0.01)
+    stopped = Refused("stopped", "the engine died", "a")
+    dead = [replica("a", refuses=stopped) for _ in range(6)]
+    last = replica("b")
+    engine = make_engine(in_turn(replica("a", dies_after=2), *dead, last), max_failovers=1)
+    assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
+    assert last.calls[0].avoid == ("a",)
+    engine = make_engine(in_turn(*dead), start_timeout_s=0.05)
+    with pytest.raises(ReplicasLostError, match=r"another replica within 0\.05 s, got 'the engine died'"):
         asyncio.run(read(engine))
 
 

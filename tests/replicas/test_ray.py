@@ -266,6 +266,8 @@ def test_gauges_of_each_replica_are_on_rays_port(served: Served) -> None:
         "ray_compiled_mtp_requests_waiting{",
         "ray_compiled_mtp_kv_cache_usage_ratio{",
         "ray_compiled_mtp_output_tokens_total{",
+        "ray_compiled_mtp_step_seconds_sum_total{",
+        "ray_compiled_mtp_failovers_total{",
     )
     while True:
         text = httpx.get(served.metrics_url).text
