@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("compiled_mtp.replicas")
 
 _GAUGES_PERIOD_S = 2.0
+_ANSWER_TIMEOUT_S = 10.0
 # Of each file of weights, what tells one checkpoint from another of the same shapes.
 _SAMPLE_BYTES = 1 << 20
 
@@ -108,6 +109,8 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
         gpus = 1.0 if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0.0
     if engine.device == "cuda" and not gpus:
         raise ValueError("gpus must be above 0 with device=cuda, got 0; raise it, or set device=cpu")
+    if engine.device == "cpu" and gpus:
+        raise ValueError(f"gpus must be 0 with device=cpu, got {gpus:g}; leave one of the two out")
     if engine.model.is_dir():
         # Replicas have working directories of their own.
         engine = engine.model_copy(update={"model": engine.model.absolute()})
@@ -136,8 +139,10 @@ class EngineReplica:
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
         """Yield Accepted and then the parts of all choices, or Refused. Leaving early aborts the request."""
-        async for message in decode(self._engine, call, self._replica_id, self._identity):
-            yield message
+        messages = decode(self._engine, call, self._replica_id, self._identity)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                yield message
 
     async def describe(self) -> dict[str, Any]:
         """Return what is known of this replica: its names, its process, and what it promises."""
@@ -231,13 +236,15 @@ class Ingress:
     async def _look_at_replicas(self, engine: ReplicatedEngine) -> None:
         period_s = self._settings.stats_period_s
         while True:
-            # A replica that is just starting or ending, or none: the next look is soon.
-            with contextlib.suppress(Exception):
+            try:
                 said = await self._engines.broadcast("stats").results_async(
-                    timeout_s=period_s, return_exceptions=True
+                    timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True
                 )
-                stats = [one for one in said if not isinstance(one, BaseException)]
-                self._metrics.set_replicas(stats, engine.num_unrouted)
+            except Exception:
+                logger.debug("no replica answers", exc_info=True)
+                said = []
+            stats = [one for one in said if not isinstance(one, BaseException)]
+            self._metrics.set_replicas(stats, engine.num_unrouted)
             await asyncio.sleep(period_s)
 
 

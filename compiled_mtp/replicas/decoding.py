@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError
 from compiled_mtp.replicas.messages import Accepted, Call, Message, PartMaker, Refused
 
 
-async def decode(engine: AsyncEngine, call: Call, replica_id: str, identity: str) -> AsyncIterator[Message]:
+async def decode(
+    engine: AsyncEngine, call: Call, replica_id: str, identity: str
+) -> AsyncGenerator[Message, None]:
     """Yield Accepted and then the parts of all choices, or Refused alone. Leaving early aborts the request.
 
     Raises EngineStoppedError when the engine ends before the request.

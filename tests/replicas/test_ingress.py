@@ -21,7 +21,7 @@ from compiled_mtp.replicas.relay import RelayLimits
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.server.serve import assemble_service
+from compiled_mtp.server.serve import assemble_service, make_service
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
@@ -156,6 +156,14 @@ def test_what_a_replica_refuses() -> None:
         assert stopped.kind == "stopped"
 
     asyncio.run(run())
+
+
+def test_gauges_are_there_before_the_first_request() -> None:
+    service = make_service(scripted(1), Tokenizer(CHECKPOINT), CHECKPOINT, 512, ServerConfig())
+    service.engine.close()
+    said = service.metrics.text().decode().splitlines()
+    for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio"):
+        assert f"compiled_mtp_{name} 0.0" in said
 
 
 def test_stats_are_sums() -> None:

@@ -155,7 +155,8 @@ async def load(
         await meanwhile(client)
         samples, seconds = await running
     flags = tool.make_parser().parse_args([])
-    print(json.dumps(tool.summarize(samples, seconds, flags)))
+    failovers = served.metric("compiled_mtp_failovers_total")
+    print(json.dumps({**tool.summarize(samples, seconds, flags), "failovers_so_far": failovers}))
     return samples, seconds
 
 

@@ -85,6 +85,8 @@ def test_what_decides_tokens_is_the_same_for_all_replicas() -> None:
     assert (engine.device, engine.num_threads, gpus) == ("cuda", None, 2)
     with pytest.raises(ValueError, match="gpus must be above 0 with device=cuda, got 0"):
         ray_serve._place(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
+    with pytest.raises(ValueError, match="gpus must be 0 with device=cpu, got 1"):
+        ray_serve._place(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (8, "cuda")])
