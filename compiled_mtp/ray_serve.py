@@ -138,7 +138,7 @@ class EngineReplica:
         settle_interpreter()
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
-        """Yield Accepted and then the parts of all choices, or Refused. Leaving early aborts the request."""
+        """Yield Accepted and then all outputs, or Refused. Leaving early aborts the request."""
         messages = decode(self._engine, call, self._replica_id, self._identity)
         async with contextlib.aclosing(messages):
             async for message in messages:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError
-from compiled_mtp.replicas.messages import Accepted, Call, Message, PartMaker, Refused
+from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused, Teller
 
 
 async def decode(
     engine: AsyncEngine, call: Call, replica_id: str, identity: str
 ) -> AsyncGenerator[Message, None]:
-    """Yield Accepted and then the parts of all choices, or Refused alone. Leaving early aborts the request.
+    """Yield Accepted and then the outputs of all choices, or Refused alone. Leaving early aborts the request.
 
     Raises EngineStoppedError when the engine ends before the request.
     """
@@ -28,10 +28,10 @@ async def decode(
     except EngineStoppedError as error:
         yield Refused("stopped", str(error), replica_id)
         return
-    maker = PartMaker()
+    teller = Teller()
     try:
         yield Accepted(replica_id, identity)
         async for output in stream:
-            yield [maker.make(one) for one in (output, *stream.take_ready())]
+            yield [teller.tell(one) for one in (output, *stream.take_ready())]
     finally:
         stream.abort()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from compiled_mtp.request import FinishReason, RequestOutput, SamplingParams
-from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.request import RequestOutput, SamplingParams
 
 
 class Call(NamedTuple):
@@ -38,46 +38,21 @@ class Refused(NamedTuple):
     retry_after_s: int = 1
 
 
-class Part(NamedTuple):
-    """A RequestOutput of choice `index`, with the rounds since the last one in the place of its metrics."""
-
-    index: int  # type: ignore[assignment]  # Nobody looks for an item of a part.
-    token_ids: list[int]
-    text: str
-    rounds: list[int]
-    seed: int
-    mtp_step: int
-    cached_tokens: int
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+# Outputs as a `Teller` tells them.
+Message = Accepted | Refused | list[RequestOutput]
 
 
-Message = Accepted | Refused | list[Part]
-
-
-class PartMaker:
-    """Makes the parts of one request's outputs, each round told once."""
+class Teller:
+    """Makes of one request's outputs what is sent of them: their history holds the rounds since the last
+    output of the choice alone, since the whole of it would be sent again and again."""
 
     def __init__(self) -> None:
         self._num_told: dict[int, int] = {}
 
-    def make(self, output: RequestOutput) -> Part:
-        """Return the part of the next output."""
-        metrics, history = output.metrics, output.metrics.history
+    def tell(self, output: RequestOutput) -> RequestOutput:
+        """Return the next output with a history of its own."""
+        metrics = output.metrics
         told = self._num_told.get(output.index, 0)
         self._num_told[output.index] = metrics.rounds
-        return Part(
-            index=output.index,
-            token_ids=output.new_token_ids,
-            text=output.new_text,
-            rounds=history.rounds[told : metrics.rounds],
-            seed=history.seed,
-            mtp_step=history.mtp_step,
-            cached_tokens=history.cached_tokens,
-            finish_reason=output.finish_reason,
-            error=output.error,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-        )
+        history = replace(metrics.history, rounds=metrics.history.rounds[told : metrics.rounds])
+        return output._replace(metrics=metrics._replace(history=history))

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
 from compiled_mtp.errors import quote
 from compiled_mtp.replicas.delivery import Delivery, ReplicasDifferError
-from compiled_mtp.replicas.messages import Accepted, Call, Message, Part, Refused
+from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.request import RequestOutput
 
 logger = logging.getLogger("compiled_mtp.replicas")
@@ -145,9 +145,9 @@ class Relay:
                 return first
             assert isinstance(first, Accepted)
             self._accept(first)
-            while (parts := await _next(messages)) is not None:
-                assert isinstance(parts, list)
-                self._deliver(parts)
+            while (said := await _next(messages)) is not None:
+                assert isinstance(said, list)
+                self._deliver(said)
         except _LostError as error:
             return _Loss(str(error), self._last_id)
         finally:
@@ -194,19 +194,19 @@ class Relay:
         if not self.accepted.done():
             self.accepted.set_result(None)
 
-    def _deliver(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            self._check_end(part)
-            output = self._deliveries[part.index].take(part, self._elapsed_s())
+    def _deliver(self, said: Sequence[RequestOutput]) -> None:
+        for one in said:
+            self._check_end(one)
+            output = self._deliveries[one.index].take(one, self._elapsed_s())
             if output is not None:
                 self._has_begun = True
                 self._put(output)
 
-    def _check_end(self, part: Part) -> None:
+    def _check_end(self, said: RequestOutput) -> None:
         """Nobody asked for this abort; an error may be the device's, unless another replica says it too."""
-        if part.finish_reason == "abort" or (part.finish_reason == "error" and not self._has_failed):
+        if said.finish_reason == "abort" or (said.finish_reason == "error" and not self._has_failed):
             self._has_failed = True
-            raise _LostError(part.error or part.finish_reason)
+            raise _LostError(said.error or said.finish_reason)
 
     def _put(self, output: RequestOutput) -> None:
         self._observer.count((output,))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compiled_mtp.replicas.engine import ReplicatedEngine
-from compiled_mtp.replicas.messages import Accepted, Call, Message, Part, Refused
+from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
-from compiled_mtp.request import RequestOutput
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob
 
 PROMPT = [1, 2, 3]
@@ -35,32 +35,30 @@ class Truth:
     finish_reason: Any = "stop"
     prompt_logprobs: list[TokenLogprob] | None = None
 
-    def part(self, index: int, start: int, end: int, error: str | None = None) -> Part:
+    def output(self, index: int, start: int, end: int) -> RequestOutput:
         """Tokens `start` to `end`; with the last one, the end."""
         is_last = end == len(self.token_ids)
-        text = self.text[self.shown[start] : None if is_last else self.shown[end]]
         logprobs = None
         if self.told is not None:
             ids = self.token_ids[self.told[start] : None if is_last else self.told[end]]
             logprobs = [entry(i) for i in ids]
-        return Part(
-            index,
+        history = RequestHistory(len(PROMPT), 7, mtp_step=4, rounds=[16 * (end - start) + end - start - 1])
+        return RequestOutput(
+            "there",
             self.token_ids[start:end],
-            text,
-            [16 * (end - start) + end - start - 1],
-            7,
-            4,
-            0,
+            self.text[self.shown[start] : None if is_last else self.shown[end]],
+            RequestMetrics(history, 1, end, 0.1),
             self.finish_reason if is_last else None,
-            error if is_last else None,
+            "it failed" if is_last and self.finish_reason == "error" else None,
             logprobs,
+            index,
             self.prompt_logprobs if not start else None,
         )
 
 
 @dataclass
 class Replica:
-    """Says every choice's truth in rounds of its own sizes; after `dies_after` parts it is dead."""
+    """Says every choice's truth in rounds of its own sizes; after `dies_after` outputs it is dead."""
 
     name: str
     truths: Sequence[Truth]
@@ -92,7 +90,7 @@ class Replica:
                 )
                 truth = self.truths[index]
                 end = min(len(truth.token_ids), at[index] + self.sizes.randint(1, self.most))
-                yield [truth.part(index, at[index], end, error="it failed")]
+                yield [truth.output(index, at[index], end)]
                 at[index] = end
                 await asyncio.sleep(0)
                 if left is not None and (left := left - 1) == 0:

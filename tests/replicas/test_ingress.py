@@ -166,6 +166,21 @@ def test_gauges_are_there_before_the_first_request() -> None:
         assert f"compiled_mtp_{name} 0.0" in said
 
 
+def test_rounds_are_told_once() -> None:
+    async def run() -> list[Message]:
+        engine = AsyncEngine(scripted(3))
+        try:
+            return [one async for one in decode(engine, Call([1], SamplingParams(seed=1)), "r", "same")]
+        finally:
+            engine.close()
+
+    outputs = [one for said in asyncio.run(run()) if isinstance(said, list) for one in said]
+    told = [number for one in outputs for number in one.metrics.history.rounds]
+    assert len(outputs) > 3
+    assert len(told) == outputs[-1].metrics.rounds
+    assert "".join(one.new_text for one in outputs) == TEXT
+
+
 def test_stats_are_sums() -> None:
     engine = scripted(1)
     metrics = ReplicaMetrics()
