@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak wheel browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas wheel browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,7 @@ run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that 
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -38,6 +38,13 @@ kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm
 
 wheel: $(VENV)/.installed-test  ## the wheel in an environment of its own, tried as a new user would
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_wheel.py
+
+$(VENV)/.installed-ray: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --editable ".[test,ray]"
+	touch $@
+
+replicas: $(VENV)/.installed-ray  ## two replicas on Ray Serve under load, one killed, one added and taken away
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m replicas
 
 soak: $(VENV)/.installed-test  ## long random traffic
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default

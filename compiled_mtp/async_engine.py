@@ -73,7 +73,9 @@ class QueueFullError(RuntimeError):
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine takes nothing any more: it is being shut down, or it died."""
+    """The engine takes nothing any more: it is being shut down, or it died. `code` names it to clients."""
+
+    code = "stopped"
 
 
 class SlowReaderError(RuntimeError):
@@ -84,11 +86,16 @@ class Stream:
     """The outputs of one request, all choices of it, for one reader on the event loop that added it.
 
     Ends when every choice has had its output with a finish_reason. Raises SlowReaderError or
-    EngineStoppedError in the place of outputs that were lost; those before it are delivered first.
+    EngineStoppedError in the place of outputs that were lost; those before it are delivered first. `put` and
+    `fail` are its writer's, on the same loop; on_abort is called once, from any thread, when nobody reads on.
     """
 
     def __init__(
-        self, owner: AsyncEngine, loop: asyncio.AbstractEventLoop, limit: int, num_choices: int
+        self,
+        on_abort: Callable[[Stream], None],
+        loop: asyncio.AbstractEventLoop,
+        limit: int,
+        num_choices: int,
     ) -> None:
         self.request_id = ""
         self.is_aborted = False
@@ -97,7 +104,7 @@ class Stream:
         # Choices whose last outputs the stepping thread, and this stream, are still to see.
         self.num_running = num_choices
         self._num_due = num_choices
-        self._owner = owner
+        self._on_abort = on_abort
         self._limit = limit * num_choices
         self._outputs: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -121,14 +128,21 @@ class Stream:
         """End the request within a step, from any thread; nothing happens if it has ended."""
         if not self._is_complete and not self.is_aborted:
             self.is_aborted = True
-            self._owner._abort(self)
+            self._on_abort(self)
 
-    def _put(self, output: RequestOutput) -> None:
+    def take_ready(self) -> list[RequestOutput]:
+        """Return what has come and was not read, without waiting."""
+        ready = list(self._outputs)
+        self._outputs.clear()
+        return ready
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; aborts the request of a reader that has fallen behind."""
         if self._is_complete:
             return
         if len(self._outputs) >= self._limit and output.finish_reason is None:
             self.abort()
-            self._fail(
+            self.fail(
                 SlowReaderError(f"the reader fell {self._limit} outputs behind; the request was aborted")
             )
             return
@@ -137,7 +151,8 @@ class Stream:
         self._is_complete = not self._num_due
         self._wake()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless all is there."""
         if not self._is_complete:
             self._error, self._is_complete = error, True
             self._wake()
@@ -237,7 +252,7 @@ class AsyncEngine:
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
         """Add several requests or, where one of them is refused, none. Raises as `add`."""
         loop = asyncio.get_running_loop()
-        streams = [Stream(self, loop, self._stream_buffer, _count_choices(one)) for one in requests]
+        streams = [Stream(self._abort, loop, self._stream_buffer, _count_choices(one)) for one in requests]
         num_choices = sum(stream.num_choices for stream in streams)
         with self._lock:
             self._check_open(num_choices)
@@ -410,7 +425,7 @@ class AsyncEngine:
             self._num_open = 0
         self._adders.shutdown(wait=False)
         for stream in streams:
-            _call(stream.loop, stream._fail, EngineStoppedError(*error.args))
+            _call(stream.loop, stream.fail, EngineStoppedError(*error.args))
         try:
             self._engine.close()
         except Exception as failure:  # It died, so this may fail too; everybody has been told.
@@ -435,7 +450,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arg
 
 def _deliver(batch: Sequence[tuple[Stream, RequestOutput]]) -> None:
     for stream, output in batch:
-        stream._put(output)
+        stream.put(output)
 
 
 def _wake() -> None:

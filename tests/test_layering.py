@@ -79,6 +79,8 @@ FLOORS = {
     "compiled_mtp.run": 14,
     "compiled_mtp.__main__": 14,
     "compiled_mtp.server": 12,
+    "compiled_mtp.replicas": 13,
+    "compiled_mtp.ray_serve": 14,
     "tools": 14,
 }
 # The public names, resolved lazily.

@@ -35,6 +35,7 @@ class Sample:
     """What one request gave; times in seconds from when it was sent."""
 
     text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
     error: str | None = None
     first_s: float = 0.0
     total_s: float = 0.0
@@ -96,6 +97,7 @@ def take(sample: Sample, chunk: dict[str, Any], now_s: float) -> None:
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
         sample.text += text
+        sample.token_ids += choice.get("token_ids") or ()
         if text or choice.get("finish_reason"):
             sample.first_s = sample.first_s or now_s
             sample.total_s = now_s

@@ -73,7 +73,7 @@ def refusal(error: Exception) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, str(error), code="stopped", retry_after_s=5)
+        return ApiError(503, str(error), code=error.code, retry_after_s=5)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), param=param_of(str(error)))
     raise error

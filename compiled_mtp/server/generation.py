@@ -8,11 +8,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, SlowReaderError, Stream
+from compiled_mtp.async_engine import EngineStoppedError, SlowReaderError, Stream
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, refusal
@@ -26,6 +26,25 @@ _BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)
 
 
+class ServedEngine(Protocol):
+    """What the service needs of an engine: an AsyncEngine here, or many elsewhere. Closed by its maker."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_accepting(self) -> bool: ...
+
+    @property
+    def num_open(self) -> int: ...
+
+    async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]: ...
+
+    async def drain(self, timeout_s: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Service:
     """What the handlers share: the engine, the prompts' processes, and what is known of the model.
@@ -33,7 +52,7 @@ class Service:
     names[0] is the model's own, the others are aliases. call_form None: the chat template takes no tools.
     """
 
-    engine: AsyncEngine
+    engine: ServedEngine
     prompts: PromptPool
     tokenizer: Tokenizer
     config: ServerConfig
@@ -221,7 +240,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
     except SlowReaderError as error:
         raise ApiError(408, str(error), code="slow_reader") from None
     except EngineStoppedError as error:
-        raise ApiError(503, str(error), code="stopped") from None
+        raise ApiError(503, str(error), code=error.code) from None
     finally:
         for stream in streams:
             stream.abort()

@@ -42,7 +42,10 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Counts every step. `on_step` is called by the stepping thread, `text` by any other."""
+    """Counts every step. `on_step` is called by the stepping thread, `text` by any other.
+
+    Where the engines are elsewhere, `count` and `set_stats` are called for what comes from there.
+    """
 
     def __init__(self) -> None:
         self._first_token_s = _Histogram(_SECONDS)
@@ -63,9 +66,17 @@ class Metrics(Collector):
 
     def on_step(self, outputs: Sequence[RequestOutput], seconds: float, stats: EngineStats) -> None:
         """Count a step of `seconds` and what it gave."""
-        now = time.perf_counter()
         self._step_s.add(seconds)
+        self.set_stats(stats)
+        self.count(outputs)
+
+    def set_stats(self, stats: EngineStats) -> None:
+        """Keep what the engine says of itself: before the first step too, for those who ask for gauges."""
         self._stats = stats
+
+    def count(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count what was given to clients now."""
+        now = time.perf_counter()
         for output in outputs:
             request_id, num_new = output.request_id, len(output.new_token_ids)
             if num_new:

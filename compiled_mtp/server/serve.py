@@ -29,7 +29,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.hub import is_repository
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.server.generation import Service
+from compiled_mtp.server.generation import ServedEngine, Service
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
@@ -53,10 +53,24 @@ def make_service(
 ) -> Service:
     """Return the service over an engine, which is stepped from now on, and the tokenizer of `model`."""
     metrics = Metrics()
+    metrics.set_stats(engine.stats())
+    stepped = AsyncEngine(
+        engine, max_open=config.max_open, stream_buffer=config.stream_buffer, observer=metrics
+    )
+    return assemble_service(stepped, metrics, tokenizer, model, max_model_len, config)
+
+
+def assemble_service(
+    engine: ServedEngine,
+    metrics: Metrics,
+    tokenizer: Tokenizer,
+    model: Path,
+    max_model_len: int,
+    config: ServerConfig,
+) -> Service:
+    """Return the service over an engine that runs already, and whose outputs `metrics` count."""
     return Service(
-        engine=AsyncEngine(
-            engine, max_open=config.max_open, stream_buffer=config.stream_buffer, observer=metrics
-        ),
+        engine=engine,
         prompts=PromptPool(
             model,
             num_workers=config.prompt_workers,
@@ -72,6 +86,14 @@ def make_service(
         has_reasoning=len(tokenizer.encode("<think>")) == len(tokenizer.encode("</think>")) == 1,
         metrics=metrics,
     )
+
+
+def name_model(config: ServerConfig, engine_config: EngineConfig) -> ServerConfig:
+    """Return the config with the repository as the model's name, if there is one and no other was given."""
+    if not is_repository(engine_config.model) or config.served_model_name:
+        return config
+    # Its directory is named after a commit.
+    return config.model_copy(update={"served_model_name": (engine_config.model.as_posix(),)})
 
 
 def settle_interpreter() -> None:
@@ -219,10 +241,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         front = open_front(engine_config)
         if front.tokenizer is None:
             raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
-        if is_repository(engine_config.model) and not config.served_model_name:
-            # Its directory is named after a commit.
-            name = engine_config.model.as_posix()
-            config = config.model_copy(update={"served_model_name": (name,)})
+        config = name_model(config, engine_config)
         engine = Engine(engine_config, front=front)
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())

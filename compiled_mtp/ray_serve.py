@@ -1,0 +1,342 @@
+"""Replicas on Ray Serve: `serve run compiled_mtp.ray_serve:app model=PATH replicas=2`, see docs/replicas.md.
+
+A CPU process, the ingress, has the whole service but its engine; engines are replicas that it calls by
+streaming handles. Ray is imported where it is used, so that everything else is there without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
+from compiled_mtp.checkpoint import open_front
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.replicas.config import ReplicaConfig, check_door, split_args
+from compiled_mtp.replicas.connection import WithConnection
+from compiled_mtp.replicas.decoding import decode
+from compiled_mtp.replicas.engine import ReplicatedEngine
+from compiled_mtp.replicas.messages import Call, Message
+from compiled_mtp.replicas.metrics import ReplicaMetrics
+from compiled_mtp.replicas.relay import RelayLimits
+from compiled_mtp.server.app import create_app
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.server.serve import assemble_service, name_model, settle_interpreter
+
+if TYPE_CHECKING:
+    from compiled_mtp.engine import Engine, EngineStats
+
+logger = logging.getLogger("compiled_mtp.replicas")
+
+_GAUGES_PERIOD_S = 2.0
+_ANSWER_TIMEOUT_S = 10.0
+# Of each file of weights, what tells one checkpoint from another of the same shapes.
+_SAMPLE_BYTES = 1 << 20
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Return the Ray Serve application that `args` describe: fields of ReplicaConfig, ServerConfig and
+    EngineConfig by their names, as text or as values.
+
+    Raises ValueError for what one of them refuses, ImportError without Ray.
+    """
+    serve = _import_ray("ray.serve")
+    settings, server, engine = split_args(args)
+    engine, gpus = _place(settings, engine)
+    scale: dict[str, Any] = {"num_replicas": settings.replicas}
+    if settings.autoscaling_config is not None:
+        scale = {
+            "autoscaling_config": {"target_ongoing_requests": engine.max_batch} | settings.autoscaling_config
+        }
+    engines = serve.deployment(
+        EngineReplica,
+        name="Engine",
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": gpus},
+        max_ongoing_requests=server.max_open,
+        # A replica that is taken away finishes what it has; what is left after that goes on elsewhere.
+        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        # The ingress looks at every replica every few seconds.
+        logging_config={"enable_access_log": False},
+        request_router_config={
+            "request_router_class": "compiled_mtp.replicas.ray_router:PrefixRouter",
+            "request_router_kwargs": {"max_imbalance": settings.max_imbalance},
+        },
+        **scale,
+    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer)
+    return serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        num_replicas=settings.ingress_replicas,
+        ray_actor_options={"num_cpus": settings.ingress_cpus},
+        max_ongoing_requests=server.max_connections,
+        graceful_shutdown_timeout_s=server.drain_timeout_s,
+    ).bind(
+        engines,
+        settings.model_dump(),
+        server.model_dump(mode="json", include=server.model_fields_set - {"api_key"}),
+        engine.model_dump(mode="json"),
+        has_keys=bool(server.read_keys()),
+    )
+
+
+def _import_ray(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"ray must be installed to serve replicas, got {error}; pip install 'compiled-mtp[ray]'"
+        ) from error
+
+
+def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig, float]:
+    """What decides tokens must be the same for all replicas: the device, and on a CPU the threads."""
+    gpus = settings.gpus
+    if gpus is None:
+        ray = _import_ray("ray")
+        has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+        gpus = 1.0 if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0.0
+    if engine.device == "cuda" and not gpus:
+        raise ValueError("gpus must be above 0 with device=cuda, got 0; raise it, or set device=cpu")
+    if engine.device == "cpu" and gpus:
+        raise ValueError(f"gpus must be 0 with device=cpu, got {gpus:g}; leave one of the two out")
+    if engine.model.is_dir():
+        # Replicas have working directories of their own.
+        engine = engine.model_copy(update={"model": engine.model.absolute()})
+    if gpus:
+        return engine.model_copy(update={"device": "cuda"}), gpus
+    threads = engine.num_threads or max(1, int(settings.cpus))
+    return engine.model_copy(update={"device": "cpu", "num_threads": threads}), gpus
+
+
+class EngineReplica:
+    """One engine, stepped in a thread of its own: the deployment that decodes."""
+
+    def __init__(self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int) -> None:
+        from compiled_mtp.engine import Engine
+
+        config = EngineConfig(**engine_fields)
+        engine = Engine(config)
+        metrics = Metrics()
+        metrics.set_stats(engine.stats())
+        self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
+        self._identity = _identify(config, engine)
+        self._max_model_len = engine.runner.max_model_len
+        self._engine = AsyncEngine(engine, max_open=max_open, stream_buffer=stream_buffer, observer=metrics)
+        self._gauges = RayGauges(metrics.collect)
+        settle_interpreter()
+
+    async def decode(self, call: Call) -> AsyncIterator[Message]:
+        """Yield Accepted and then all outputs, or Refused. Leaving early aborts the request."""
+        messages = decode(self._engine, call, self._replica_id, self._identity)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what is known of this replica: its names, its process, and what it promises."""
+        return {
+            "replica_id": self._replica_id,
+            "pid": os.getpid(),
+            "identity": self._identity,
+            "max_model_len": self._max_model_len,
+        }
+
+    async def stats(self) -> EngineStats:
+        """Return what the engine says of itself."""
+        return self._engine.stats
+
+    def check_health(self) -> None:
+        """Raise for an engine that died: Ray puts another replica in the place of this one."""
+        if not self._engine.is_alive:
+            raise RuntimeError("the engine died; its log says why")
+
+    def __del__(self) -> None:
+        """End the engine with its replica."""
+        if hasattr(self, "_gauges"):
+            self._gauges.close()
+        if hasattr(self, "_engine"):
+            self._engine.close()
+
+
+class Ingress:
+    """The service over replicas: the deployment that talks to clients."""
+
+    def __init__(
+        self,
+        engines: Any,
+        settings_fields: Mapping[str, Any],
+        server_fields: Mapping[str, Any],
+        engine_fields: Mapping[str, Any],
+        *,
+        has_keys: bool,
+    ) -> None:
+        self._settings = ReplicaConfig(**settings_fields)
+        self._engine_config = EngineConfig(**engine_fields)
+        self._server = name_model(ServerConfig(**server_fields), self._engine_config)
+        check_door(self._server)
+        if has_keys and not self._server.read_keys():
+            # It is not among the arguments, which Ray shows.
+            raise ValueError(
+                "api_key must be set where the ingress runs, got none; set COMPILED_MTP_SERVER_API_KEY there"
+            )
+        self._engines = engines
+        self._metrics = ReplicaMetrics()
+        self._engine: ReplicatedEngine | None = None
+        self._looking: asyncio.Task[None] | None = None
+        # What the replicas tell themselves would count twice.
+        self._gauges = RayGauges(self._metrics.collect_own)
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Return the same app as without Ray, with the connection that its streams need.
+
+        Ray calls it once, on the loop of the requests. It waits for the first replica.
+        """
+        settings, config, server = self._settings, self._engine_config, self._server
+        front = open_front(config)
+        if front.tokenizer is None:
+            raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
+        described = await self._engines.describe.remote()
+        streaming = self._engines.options(method_name="decode", stream=True)
+        self._engine = ReplicatedEngine(
+            lambda call: _follow(streaming, call),
+            self._metrics,
+            RelayLimits(settings.max_failovers, settings.start_timeout_s),
+            seed=config.seed,
+            # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
+            chunk=config.resolve_prefill_chunk("cpu"),
+            num_chunks=settings.prefix_chunks,
+            max_open=server.max_open * settings.most_replicas,
+            stream_buffer=server.stream_buffer,
+        )
+        self._looking = asyncio.create_task(self._look_at_replicas(self._engine))
+        found = create_app(
+            assemble_service(
+                self._engine,
+                self._metrics,
+                front.tokenizer,
+                front.path,
+                described["max_model_len"],
+                server,
+            )
+        )
+        found.add_middleware(WithConnection)
+        return found
+
+    async def _look_at_replicas(self, engine: ReplicatedEngine) -> None:
+        period_s = self._settings.stats_period_s
+        while True:
+            try:
+                said = await self._engines.broadcast("stats").results_async(
+                    timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True
+                )
+            except Exception:
+                logger.debug("no replica answers", exc_info=True)
+                said = []
+            stats = [one for one in said if not isinstance(one, BaseException)]
+            self._metrics.set_replicas(stats, engine.num_unrouted)
+            await asyncio.sleep(period_s)
+
+
+async def _follow(engines: Any, call: Call) -> AsyncIterator[Message]:
+    """Yield what one replica says; leaving early cancels the call there.
+
+    Raises whatever Ray raises for a replica that dies, in the place of cancellations that nobody here asked
+    for too.
+    """
+    answer = engines.remote(call)
+    try:
+        async for message in answer:
+            yield message
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EngineStoppedError("the call was cancelled where it ran") from None
+    finally:
+        answer.cancel()
+
+
+def _identify(config: EngineConfig, engine: Engine) -> str:
+    """Return a text that is equal for engines that decode equal tokens."""
+    import torch
+
+    device = engine.runner.device
+    what: list[Any] = [platform.machine(), torch.__version__, config.model_dump_json(), engine.num_threads]
+    what += [engine.front.limits.longest, engine.runner.max_model_len]
+    if device.type == "cuda":
+        what += [torch.cuda.get_device_name(device), torch.version.cuda]
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
+    for path in sorted(engine.front.path.iterdir()):
+        if path.suffix in (".json", ".jinja", ".safetensors"):
+            digest.update(path.name.encode() + _sample(path))
+    return digest.hexdigest()
+
+
+def _sample(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_SAMPLE_BYTES)
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        return size.to_bytes(8, "big") + head + file.read()
+
+
+class RayGauges:
+    """Tells Ray's metrics what `collect` yields: gauges, counters, and of histograms the sums and counts.
+
+    A thread looks every two seconds; Ray adds the deployment's and the replica's names.
+    """
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+        self._ray = _import_ray("ray.serve.metrics")
+        self._known: dict[str, Any] = {}
+        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._run, name="compiled-mtp-gauges", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
+    def tell(self) -> None:
+        """Pass on what has changed."""
+        for family in self._collect():
+            is_gauge = isinstance(family, GaugeMetricFamily)
+            for sample in family.samples:
+                if is_gauge or isinstance(family, CounterMetricFamily):
+                    self._set(family.name, is_gauge, sample.labels, sample.value)
+                elif sample.name.endswith(("_sum", "_count")):
+                    self._set(sample.name, False, sample.labels, sample.value)
+
+    def _set(self, name: str, is_gauge: bool, labels: Mapping[str, str], value: float) -> None:
+        metric = self._known.get(name)
+        if metric is None:
+            kind = self._ray.Gauge if is_gauge else self._ray.Counter
+            metric = self._known[name] = kind(name, description=name, tag_keys=tuple(labels))
+        if is_gauge:
+            metric.set(value, tags=dict(labels))
+            return
+        key = (name, tuple(sorted(labels.items())))
+        if (more := value - self._told.get(key, 0.0)) > 0:
+            metric.inc(more, tags=dict(labels))
+            self._told[key] = value
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(_GAUGES_PERIOD_S):
+            try:
+                self.tell()
+            except Exception:
+                # Metrics are read while the engine steps; the next look is soon.
+                logger.debug("metrics could not be told", exc_info=True)

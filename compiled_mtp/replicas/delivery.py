@@ -1,0 +1,111 @@
+"""One choice's output, put together from the replicas that decoded it: nothing twice, nothing left out."""
+
+from __future__ import annotations
+
+from compiled_mtp.async_engine import EngineStoppedError
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+
+
+class ReplicasDifferError(EngineStoppedError):
+    """A replica that was to go on with a stream said something else than the one before it."""
+
+    code = "replicas_differ"
+
+
+class Delivery:
+    """Drops from what replicas say of one choice whatever was delivered before.
+
+    A replica that begins again says all tokens from the first: as many as were delivered are compared and
+    dropped, and so are as many characters and log probabilities, wherever its rounds have cut them. The
+    metrics count the rounds that are passed on: those of tokens that were dropped count for nobody.
+    """
+
+    def __init__(self, request_id: str, index: int, num_prompt: int) -> None:
+        self.finish_reason: str | None = None
+        self._request_id = request_id
+        self._index = index
+        self._history = RequestHistory(num_prompt, seed=0)
+        self._token_ids: list[int] = []
+        self._num_characters = 0
+        self._num_logprobs = 0
+        self._has_prompt_logprobs = False
+        self._has_begun = False
+        self._total_s = 0.0
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Another replica decodes the choice, from its first token."""
+        self._seen_tokens = self._seen_characters = self._seen_logprobs = 0
+
+    def take(self, said: RequestOutput, total_s: float) -> RequestOutput | None:
+        """Return what is new in an output that a `Teller` told, `total_s` seconds after the request arrived;
+        None if nothing is.
+
+        Raises ReplicasDifferError for tokens that are not those that were delivered, and for fewer.
+        """
+        if self.finish_reason is not None:
+            return None
+        tokens = self._new_tokens(said.new_token_ids)
+        text = said.new_text[max(0, self._num_characters - self._seen_characters) :]
+        self._seen_characters += len(said.new_text)
+        logprobs = said.logprobs
+        if logprobs is not None:
+            num_seen, self._seen_logprobs = self._seen_logprobs, self._seen_logprobs + len(logprobs)
+            logprobs = logprobs[max(0, self._num_logprobs - num_seen) :]
+        of_prompt = None if self._has_prompt_logprobs else said.prompt_logprobs
+        if said.finish_reason in ("stop", "length") and self._is_behind():
+            raise ReplicasDifferError(
+                f"replicas must decode the same tokens, got an end after {self._seen_tokens} of "
+                f"{len(self._token_ids)} that were delivered; give all replicas one checkpoint, one device "
+                "and one version"
+            )
+        if not (tokens or text or logprobs or of_prompt or said.finish_reason):
+            return None
+        self._token_ids += tokens
+        self._num_characters += len(text)
+        self._num_logprobs += len(logprobs or ())
+        self._has_prompt_logprobs |= of_prompt is not None
+        self.finish_reason = said.finish_reason
+        return said._replace(
+            request_id=self._request_id,
+            new_token_ids=tokens,
+            new_text=text,
+            metrics=self._count(said.metrics.history, total_s),
+            logprobs=logprobs,
+            prompt_logprobs=of_prompt,
+        )
+
+    def abort(self, total_s: float) -> RequestOutput:
+        """Return the last output of a choice that is aborted."""
+        self.finish_reason, self._total_s = "abort", total_s
+        return RequestOutput(self._request_id, [], "", self._metrics(), "abort", index=self._index)
+
+    def _new_tokens(self, token_ids: list[int]) -> list[int]:
+        start = self._seen_tokens
+        known = self._token_ids[start : start + len(token_ids)]
+        if token_ids[: len(known)] != known:
+            raise ReplicasDifferError(
+                f"replicas must decode the same tokens, got others from token {start} of "
+                f"{len(self._token_ids)} that were delivered; give all replicas one checkpoint, one device "
+                "and one version"
+            )
+        self._seen_tokens += len(token_ids)
+        return token_ids[len(known) :]
+
+    def _is_behind(self) -> bool:
+        return self._seen_tokens < len(self._token_ids) or self._seen_characters < self._num_characters
+
+    def _count(self, told: RequestHistory, total_s: float) -> RequestMetrics:
+        history = self._history
+        if not self._has_begun:
+            self._has_begun = True
+            history.seed, history.mtp_step = told.seed, told.mtp_step
+            history.cached_tokens = told.cached_tokens
+        if self._token_ids and history.time_to_first_token_s is None:
+            history.time_to_first_token_s = total_s
+        history.rounds += told.rounds
+        self._total_s = total_s
+        return self._metrics()
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(self._history, len(self._history.rounds), len(self._token_ids), self._total_s)

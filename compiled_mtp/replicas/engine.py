@@ -1,0 +1,160 @@
+"""ReplicatedEngine: many engines as one, with the face of an AsyncEngine for the service in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
+from compiled_mtp.replicas.messages import Call
+from compiled_mtp.replicas.relay import OpenReplica, Relay, RelayLimits, RelayObserver
+from compiled_mtp.replicas.routing import prefix_key
+from compiled_mtp.request import SamplingParams, derive_seed
+
+
+class ReplicatedEngine:
+    """Takes requests as AsyncEngine does and has them decoded by replicas. Belongs to one event loop.
+
+    Every request has a seed before it leaves: its own, or one that is derived from `seed`, or drawn. So any
+    replica decodes it to the same tokens, and its stream outlives the replica. chunk, num_chunks: tokens of
+    a prefill chunk, and how many of them decide which replica is preferred. max_open: choices that are open
+    at a time. stream_buffer: outputs of a choice that nobody has read.
+    """
+
+    def __init__(
+        self,
+        open_replica: OpenReplica,
+        observer: RelayObserver,
+        limits: RelayLimits,
+        *,
+        seed: int | None,
+        chunk: int,
+        num_chunks: int,
+        max_open: int,
+        stream_buffer: int,
+    ) -> None:
+        self.max_open = max_open
+        self._open = open_replica
+        self._observer = observer
+        self._limits = limits
+        self._seed = seed
+        self._chunk = chunk
+        self._num_chunks = num_chunks
+        self._stream_buffer = stream_buffer
+        self._numbers = itertools.count()
+        self._num_open = 0
+        self._tasks: dict[Stream, asyncio.Task[None]] = {}
+        self._relays: set[Relay] = set()
+        self._closing: str | None = None
+        self._is_closed = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can still be decoded."""
+        return not self._is_closed
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether requests are still taken."""
+        return self._closing is None
+
+    @property
+    def num_open(self) -> int:
+        """Choices that are decoded or wait."""
+        return self._num_open
+
+    @property
+    def num_unrouted(self) -> int:
+        """Requests that no replica has taken yet."""
+        return sum(not relay.accepted.done() for relay in self._relays)
+
+    async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
+        """Add several requests, of `prompt_token_ids`, `params` and `priority`; where one is refused, none.
+
+        Raises ValueError, QueueFullError and EngineStoppedError, once replicas have taken or refused them.
+        """
+        params = [request.get("params") or SamplingParams() for request in requests]
+        self._check_open(sum(one.n for one in params))
+        relays = [self._start(request, one) for request, one in zip(requests, params, strict=True)]
+        accepted = [relay.accepted for _, relay in relays]
+        try:
+            await asyncio.wait(accepted, return_when=asyncio.FIRST_EXCEPTION)
+            for future in accepted:
+                if future.done():
+                    future.result()
+        except BaseException:
+            for stream, _ in relays:
+                stream.abort()
+            raise
+        return [stream for stream, _ in relays]
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests, wait for those that are open, and close; whether all of them ended."""
+        self._closing = "the server is shutting down; try another or later"
+        deadline = time.monotonic() + timeout_s
+        while self._num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        is_empty = not self._num_open
+        self.close()
+        return is_empty
+
+    def close(self) -> None:
+        """Abort what is open, on the event loop."""
+        self._closing = self._closing or "the server was shut down"
+        self._is_closed = True
+        for stream in list(self._tasks):
+            stream.abort()
+
+    def _check_open(self, num_more: int) -> None:
+        if self._closing is not None:
+            raise EngineStoppedError(self._closing)
+        if num_more > self.max_open:
+            raise ValueError(
+                f"n must be at most {self.max_open} (max_open) over all requests, got {num_more}; ask for "
+                "fewer"
+            )
+        if self._num_open + num_more > self.max_open:
+            raise QueueFullError(
+                f"the queue must have room for {num_more} more, got {self._num_open} of {self.max_open} "
+                "taken; try again later",
+                retry_after_s=1,
+            )
+
+    def _start(self, request: Mapping[str, Any], params: SamplingParams) -> tuple[Stream, Relay]:
+        token_ids = list(request["prompt_token_ids"])
+        number = next(self._numbers)
+        if params.seed is None:
+            drawn = secrets.randbits(63) if self._seed is None else derive_seed(self._seed, number)
+            params = params.model_copy(update={"seed": drawn})
+        prefix = prefix_key(token_ids, chunk=self._chunk, num_chunks=self._num_chunks, salt=params.cache_salt)
+        call = Call(token_ids, params, request.get("priority", 0), prefix)
+        loop = asyncio.get_running_loop()
+        stream = Stream(self._abort, loop, self._stream_buffer, params.n)
+        stream.request_id = request.get("request_id") or f"request-{uuid.uuid4().hex[:16]}"
+        relay = Relay(call, stream, self._open, self._limits, self._observer)
+        self._num_open += params.n
+        # Ray takes a call's id from the context, and of two waiting calls of one id finds a replica for one.
+        task = loop.create_task(relay.run(), context=contextvars.Context())
+        self._tasks[stream] = task
+        self._relays.add(relay)
+        task.add_done_callback(lambda done: self._end(stream, relay, done))
+        return stream, relay
+
+    def _end(self, stream: Stream, relay: Relay, task: asyncio.Task[None]) -> None:
+        del self._tasks[stream]
+        self._relays.discard(relay)
+        self._num_open -= stream.num_choices
+        relay.settle(task)
+
+    def _abort(self, stream: Stream) -> None:
+        stream.loop.call_soon_threadsafe(self._cancel, stream)
+
+    def _cancel(self, stream: Stream) -> None:
+        if (task := self._tasks.get(stream)) is not None:
+            task.cancel()

@@ -1,0 +1,237 @@
+"""One request from the replicas to its stream: begun again elsewhere when a replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
+from compiled_mtp.errors import quote
+from compiled_mtp.replicas.delivery import Delivery, ReplicasDifferError
+from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
+from compiled_mtp.request import RequestOutput
+
+logger = logging.getLogger("compiled_mtp.replicas")
+
+# Replicas that say that they are full, before the request is refused as they refuse it.
+_MOST_FULL = 3
+_PAUSE_S = 0.5
+
+# Sends a call to a replica and gives what it says; closing the iterator ends the request there.
+OpenReplica = Callable[[Call], AsyncIterator[Message]]
+
+
+class ReplicasLostError(EngineStoppedError):
+    """A request was begun again as often as it may be, and every replica that had it was lost."""
+
+    code = "replicas_lost"
+
+
+class RelayObserver(Protocol):
+    """Is told what is delivered, and of every replica that is lost."""
+
+    def count(self, outputs: Sequence[RequestOutput]) -> None: ...
+
+    def on_failover(self) -> None: ...
+
+    def on_lost(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RelayLimits:
+    """How long a request goes after replicas: begun again at most `max_failovers` times, each replica found
+    within `start_timeout_s` seconds."""
+
+    max_failovers: int
+    start_timeout_s: float
+
+
+class _Loss(NamedTuple):
+    message: str
+    replica_id: str | None
+
+
+class _LostError(Exception):
+    """A replica died, or ended a choice as no sampling parameter asks for."""
+
+
+class Relay:
+    """Carries one request. `accepted` is set when a replica has taken it, or has the error that refused it.
+
+    The first replica's outputs are passed on as they come. When it is lost the request, which has its seed,
+    is sent to another; what was delivered is dropped from what that one says.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        stream: Stream,
+        open_replica: OpenReplica,
+        limits: RelayLimits,
+        observer: RelayObserver,
+    ) -> None:
+        self.accepted: asyncio.Future[None] = stream.loop.create_future()
+        self._call = call
+        self._stream = stream
+        self._open = open_replica
+        self._limits = limits
+        self._observer = observer
+        self._arrival_s = time.monotonic()
+        self._deliveries = [
+            Delivery(stream.request_id, index, len(call.prompt_token_ids))
+            for index in range(stream.num_choices)
+        ]
+        self._identity: str | None = None
+        self._has_begun = False
+        self._avoid: list[str] = []
+        self._num_lost = 0
+        self._num_full = 0
+        self._paused_s = 0.0
+        self._has_failed = False
+        self._last_id: str | None = None
+
+    async def run(self) -> None:
+        """Follow replicas until every choice has ended.
+
+        Raises ValueError for a request that is refused, QueueFullError where no replica has room,
+        ReplicasLostError and ReplicasDifferError.
+        """
+        while (end := await self._follow()) is not None:
+            if isinstance(end, Refused) and end.kind == "invalid":
+                raise ValueError(end.message)
+            # There was no other that could be asked: it is on its way out, and another will come.
+            is_known = end.replica_id in self._avoid
+            if end.replica_id is not None and not is_known:
+                self._avoid.append(end.replica_id)
+            if isinstance(end, Refused) and end.kind == "full":
+                self._count_full(end)
+                is_known = self._has_begun
+            elif not is_known:
+                self._count_loss(end)
+            if is_known:
+                await self._pause(end)
+            for delivery in self._deliveries:
+                delivery.begin_again()
+
+    def settle(self, task: asyncio.Task[None]) -> None:
+        """Tell the stream, and whoever waits for `accepted`, how `run` ended."""
+        if task.cancelled():
+            error: BaseException | None = EngineStoppedError("the request was aborted before it was added")
+            for delivery in self._deliveries:
+                if delivery.finish_reason is None:
+                    self._put(delivery.abort(self._elapsed_s()))
+        elif (error := task.exception()) is not None:
+            if not isinstance(error, (EngineStoppedError, QueueFullError, ValueError)):
+                logger.error("a request ended with a bug", exc_info=error)
+                error = EngineStoppedError(f"the request failed: {error!r}")
+            self._stream.fail(error)
+        if error is not None and not self.accepted.done():
+            self.accepted.set_exception(error)
+            # Whoever waited for it may be gone.
+            self.accepted.exception()
+
+    async def _follow(self) -> _Loss | Refused | None:
+        """Follow one replica to the end; why it was not the request's, None if it was."""
+        self._last_id = None
+        messages = self._open(self._call._replace(avoid=tuple(self._avoid)))
+        try:
+            first = await _next(messages, self._limits.start_timeout_s)
+            if isinstance(first, Refused):
+                return first
+            assert isinstance(first, Accepted)
+            self._accept(first)
+            while (said := await _next(messages)) is not None:
+                assert isinstance(said, list)
+                self._deliver(said)
+        except _LostError as error:
+            return _Loss(str(error), self._last_id)
+        finally:
+            await _close(messages)
+        if any(delivery.finish_reason is None for delivery in self._deliveries):
+            return _Loss("it ended before the request did", self._last_id)
+        return None
+
+    def _count_loss(self, loss: _Loss | Refused) -> None:
+        self._num_lost += 1
+        logger.warning("a replica was lost (%s): %s", loss.replica_id or "none had it", loss.message)
+        if self._num_lost > self._limits.max_failovers:
+            self._observer.on_lost()
+            raise ReplicasLostError(
+                f"the request must be decoded by one of {self._num_lost} replicas, got losses alone, the "
+                f"last: {quote(loss.message)}; try again later"
+            )
+        self._observer.on_failover()
+
+    def _count_full(self, refused: Refused) -> None:
+        self._num_full += 1
+        if self._num_full >= _MOST_FULL and not self._has_begun:
+            raise QueueFullError(refused.message, refused.retry_after_s)
+
+    async def _pause(self, loss: _Loss | Refused) -> None:
+        self._paused_s += _PAUSE_S
+        if self._paused_s > self._limits.start_timeout_s:
+            self._observer.on_lost()
+            raise ReplicasLostError(
+                f"the request must find another replica within {self._limits.start_timeout_s:g} s, got "
+                f"{quote(loss.message)}; try again later"
+            )
+        await asyncio.sleep(_PAUSE_S)
+
+    def _accept(self, accepted: Accepted) -> None:
+        self._last_id = accepted.replica_id
+        self._num_full, self._paused_s = 0, 0.0
+        if self._has_begun and accepted.identity != self._identity:
+            raise ReplicasDifferError(
+                f"replicas must be equal for a stream to go on, got {quote(accepted.identity)} after "
+                f"{quote(self._identity)}; give all replicas one checkpoint, one device and one version"
+            )
+        self._identity = accepted.identity
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def _deliver(self, said: Sequence[RequestOutput]) -> None:
+        for one in said:
+            self._check_end(one)
+            output = self._deliveries[one.index].take(one, self._elapsed_s())
+            if output is not None:
+                self._has_begun = True
+                self._put(output)
+
+    def _check_end(self, said: RequestOutput) -> None:
+        """Nobody asked for this abort; an error may be the device's, unless another replica says it too."""
+        if said.finish_reason == "abort" or (said.finish_reason == "error" and not self._has_failed):
+            self._has_failed = True
+            raise _LostError(said.error or said.finish_reason)
+
+    def _put(self, output: RequestOutput) -> None:
+        self._observer.count((output,))
+        self._stream.put(output)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._arrival_s
+
+
+async def _next(messages: AsyncIterator[Message], timeout_s: float | None = None) -> Message | None:
+    """What a replica says next, None at its end. Raises _LostError for whatever goes wrong there."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(messages, None)
+    except QueueFullError:
+        raise
+    except TimeoutError:
+        raise _LostError(f"none began within {timeout_s or 0:g} s") from None
+    except Exception as error:
+        raise _LostError(f"{type(error).__name__}: {error}") from error
+
+
+async def _close(messages: AsyncIterator[Message]) -> None:
+    close = getattr(messages, "aclose", None)
+    if close is not None:
+        # The replica is lost, or the request: nobody waits for what it would say.
+        with contextlib.suppress(Exception):
+            await close()

@@ -1,0 +1,162 @@
+"""What the Ray application is made of, without Ray."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compiled_mtp import ray_serve
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.replicas.config import ReplicaConfig, split_args
+from compiled_mtp.replicas.metrics import ReplicaMetrics
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+
+PACKAGE = Path(__file__).parents[2] / "compiled_mtp"
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"ray must be installed .* pip install 'compiled-mtp\[ray\]'"):
+        ray_serve.app({})
+
+
+def test_only_the_router_imports_ray_when_it_is_imported() -> None:
+    importing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "ray" for name in names):
+                importing.add(path.relative_to(PACKAGE).as_posix())
+    assert importing == {"replicas/ray_router.py"}
+
+
+def test_each_argument_has_its_config() -> None:
+    settings, server, engine = split_args(
+        {
+            "replicas": "2",
+            "gpus": "0.5",
+            "mtp_step": "1",
+            "max_open": "7",
+            "served_model_name": "a,b",
+            "autoscaling_config": '{"min_replicas": 1, "max_replicas": 4}',
+        }
+    )
+    assert (settings.replicas, settings.gpus, settings.most_replicas) == (2, 0.5, 4)
+    assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
+    assert ReplicaConfig(replicas=3).most_replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"modle": "x"}, "args must name settings only, got modle; known are"),
+        ({"port": 1}, "args must leave out what is Ray's or secret, got port; set Ray's http_options.port"),
+        ({"api_key": "k"}, "got api_key; set COMPILED_MTP_SERVER_API_KEY where Ray runs"),
+        ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; give engines"),
+        ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
+        ({"mtp_step": 9}, "mtp_step must"),
+        ({"allowed_hosts": "example.org"}, r"allowed_hosts must be this machine's own names without a key"),
+    ],
+)
+def test_arguments_that_are_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_args(args)
+
+
+def test_names_of_other_hosts_need_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n", encoding="utf-8")
+    split_args({"allowed_hosts": "example.org", "api_key_file": str(keys)})
+    split_args({"allowed_hosts": "example.org", "allow_anyone": "true"})
+
+
+def test_what_decides_tokens_is_the_same_for_all_replicas() -> None:
+    engine, gpus = ray_serve._place(ReplicaConfig(gpus=0, cpus=1), EngineConfig())
+    assert (engine.device, engine.num_threads, gpus) == ("cpu", 1, 0)
+    assert engine.model.is_absolute()
+    engine, gpus = ray_serve._place(ReplicaConfig(gpus=2), EngineConfig())
+    assert (engine.device, engine.num_threads, gpus) == ("cuda", None, 2)
+    with pytest.raises(ValueError, match="gpus must be above 0 with device=cuda, got 0"):
+        ray_serve._place(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
+    with pytest.raises(ValueError, match="gpus must be 0 with device=cpu, got 1"):
+        ray_serve._place(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (8, "cuda")])
+def test_a_gpu_each_where_the_cluster_has_some(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, device: str
+) -> None:
+    ray = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"GPU": num_gpus})
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
+    assert (engine.device, gpus) == (device, min(1, num_gpus))
+    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
+    assert (engine.device, gpus) == ("cpu", 0)
+
+
+def test_identities_tell_checkpoints_apart(tmp_path: Path) -> None:
+    def identity(config: EngineConfig, longest: int = 9) -> str:
+        engine: Any = SimpleNamespace(
+            num_threads=1,
+            runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
+            front=SimpleNamespace(path=tmp_path, limits=SimpleNamespace(longest=longest)),
+        )
+        return ray_serve._identify(config, engine)
+
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    config = EngineConfig(device="cpu")
+    first = identity(config)
+    assert identity(config) == first
+    assert identity(config, longest=8) != first
+    assert identity(config.model_copy(update={"prefill_chunk": 64})) != first
+    weights.write_bytes(bytes(3 << 20)[:-1] + b"x")
+    assert identity(config) != first
+
+
+class FakeMetric:
+    """One of Ray's metrics: what was set or added, by tags."""
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.name, self.tag_keys = name, tag_keys
+        self.values: dict[tuple[str, ...], float] = {}
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values[tuple(tags[key] for key in self.tag_keys)] = value
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        key = tuple(tags[key] for key in self.tag_keys)
+        self.values[key] = self.values.get(key, 0.0) + value
+
+
+def test_rays_metrics_follow_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, FakeMetric] = {}
+
+    def make(name: str, description: str, tag_keys: tuple[str, ...]) -> FakeMetric:
+        assert name not in made
+        return made.setdefault(name, FakeMetric(name, description, tag_keys))
+
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: SimpleNamespace(Gauge=make, Counter=make))
+    metrics = ReplicaMetrics()
+    gauges = ray_serve.RayGauges(metrics.collect)
+    gauges.close()
+    history = RequestHistory(3, 1, mtp_step=2, rounds=[16 * 2 + 1], time_to_first_token_s=0.5)
+    output = RequestOutput("a", [1, 2], "x", RequestMetrics(history, 1, 2, 0.7), "stop")
+    for _ in range(2):
+        metrics.count((output,))
+        metrics.on_failover()
+        gauges.tell()
+    assert made["compiled_mtp_output_tokens"].values == {(): 4.0}
+    assert made["compiled_mtp_failovers"].values == {(): 2.0}
+    assert made["compiled_mtp_requests_finished"].values == {("stop",): 2.0}
+    assert made["compiled_mtp_accepted_tokens"].values == {("1",): 2.0}
+    assert made["compiled_mtp_replicas"].values == {(): 0.0}
+    assert made["compiled_mtp_time_to_first_token_seconds_count"].values == {(): 2.0}
+    assert made["compiled_mtp_time_to_first_token_seconds_sum"].values == {(): 1.0}

@@ -1,0 +1,47 @@
+"""Which replica a prompt prefers."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_mtp.replicas.routing import prefer, prefix_key, rank
+
+NAMES = [f"replica-{i}" for i in range(8)]
+
+
+def test_prompts_that_begin_alike_share_a_key() -> None:
+    shared = list(range(128))
+    key = prefix_key([*shared, 1], chunk=64, num_chunks=2)
+    assert key == prefix_key([*shared, 2, 3], chunk=64, num_chunks=2) is not None
+    assert key != prefix_key([*shared[:-1], 0, 1], chunk=64, num_chunks=2)
+    # Caches of other salts hold nothing for it.
+    assert key != prefix_key([*shared, 1], chunk=64, num_chunks=2, salt="s")
+    # Nothing of a prompt is cached unless a whole chunk lies before its last token.
+    assert prefix_key(shared, chunk=64, num_chunks=2) is None
+    assert prefix_key([1, 2], chunk=64, num_chunks=1) is None
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(max_size=8), st.sets(st.sampled_from(NAMES), min_size=2))
+def test_a_replica_that_goes_moves_only_its_own_keys(key: str, names: set[str]) -> None:
+    order = rank(key, sorted(names))
+    assert order == rank(key, sorted(names, reverse=True))
+    for gone in names:
+        assert rank(key, sorted(names - {gone})) == [name for name in order if name != gone]
+
+
+def test_keys_are_spread() -> None:
+    first = [rank(str(i), NAMES)[0] for i in range(800)]
+    assert min(first.count(name) for name in NAMES) > 60
+
+
+def test_a_loaded_replica_is_passed_over() -> None:
+    order = rank("key", NAMES)
+    loads = dict.fromkeys(NAMES, 3)
+    assert prefer("key", loads, 4) == order[0]
+    assert prefer("key", loads | {order[0]: 7}, 4) == order[0]
+    assert prefer("key", loads | {order[0]: 8}, 4) == order[1]
+    assert prefer("key", loads | {order[0]: 8, order[1]: 9}, 4) == order[2]
+    assert prefer("key", {order[0]: 9}, 0) == order[0]
+    assert prefer(None, loads, 4) is None
