@@ -19,8 +19,11 @@ from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
@@ -28,7 +31,7 @@ from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 
 class Linear(nn.Module):
     """y = x W^T without bias; weight [out_features, in_features] in its format, with its factors if it has
-    any. x and y have the activations' dtype."""
+    any. x and y have the activations' dtype; where the format quantises rows, x is multiplied in e4m3."""
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
@@ -36,15 +39,22 @@ class Linear(nn.Module):
     def __init__(self, make: ParameterFactory, in_features: int, out_features: int) -> None:
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
-        self.num_parts = count_parts(self.weight)
+        self.quantizes_rows = make.format_of("weight").quantizes_rows
+        self.num_parts = (count_w8a8_parts if self.quantizes_rows else count_parts)(self.weight)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if self.quantizes_rows:
+            is_float32 = x.dtype == torch.float32
+            return linear_w8a8(*quantize_rows(x), self.weight, self.weight_scale, is_float32)
         return linear(x, self.weight, self.weight_scale, False, isinstance(rows, PrefillRows))
 
     def parts(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """y for `RMSNorm.add`: in decode [P, M, out_features], P parts that it adds up."""
         if isinstance(rows, PrefillRows):
             return self(x, rows)
+        if self.quantizes_rows:
+            factors, is_float32 = self.weight_scale, x.dtype == torch.float32
+            return linear_w8a8_parts(*quantize_rows(x), self.weight, factors, self.num_parts, 0, is_float32)
         return linear_parts(x, self.weight, self.weight_scale, self.num_parts)
 
 
@@ -186,7 +196,7 @@ class MLP(nn.Module):
         self.down = Linear(make.part("down"), inner, hidden)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        if isinstance(rows, PrefillRows):
+        if isinstance(rows, PrefillRows) or self.gate_up.quantizes_rows:
             y = silu_mul(self.gate_up(x, rows))
         else:
             y = linear_silu_mul(x, self.gate_up.weight, self.gate_up.weight_scale)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.signature import F32, FP8, Remedy
+from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Remedy
 
 LARGEST = 448.0  # of e4m3
 # A group that is smaller everywhere keeps a factor that float32 can divide by.
@@ -24,7 +23,7 @@ def _is_groups(K: int) -> None:
 
 @operator(launches=(Launch("quantize_rows_kernel"),), check=_is_groups)
 def quantize_rows(
-    x: Annotated[Tensor, "M K", torch.bfloat16, Remedy("round the activations first")],
+    x: Annotated[Tensor, "M K", ACTIVATION, Remedy("pass activations")],
 ) -> tuple[Annotated[Tensor, "M K", FP8], Annotated[Tensor, "M K//128", F32]]:
     """Rows in e4m3, with one factor for each group of 128 columns.
 
