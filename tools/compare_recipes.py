@@ -91,8 +91,9 @@ def compare_operators(plain: Engine, quantized: Path, window: list[int]) -> dict
             continue
         x, weight, scale = rows[name].cpu().bfloat16(), module.weight, module.weight_scale
         assert scale is not None
-        before = target.get_submodule(name).weight[: weight.shape[0]].cpu()
-        exact = x.double() @ before.double().T
+        before = target.get_submodule(name)
+        assert isinstance(before, Linear)
+        exact = x.double() @ before.weight[: len(weight)].cpu().double().T
         dequantized = x.double() @ FP8.dequantize(weight, scale, torch.float32).double().T
         results = {"w8a16": linear(x, weight, scale), "w8a8": linear_w8a8(*quantize_rows(x), weight, scale)}
         one = {"weights": rel_l2(dequantized, exact)}

@@ -19,7 +19,7 @@ from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
@@ -228,7 +228,20 @@ def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) 
     moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
 
 
+def w8a8_experts(device: torch.device, rows: int) -> None:
+    """The same in FP8, of quantised rows."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 2048, 512
+    x = empty(rows, width, dtype=FP8), empty(rows, width // 128)
+    routes = empty(rows, 9), empty(rows, 9, dtype=INT32)
+    stacks = empty(count, 2 * inner, width, dtype=FP8), empty(count, width, inner, dtype=FP8)
+    scales = empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128)
+    moe_experts_w8a8(*x, *routes, *stacks, *scales)
+
+
 def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
+    for name, rows in (("w8a8", ROWS), ("tall-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(w8a8_experts, rows=rows), 90)
     for name, rows, dtype in (
         ("decode", ROWS, BF16),
         ("decode", ROWS, FP8),

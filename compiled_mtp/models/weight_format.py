@@ -89,13 +89,9 @@ FP8 = WeightFormat(
     is_read_on=_reads_fp8,
 )
 
-_W8A8_PARAMETERS = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down))\.weight$")
-W8A8 = replace(
-    FP8,
-    name="fp8 in blocks of 128, rows in groups of 128",
-    quantizes_rows=True,
-    parameters=_W8A8_PARAMETERS,
-)
+W8A8 = replace(FP8, name="fp8 in blocks of 128, rows in groups of 128", quantizes_rows=True)
+# Of a mixture's two stacks, which one operator reads.
+_PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
 W8A8_VALUES = replace(W8A8, name=f"{W8A8.name}, multiplied out", storage=None)
 
 Formats = Mapping[str, WeightFormat]
@@ -128,13 +124,14 @@ def formats_for(
     """The formats under `recipe` on `device` of the parameters `able`, each with its number of columns, that
     could be kept in FP8.
 
-    Rows are quantised for weights whose columns are whole groups of 128; others are W8A16. What no operator
-    reads in FP8 is multiplied out.
+    Rows are quantised for weights whose columns are whole groups of 128, a mixture's gate|up and down both or
+    neither; others are W8A16. What no operator reads in FP8 is multiplied out.
     """
     is_read = FP8.is_read_on(device)
     formats: dict[str, WeightFormat] = {}
     for name, columns in able.items():
-        if recipe == "w8a8" and W8A8.parameters.search(name) and columns % W8A8.block == 0:
+        partner = _PARTNER.sub(lambda match: "down" if match[0] == "gate_up" else "gate_up", name)
+        if recipe == "w8a8" and columns % W8A8.block == able[partner] % W8A8.block == 0:
             formats[name] = W8A8 if is_read else W8A8_VALUES
         elif is_read:
             formats[name] = FP8

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.cpu_product import product
-from compiled_mtp.ops.fp8 import FP8_BLOCK
+from compiled_mtp.ops.fp8 import FP8_BLOCK, quantized_values
 from compiled_mtp.ops.shares import add_tree, share_count
-
-
-def _values(x: Tensor, x_scale: Tensor) -> Tensor:
-    """The float32 numbers that [M, K] in e4m3 and their factors stand for."""
-    groups = x.float().view(x.shape[0], -1, FP8_BLOCK)
-    return (groups * x_scale[..., None]).view(x.shape)
 
 
 def linear_w8a8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor | None, out_float32: bool
 ) -> Tensor:
-    y = product(_values(x, x_scale), weight, weight_scale)
+    y = product(quantized_values(x, x_scale), weight, weight_scale)
     return y if out_float32 else y.bfloat16()
 
 
@@ -35,7 +29,7 @@ def linear_w8a8_parts(
     whole_k: int,
     out_float32: bool,
 ) -> Tensor:
-    values, k = _values(x, x_scale), x.shape[1]
+    values, k = quantized_values(x, x_scale), x.shape[1]
     length = (whole_k or k) // share_count(whole_k or k)
     shares = []
     for first in range(0, k, length):

@@ -7,13 +7,9 @@ from typing import Annotated
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.fp8 import FP8_BLOCK
+from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Remedy
-
-LARGEST = 448.0  # of e4m3
-# A group that is smaller everywhere keeps a factor that float32 can divide by.
-LEAST = 1e-10
 
 
 def _is_groups(K: int) -> None:
@@ -31,9 +27,4 @@ def quantize_rows(
     factor is the group's largest magnitude over 448, and values * factors is x to within half a step of e4m3.
     The bits of a row depend on that row alone.
     """
-    rows, columns = x.shape
-    groups = x.float().reshape(rows, columns // FP8_BLOCK, FP8_BLOCK)
-    scale = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
-    # No value is above 448 by more than a rounding of the division, which e4m3 rounds back.
-    values = (groups / scale[..., None]).to(FP8)
-    return values.reshape(rows, columns), scale
+    return quantize(x)
