@@ -21,7 +21,7 @@ OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py
 
 FP8_CAPABILITY = 89
 # No older GPU is asked for them: it has no conversion to e4m3.
-WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8"}
+WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 
