@@ -55,12 +55,11 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.headers import read_headers
-from compiled_mtp.models.layers import Linear, rotary_table
-from compiled_mtp.models.moe import Router
+from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.row_unit import find_row_unit
-from compiled_mtp.models.weight_format import Formats
+from compiled_mtp.models.row_unit import find_row_unit, weights_of
+from compiled_mtp.models.weight_format import Formats, Recipe, describe_recipe, resolve_recipe
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.programs import Programs
@@ -84,7 +83,7 @@ _TRACED = (
     *("programs.py", "prompt_logprobs.py", "step.py", "step_output.py"),
 )
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
-# dtype, max_model_len, batch_sizes, num_blocks, graph_mode and num_threads.
+# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads and weight_recipe.
 _CONFIG_APART = frozenset(
     {
         "model",
@@ -102,6 +101,7 @@ _CONFIG_APART = frozenset(
         "mask_threads",
     }
     | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
+    | {"weight_recipe"}
 )
 _MODEL_APART = ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized")
 
@@ -161,6 +161,7 @@ class _Settings:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     max_model_len: int
+    recipe: Recipe | None
     formats: Formats
     cache: Path | None
 
@@ -202,7 +203,8 @@ def build(
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
-    logger.info("%d MiB of weights, %s", (weight_bytes + draft_bytes) >> 20, memory.describe())
+    recipe = describe_recipe(settings.recipe, settings.formats)
+    logger.info("%d MiB of weights%s, %s", (weight_bytes + draft_bytes) >> 20, recipe, memory.describe())
     graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = _find_programs(settings, key)
@@ -356,6 +358,7 @@ def _resolve(
     if config.reference_ops:
         logger.warning("on their reference: %s", ", ".join(config.reference_ops))
     dtype = getattr(torch, config.resolve_dtype(device.type, model_config))
+    recipe = resolve_recipe(config.weight_recipe, has_fp8=model_config.quantized, device=device)
     cache = None if config.compile == "off" else config.graph_cache
     if cache is not config.graph_cache:
         logger.warning("running uncompiled: with compile=off graph_cache is not used")
@@ -370,7 +373,8 @@ def _resolve(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         max_model_len=config.resolve_max_model_len(model_config),
-        formats=read_formats(model_config, config.model if is_checkpoint else None, device),
+        recipe=recipe,
+        formats=read_formats(model_config, config.model if is_checkpoint else None, device, recipe),
         cache=cache,
     )
 
@@ -460,11 +464,10 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
     if settings.device.type == "cuda":
         return 1
     config = settings.config
-    weights = [m.weight for m in target.modules() if isinstance(m, (Linear, Router))]
     units = (1, 2, 4, 8)
     each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
-    unit = find_row_unit([*weights, target.head_weight], row_counts)
+    unit = find_row_unit([*weights_of(target.modules()), target.head_weight], row_counts)
     if unit is None:
         logger.warning(
             "this machine's matrix library gives a row other bits with other rows beside it: tokens may "
@@ -562,6 +565,7 @@ def _early_key(settings: _Settings) -> dict[str, Any]:
         **machine_key(settings.device),
         **given,
         "dtype": str(settings.dtype).removeprefix("torch."),
+        "weight_recipe": settings.recipe,
         "weight_formats": {name: form.name for name, form in sorted(settings.formats.items())},
         "depths": settings.depths,
         "with_halves": settings.features.with_halves,

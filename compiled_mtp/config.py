@@ -101,6 +101,12 @@ class EngineConfig(BaseSettings):
         description="dtype of cached keys and values: auto for the activations', float8_e4m3fn for half of "
         "bfloat16's memory at some precision",
     )
+    weight_recipe: Literal["auto", "w8a8", "w8a16"] = Field(
+        default="auto",
+        description="how FP8 weights are multiplied: w8a8 with activations quantised in groups of 128, as "
+        "such checkpoints are made for, w8a16 with activations as they are; auto for w8a8 on a CPU and, "
+        "for now, w8a16 on a GPU",
+    )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default=3,
         description="tokens drafted a step, 0 to 7; 0 is plain decode, auto follows the text with mtp_depths",

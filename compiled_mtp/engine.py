@@ -339,6 +339,12 @@ class Engine:
         return torch.get_num_threads() if self.runner.device.type == "cpu" else None
 
     @property
+    def weight_recipe(self) -> str | None:
+        """How FP8 weights are multiplied, w8a8 or w8a16; None for a checkpoint without them."""
+        recipe: str | None = self.runner.cache_key["weight_recipe"]
+        return recipe
+
+    @property
     def is_compiled(self) -> bool:
         """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
         return self.runner.programs.is_compiled

@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 
 FP8_BLOCK = 128
+LARGEST = 448.0  # of e4m3
+# A group that is smaller everywhere keeps a factor that float32 can divide by.
+LEAST = 1e-10
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -18,6 +21,23 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     n, k = weight.shape
     factors = scale.float().repeat_interleave(FP8_BLOCK, 0)[:n].repeat_interleave(FP8_BLOCK, 1)[:, :k]
     return weight.float() * factors
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 values [M, K], factors [M, K / 128]) of rows [M, K]: a factor is the largest magnitude of 128
+    columns over 448."""
+    rows, columns = x.shape
+    groups = x.float().reshape(rows, columns // FP8_BLOCK, FP8_BLOCK)
+    # Times, since torch's division by a number is another operation on a GPU than on a CPU.
+    scale = groups.abs().amax(-1).clamp(min=LEAST) * (1 / LARGEST)
+    # No value is above 448 by more than a rounding of the division, which e4m3 rounds back.
+    return (groups / scale[..., None]).to(torch.float8_e4m3fn).reshape(rows, columns), scale
+
+
+def quantized_values(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers [M, K] that `quantize` gave values and factors for."""
+    groups = values.float().view(len(values), -1, FP8_BLOCK)
+    return (groups * scale[..., None]).view(values.shape)
 
 
 def converts_fp8(device: torch.device) -> bool:

@@ -23,6 +23,8 @@ from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from tests import tiny
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import make_engine
 
 OPS = Path(__file__).parents[1] / "ops"
 # Arguments of kernels that are neither tensors nor end in _stride.
@@ -226,6 +228,18 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
         # A second round follows the first without anything between.
         for _ in range(2):
             tiny.decode(step, [1, 2, 0])
+    assert recorder.wrong == []
+    assert recorder.checked > 100
+
+
+def test_what_is_read_early_is_older_with_quantised_rows(tmp_path: Path) -> None:
+    step = make_engine(write_checkpoint(tmp_path, **dict(FP8_FAMILIES)["dense"]), mtp_step=3).runner.step
+    recorder = Recorder()
+    tiny.install(step, 1, tuple((1, index, index + 1) for index in range(8)))
+    with recorder:
+        tiny.prefill(step, 1, list(range(70)))
+        for _ in range(2):
+            tiny.decode(step, [1, 0])
     assert recorder.wrong == []
     assert recorder.checked > 100
 

@@ -35,7 +35,7 @@ from compiled_mtp.ops.linear import count_parts, linear, linear_parts
 from compiled_mtp.ops.linear.config import LinearConfig
 from compiled_mtp.ops.linear.kernel import launch_config as launch_linear
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8_parts
-from compiled_mtp.ops.linear_w8a8.kernel import W8A8Config, configuration
+from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
 from compiled_mtp.ops.linear_w8a8.kernel import launch_config as launch_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm

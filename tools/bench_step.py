@@ -330,7 +330,13 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead, auto or both")
-    parser.add_argument("--fp8", action="store_true", help="block-128 FP8 weights, as an FP8 release has")
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="w8a8",
+        choices=("w8a8", "w8a16"),
+        help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
+    )
     parser.add_argument(
         "--export", type=Path, metavar="FILE", help="time the start alone and write a graph cache"
     )
@@ -359,7 +365,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
     """Time one depth and graph mode, or export it, and print."""
-    model = model_config(arguments.shape, arguments.fp8)
+    model = model_config(arguments.shape, arguments.fp8 is not None)
     if arguments.layers is not None:
         model = replace(
             model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
@@ -380,6 +386,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         model=Path(__file__),
         device="cuda",
         dtype="bfloat16",
+        weight_recipe=arguments.fp8 or "auto",
         mtp_step=mtp_step,
         max_batch=max(batches),
         batch_sizes=tuple(batches),

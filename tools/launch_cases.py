@@ -19,15 +19,15 @@ from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
+from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, pair_norm, rms_norm
 from compiled_mtp.ops.row_logprobs import row_logprobs
 from compiled_mtp.ops.sample import SamplingTables, filter_logits, sample
-from compiled_mtp.ops.silu_mul import silu_mul
+from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 from compiled_mtp.ops.window import Cursors, History, accept_window, read_window
 
@@ -228,7 +228,20 @@ def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) 
     moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
 
 
+def w8a8_experts(device: torch.device, rows: int) -> None:
+    """The same in FP8, of quantised rows."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 2048, 512
+    x = empty(rows, width, dtype=FP8), empty(rows, width // 128)
+    routes = empty(rows, 9), empty(rows, 9, dtype=INT32)
+    stacks = empty(count, 2 * inner, width, dtype=FP8), empty(count, width, inner, dtype=FP8)
+    scales = empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128)
+    moe_experts_w8a8(*x, *routes, *stacks, *scales)
+
+
 def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
+    for name, rows in (("w8a8", ROWS), ("tall-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(w8a8_experts, rows=rows), 90)
     for name, rows, dtype in (
         ("decode", ROWS, BF16),
         ("decode", ROWS, FP8),
@@ -312,6 +325,8 @@ def norm(device: torch.device, kind: str, width: int, dtype: torch.dtype) -> Non
         rms_norm(row, weight, EPS)
     elif kind == "pair":
         pair_norm(empty(VOCAB, width), tensor(device, ROWS, dtype=INT64), row, weight, weight, EPS)
+    elif kind == "add-quantized":
+        add_rms_norm_quantized(tensor(device, 4, ROWS, width), row, weight, EPS)
     else:
         x = row if kind == "add" else tensor(device, 4, ROWS, width)
         add_rms_norm(x, row, weight, EPS, kept if kind == "add-kept-parts" else None)
@@ -322,6 +337,9 @@ def rms_norm_cases(capability: int) -> Iterator[LaunchCase]:
         for kind in ("alone", "add", "add-parts", "add-kept-parts", "pair"):
             call = functools.partial(norm, kind=kind, width=width, dtype=dtype)
             yield LaunchCase(f"{kind}-{width}-{dtype_name(dtype)}", call)
+    for width in (5120, 2048):
+        call = functools.partial(norm, kind="add-quantized", width=width, dtype=BF16)
+        yield LaunchCase(f"add-quantized-{width}-bf16", call, FP8_CAPABILITY)
 
 
 def draw(device: torch.device, vocab: int, form: str) -> None:
@@ -377,6 +395,11 @@ def silu_mul_cases(capability: int) -> Iterator[LaunchCase]:
             silu_mul(tensor(device, ROWS, 2 * 17408, dtype=dtype))
 
         yield LaunchCase(dtype_name(dtype), call)
+
+    def quantized(device: torch.device) -> None:
+        silu_mul_quantized(tensor(device, ROWS, 2 * 17408, dtype=BF16))
+
+    yield LaunchCase("bf16-quantized", quantized, FP8_CAPABILITY)
 
 
 def window(device: torch.device) -> None:

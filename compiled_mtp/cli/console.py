@@ -149,7 +149,8 @@ class Progress:
 
 
 def start_engine(config: EngineConfig, front: Front | None = None) -> Engine:
-    """Return the engine of `config`, having said how far it is and how many CPU threads will compute."""
+    """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
+    recipe of FP8 weights."""
     from compiled_mtp.engine import Engine
 
     progress = Progress()
@@ -159,4 +160,6 @@ def start_engine(config: EngineConfig, front: Front | None = None) -> Engine:
         progress.close()
     if engine.num_threads is not None:
         say(f"CPU threads: {engine.num_threads} of {os.cpu_count()} cores (num_threads)")
+    if engine.weight_recipe is not None:
+        say(f"FP8 weights: {engine.weight_recipe} (weight_recipe)")
     return engine

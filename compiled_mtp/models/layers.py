@@ -13,22 +13,25 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.cache.state_cache import GDNLayer
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.activations import Activations, QuantizedRows, as_they_are, quantized
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
-from compiled_mtp.ops.silu_mul import silu_mul
+from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
+from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 
 
 class Linear(nn.Module):
     """y = x W^T without bias; weight [out_features, in_features] in its format, with its factors if it has
-    any. x and y have the activations' dtype."""
+    any. x and y have the activations' dtype; where the format quantises rows, x is multiplied in e4m3."""
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
@@ -36,16 +39,23 @@ class Linear(nn.Module):
     def __init__(self, make: ParameterFactory, in_features: int, out_features: int) -> None:
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
-        self.num_parts = count_parts(self.weight)
+        self.quantizes_rows = make.format_of("weight").quantizes_rows
+        self.is_float32 = make.dtype == torch.float32
+        self.num_parts = (count_w8a8_parts if self.quantizes_rows else count_parts)(self.weight)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        return linear(x, self.weight, self.weight_scale, False, isinstance(rows, PrefillRows))
+    def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
+        if self.quantizes_rows:
+            return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
+        return linear(as_they_are(x), self.weight, self.weight_scale, False, isinstance(rows, PrefillRows))
 
-    def parts(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
         """y for `RMSNorm.add`: in decode [P, M, out_features], P parts that it adds up."""
         if isinstance(rows, PrefillRows):
             return self(x, rows)
-        return linear_parts(x, self.weight, self.weight_scale, self.num_parts)
+        if self.quantizes_rows:
+            factors = self.weight_scale
+            return linear_w8a8_parts(*quantized(x), self.weight, factors, self.num_parts, 0, self.is_float32)
+        return linear_parts(as_they_are(x), self.weight, self.weight_scale, self.num_parts)
 
 
 class RMSNorm(nn.Module):
@@ -70,6 +80,16 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps, kept_rows)
 
+    def add_for(
+        self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[Activations, torch.Tensor]:
+        """`add`, the norm also quantised where `reader` multiplies quantised rows."""
+        # Narrower rows are fewer groups than the norm's program has blocks.
+        if residual is None or not reader.quantizes_rows or self.weight.shape[0] < 256:
+            return self.add(x, residual)
+        norm, residual, values, factors = add_rms_norm_quantized(x, residual, self.weight, self.eps)
+        return QuantizedRows(values, factors, norm), residual
+
 
 class Attention(nn.Module):
     """Gated full attention with partial rotary embedding over paged keys and values."""
@@ -87,8 +107,13 @@ class Attention(nn.Module):
         self.k_norm = make.empty(config.head_dim)
         self.o_proj = Linear(make.part("o_proj"), value, hidden)
 
+    @property
+    def quantizes_rows(self) -> bool:
+        """Whether what it reads first multiplies quantised rows."""
+        return self.qkv.quantizes_rows
+
     def write_keys(
-        self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor
+        self, x: Activations, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the rows' keys and values into `kv`; returns their q|gate|k|v and their queries."""
         qkv = self.qkv(x, rows)
@@ -107,7 +132,7 @@ class Attention(nn.Module):
         )
         return qkv, q
 
-    def forward(self, x: torch.Tensor, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor) -> torch.Tensor:
         qkv, q = self.write_keys(x, rows, kv, cos_sin)
         query_and_gate = qkv[:, : 2 * self.num_q_heads * self.head_dim]
         gate = query_and_gate.view(-1, self.num_q_heads, 2, self.head_dim)[:, :, 1]
@@ -156,7 +181,12 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = make.empty(self.heads[3], dtype=torch.float32)
         self.out_proj = Linear(make.part("out_proj"), self.value_dim, hidden)
 
-    def forward(self, x: torch.Tensor, rows: Rows, cache: GDNLayer) -> torch.Tensor:
+    @property
+    def quantizes_rows(self) -> bool:
+        """Whether what it reads first multiplies quantised rows."""
+        return self.in_proj.quantizes_rows
+
+    def forward(self, x: Activations, rows: Rows, cache: GDNLayer) -> torch.Tensor:
         proj = self.in_proj(x, rows)
         if self.ba_proj is not None:
             proj = torch.cat((proj, self.ba_proj(x, rows)), dim=-1)
@@ -185,11 +215,19 @@ class MLP(nn.Module):
         self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner)
         self.down = Linear(make.part("down"), inner, hidden)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        if isinstance(rows, PrefillRows):
+    @property
+    def quantizes_rows(self) -> bool:
+        """Whether what it reads first multiplies quantised rows."""
+        return self.gate_up.quantizes_rows
+
+    def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
+        y: Activations
+        if self.down.quantizes_rows:
+            y = QuantizedRows(*silu_mul_quantized(self.gate_up(x, rows)))
+        elif isinstance(rows, PrefillRows) or self.quantizes_rows:
             y = silu_mul(self.gate_up(x, rows))
         else:
-            y = linear_silu_mul(x, self.gate_up.weight, self.gate_up.weight_scale)
+            y = linear_silu_mul(as_they_are(x), self.gate_up.weight, self.gate_up.weight_scale)
         return self.down.parts(y, rows)
 
 
@@ -218,10 +256,11 @@ class DecoderLayer(nn.Module):
         cache: KVLayer | GDNLayer,
         cos_sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm.add(x, residual)
-        x = self.mixer(x, rows, cache, cos_sin) if self.is_full_attention else self.mixer(x, rows, cache)
-        x, residual = self.post_norm.add(x, residual)
-        return self.ffn(x, rows), residual
+        normed, residual = self.input_norm.add_for(self.mixer, x, residual)
+        place = (cache, cos_sin) if self.is_full_attention else (cache,)
+        x = self.mixer(normed, rows, *place)
+        normed, residual = self.post_norm.add_for(self.ffn, x, residual)
+        return self.ffn(normed, rows), residual
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which tensors a checkpoint stores, and which rows and columns of which parameters they fill.
 
-`checkpoint_layout` is the whole mapping, as data. `kept_formats` says which parameters keep the format that
-they are stored in: those whose every row is stored so and whose parts begin at a block of rows, so that
+`checkpoint_layout` is the whole mapping, as data. `kept_columns` says which parameters can keep the format
+that they are stored in: those whose every row is stored so and whose parts begin at a block of rows, so that
 factors merge by rows of blocks. All others are multiplied out. In a released FP8 model every projection and
 every expert is kept. b and a of the GDN input projection are bfloat16 there, so q|k|v|z becomes an FP8 weight
 and b|a a weight of its own; with mtp.fc, norms and convolutions that leaves 0.6 % of the bytes of the layers
@@ -107,13 +107,15 @@ def checkpoint_layout(
     return layout
 
 
-def kept_formats(layout: Layout, form: WeightFormat, is_stored: Callable[[str], bool]) -> Formats:
-    """The parameters to allocate in `form`, of a `layout` made as if every in_proj were.
+def kept_columns(layout: Layout, form: WeightFormat, is_stored: Callable[[str], bool]) -> dict[str, int]:
+    """The parameters that can be kept in `form`, of a `layout` made as if every in_proj were, and how many
+    columns each has.
 
     `is_stored(name)` says whether the checkpoint stores a tensor in that format with its factors. A mixture's
     gate|up and down are kept both or neither, as their operator wants them.
     """
     is_kept: dict[str, bool] = {}
+    columns: dict[str, int] = {}
     for name, stored in layout.items():
         fits = len(stored.shape) == 2 and is_stored(name)
         for piece in stored.pieces:
@@ -122,10 +124,11 @@ def kept_formats(layout: Layout, form: WeightFormat, is_stored: Callable[[str], 
         for parameter in {piece.parameter for piece in stored.pieces}:
             able = form.parameters.search(parameter) is not None
             is_kept[parameter] = is_kept.get(parameter, able) and fits
+            columns[parameter] = stored.shape[-1]
     for down in [name for name in is_kept if name.endswith(".ffn.down")]:
         gate_up = down.removesuffix("down") + "gate_up"
         is_kept[down] = is_kept[gate_up] = is_kept[down] and is_kept[gate_up]
-    return {parameter: form for parameter, kept in is_kept.items() if kept}
+    return {parameter: columns[parameter] for parameter, kept in is_kept.items() if kept}
 
 
 def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
@@ -133,7 +136,7 @@ def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
     whole = dict(layout)
     for name, stored in layout.items():
         form = formats.get(stored.pieces[0].parameter)
-        if form is not None:
+        if form is not None and form.has_factors:
             pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
             whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
     return whole

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.activations import Activations, as_they_are, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
 from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 
 
@@ -45,8 +46,14 @@ class MoE(nn.Module):
         self.router = Router(make.part("router"), config)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
         make.add_weight(self, "down", experts, hidden, width)
+        self.quantizes_rows = make.format_of("gate_up").quantizes_rows
+        self.is_float32 = make.dtype == torch.float32
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        weights, ids = moe_router(self.router(x, rows), self.top_k, self.renormalize)
+    def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
+        weights, ids = moe_router(self.router(as_they_are(x), rows), self.top_k, self.renormalize)
         scales = (self.gate_up_scale, self.down_scale)
+        if self.quantizes_rows:
+            stacks = (self.gate_up, self.down)
+            return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
+        x = as_they_are(x)
         return moe_experts(x, weights, ids, self.gate_up, self.down, *scales, isinstance(rows, PrefillRows))

@@ -6,13 +6,25 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
+from torch import nn
 
+from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.moe import Router
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.shares import share_count
 
 CANDIDATES = (1, 2, 4, 8)
 # Every engine compares with the same row count, so two engines that pass agree with each other too.
 _CANONICAL_ROWS = 64
+
+
+def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The matrices of products among `modules`, and of those that quantise their rows, which a CPU sums in
+    shares too, a share of the columns."""
+    products = [module for module in modules if isinstance(module, (Linear, Router))]
+    shares = [m.weight for m in products if isinstance(m, Linear) and m.quantizes_rows]
+    return [m.weight for m in products] + [w[:, : w.shape[1] // share_count(w.shape[1])] for w in shares]
 
 
 def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:

@@ -2,28 +2,36 @@
 
 A format is one record. `PLAIN` weights have the activations' dtype. `FP8` weights are e4m3 with a float32
 factor for each block of 128 by 128, as the FP8 releases store them; where nothing reads them as they are, the
-loader multiplies them out. Nothing is ever quantised here.
+loader multiplies them out. `W8A8` weights are FP8 weights whose products quantise their rows, in groups of
+128 columns, as the FP8 releases are run; `W8A8_VALUES` are the same multiplied out. No weight is ever
+quantised here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import fp8
+
+Recipe: TypeAlias = Literal["w8a8", "w8a16"]
+"""How FP8 weights are multiplied: with rows quantised in groups of 128, or with rows as they are."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """How a weight [..., N, K] is stored.
 
-    storage: dtype of the stored values, None for the activations' own. block: rows, and columns, that share
-    a factor, 0 without factors. header_dtype: what a file's header calls the dtype. scale_suffix: what a
+    storage: dtype of the values in memory, None for the activations' own, without factors. block: rows, and
+    columns, that share a factor in the checkpoint. quantizes_rows: products take their rows in e4m3, with a
+    factor for each 128 columns. header_dtype: what a file's header calls the dtype. scale_suffix: what a
     checkpoint adds to the name of a weight for that of its factors. values(weight [N, K], scale) gives the
     weight's float32 values [N, K]. parameters: matches the names of the parameters whose operators take the
     format. is_read_on(device) says whether the operators read it there without multiplying it out.
@@ -32,11 +40,17 @@ class WeightFormat:
     name: str
     storage: torch.dtype | None = None
     block: int = 0
+    quantizes_rows: bool = False
     header_dtype: str = ""
     scale_suffix: str = ""
     values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda weight, scale: weight.float()
     parameters: re.Pattern[str] = re.compile("")
     is_read_on: Callable[[torch.device], bool] = lambda device: True
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether a parameter's factors lie beside it."""
+        return self.storage is not None
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)]."""
@@ -75,10 +89,62 @@ FP8 = WeightFormat(
     is_read_on=_reads_fp8,
 )
 
+W8A8 = replace(FP8, name="fp8 in blocks of 128, rows in groups of 128", quantizes_rows=True)
+# Of a mixture's two stacks, which one operator reads.
+_PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
+W8A8_VALUES = replace(W8A8, name=f"{W8A8.name}, multiplied out", storage=None)
+
 Formats = Mapping[str, WeightFormat]
 """The formats of a model's parameters by their full names; those that are not listed are plain."""
 
 NO_FORMATS: Formats = MappingProxyType({})
+
+
+def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe | None:
+    """The recipe for `weight_recipe` in EngineConfig: None for a checkpoint without FP8 weights.
+
+    "auto" is how the FP8 releases are run, W8A8, on a CPU; on a GPU W8A16, until whole models have given
+    their tokens there in W8A8. Raises ValueError for a recipe without FP8 weights, and for W8A8 on a GPU that
+    cannot convert e4m3.
+    """
+    if not has_fp8:
+        rule, remedy = "be auto for a checkpoint without FP8 weights", "drop it or use an FP8 release"
+        check(asked == "auto", "weight_recipe", rule, asked, remedy)
+        return None
+    is_cpu = device.type == "cpu"
+    if asked == "w8a8" and not (is_cpu or fp8.converts_fp8(device)):
+        major, minor = torch.cuda.get_device_capability(device)
+        got = f"{asked} on {major}.{minor}"
+        raise fail("weight_recipe", "be w8a16 below compute capability 8.9", got, "use auto or a newer GPU")
+    return "w8a8" if asked == "w8a8" or (asked == "auto" and is_cpu) else "w8a16"
+
+
+def formats_for(
+    recipe: Recipe | None, able: Mapping[str, int], device: torch.device
+) -> Mapping[str, WeightFormat]:
+    """The formats under `recipe` on `device` of the parameters `able`, each with its number of columns, that
+    could be kept in FP8.
+
+    Rows are quantised for weights whose columns are whole groups of 128, a mixture's gate|up and down both or
+    neither; others are W8A16. What no operator reads in FP8 is multiplied out.
+    """
+    is_read = FP8.is_read_on(device)
+    formats: dict[str, WeightFormat] = {}
+    for name, columns in able.items():
+        partner = _PARTNER.sub(lambda match: "down" if match[0] == "gate_up" else "gate_up", name)
+        if recipe == "w8a8" and columns % W8A8.block == able[partner] % W8A8.block == 0:
+            formats[name] = W8A8 if is_read else W8A8_VALUES
+        elif is_read:
+            formats[name] = FP8
+    return formats
+
+
+def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
+    """What the line of a start says of FP8 weights; nothing for a checkpoint without them."""
+    if recipe is None:
+        return ""
+    is_kept = any(form.has_factors for form in formats.values())
+    return f" (FP8 as {recipe}{'' if is_kept else ', multiplied out'})"
 
 
 @dataclass(frozen=True)
@@ -111,5 +177,5 @@ class ParameterFactory:
         `name`_scale."""
         form = self.format_of(name)
         module.register_parameter(name, self.empty(*shape, dtype=form.storage))
-        scale = self.empty(*form.scale_shape(shape), dtype=torch.float32) if form.block else None
+        scale = self.empty(*form.scale_shape(shape), dtype=torch.float32) if form.has_factors else None
         module.register_parameter(f"{name}_scale", scale)

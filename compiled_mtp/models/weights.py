@@ -20,9 +20,9 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.headers import read_headers
-from compiled_mtp.models.layout import Stored, kept_formats, with_scales
+from compiled_mtp.models.layout import Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
 
 
 def has_mtp(path: str | Path) -> bool:
@@ -30,14 +30,16 @@ def has_mtp(path: str | Path) -> bool:
     return any(name.startswith("mtp.") for name in read_headers(Path(path)))
 
 
-def read_formats(config: ModelConfig, path: str | Path | None, device: torch.device) -> Formats:
-    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_formats`.
+def read_formats(
+    config: ModelConfig, path: str | Path | None, device: torch.device, recipe: Recipe | None
+) -> Formats:
+    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_columns`.
 
-    Empty where the device's operators would not read them as they are. Without a `path` (parameters that
+    recipe: what `resolve_recipe` gives. Without a `path` (parameters that
     something else than a checkpoint fills) those of a release with this config. Raises ValueError for a
     config whose numbers of layers or experts are not those of the files.
     """
-    if not config.quantized or not FP8.is_read_on(device):
+    if not config.quantized:
         return NO_FORMATS
     headers = {} if path is None else read_headers(Path(path))
     if path is not None:
@@ -49,7 +51,8 @@ def read_formats(config: ModelConfig, path: str | Path | None, device: torch.dev
 
     gdn_layers = [i for i, full in enumerate(config.is_full_attention) if not full]
     in_projs = {f"layers.{i}.mixer.in_proj.weight": FP8 for i in gdn_layers}
-    return kept_formats(FAMILIES[config.family].layout(config, headers, in_projs), FP8, is_stored)
+    layout = FAMILIES[config.family].layout(config, headers, in_projs)
+    return formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
 
 
 def check_weights(
@@ -116,7 +119,7 @@ def load_weights(
         # Headers keep the order of the files, so that a disk reads forwards.
         for name in (n for n in headers if n in layout):
             weight, parameter = read(name), layout[name].pieces[0].parameter
-            if name + FP8.scale_suffix in headers and parameter not in formats:
+            if name + FP8.scale_suffix in headers and not formats.get(parameter, PLAIN).has_factors:
                 weight = FP8.dequantize(weight, read(name + FP8.scale_suffix), parameters[parameter].dtype)
             _copy(weight, layout[name], parameters)
             done += headers[name].num_bytes

@@ -7,7 +7,6 @@ product is one of 128 columns, multiplied by both factors and added in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear_w8a8.reference import parts_dtype
+from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration, parts_dtype
 from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
-MIN_PROGRAMS = 120  # of an H200's 132 processors
 
 
 @triton.jit
@@ -121,34 +119,11 @@ def linear_w8a8_kernel(
     tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[None, :] & (column < n)[:, None])
 
 
-@dataclass(frozen=True)
-class W8A8Config:
-    """Rows and weight rows of a tile, its warps, stages of its pipeline, and bytes of a weight row sent to L2
-    before the previous kernel has finished. None of them decides a bit."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    prefetch_bytes: int = 512
-
-
-def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
-    """Tiles for `rows` rows where `split` programs sum `shares` shares each: the fewest instructions a byte
-    that leave the processors programs enough, and the sums that wait registers enough."""
-    if rows <= 32:
-        block_m = 16 if rows <= 16 else 32
-        block_n = 128 if -(-n // 128) * split >= MIN_PROGRAMS else 64
-        return W8A8Config(block_m, block_n, 4, 4)
-    if rows <= 64 or shares == 2:
-        return W8A8Config(64, 128, 8, 4)
-    return W8A8Config(128, 128, 8, 4) if shares == 1 else W8A8Config(64, 64, 8, 4)
-
-
 def launch(args: Any) -> torch.Tensor:
     config = configuration(args.x.shape[0], args.weight.shape[0], 1, 1)
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
-    return launch_config(config, *tensors, 1, args.x.shape[1], torch.bfloat16)[0]
+    dtype = torch.float32 if args.out_float32 else torch.bfloat16
+    return launch_config(config, *tensors, 1, args.x.shape[1], dtype)[0]
 
 
 def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
@@ -157,7 +132,7 @@ def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
     length = whole_k // share_count(whole_k)
     config = configuration(rows, n, args.count, k // (length * args.count))
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
-    dtype = parts_dtype(args.weight, args.count, args.whole_k)
+    dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32)
     return launch_config(config, *tensors, args.count, length, dtype)
 
 

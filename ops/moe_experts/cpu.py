@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 
-from compiled_mtp.ops.fp8 import dequantize
+from compiled_mtp.ops.fp8 import dequantize, quantize, quantized_values
 from compiled_mtp.ops.numerics import silu
 
 # On a CPU a float32 matmul gives a row the same bits for every row count that is a multiple of 4 (measured).
@@ -13,7 +15,54 @@ _ROW_UNIT = 8
 
 
 def _dequantize(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return weight if scale is None else dequantize(weight, scale).to(dtype)
+    return weight.to(dtype) if scale is None else dequantize(weight, scale).to(dtype)
+
+
+def _rows_by_expert(
+    x: torch.Tensor, ids: torch.Tensor, experts: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(expert, its (row, slot) pairs, their rows of x) for each expert that is asked.
+
+    Rows are padded with zeros to a multiple of 8: no row's bits depend on its company.
+    """
+    expert_of_pair = ids.flatten().long()
+    pairs = expert_of_pair.sort(stable=True).indices
+    counts = torch.bincount(expert_of_pair, minlength=experts).tolist()
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        chosen = pairs[start : start + count]
+        start += count
+        inputs = x.new_zeros(-(-count // _ROW_UNIT) * _ROW_UNIT, x.shape[1])
+        inputs[:count] = x[chosen // ids.shape[1]]
+        yield expert, chosen, inputs
+
+
+def _multiply_and_add(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    stacks: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    round_hidden: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """[M, H] float32, slots added in order; products in x's dtype, of hidden rows by `round_hidden`."""
+    rows, slots = ids.shape
+    outputs = torch.empty(rows * slots, stacks[1].shape[1], dtype=torch.float32, device=x.device)
+    for expert, chosen, inputs in _rows_by_expert(x, ids, stacks[0].shape[0]):
+        gate_up, down = (
+            _dequantize(stack[expert], None if scale is None else scale[expert], x.dtype)
+            for stack, scale in zip(stacks, scales, strict=True)
+        )
+        gate, up = F.linear(inputs, gate_up).to(torch.float32).chunk(2, dim=1)
+        result = F.linear(round_hidden(silu(gate) * up), down)
+        outputs[chosen] = result[: len(chosen)].to(torch.float32)
+    by_slot = outputs.view(rows, slots, -1)
+    total = weights[:, :1] * by_slot[:, 0]
+    for slot in range(1, slots):
+        total = total + weights[:, slot : slot + 1] * by_slot[:, slot]
+    return total
 
 
 def moe_experts(
@@ -26,29 +75,25 @@ def moe_experts(
     down_scale: torch.Tensor | None,
     prefill: bool,
 ) -> torch.Tensor:
-    """Every expert's rows are padded with zeros to a multiple of 8: no row's bits depend on its company."""
-    rows, slots = ids.shape
-    expert_of_pair = ids.flatten().long()
-    pairs = expert_of_pair.sort(stable=True).indices
-    counts = torch.bincount(expert_of_pair, minlength=gate_up.shape[0]).tolist()
-    outputs = torch.empty(rows * slots, down.shape[1], dtype=torch.float32, device=x.device)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
-            continue
-        chosen = pairs[start : start + count]
-        start += count
-        inputs = x.new_zeros(-(-count // _ROW_UNIT) * _ROW_UNIT, x.shape[1])
-        inputs[:count] = x[chosen // slots]
-        scale = None if gate_up_scale is None else gate_up_scale[expert]
-        both = F.linear(inputs, _dequantize(gate_up[expert], scale, x.dtype)).to(torch.float32)
-        gate, up = both.chunk(2, dim=1)
-        hidden = (silu(gate) * up).to(x.dtype)
-        scale = None if down_scale is None else down_scale[expert]
-        result = F.linear(hidden, _dequantize(down[expert], scale, x.dtype))
-        outputs[chosen] = result[:count].to(torch.float32)
-    by_slot = outputs.view(rows, slots, -1)
-    total = weights[:, :1] * by_slot[:, 0]
-    for slot in range(1, slots):
-        total = total + weights[:, slot : slot + 1] * by_slot[:, slot]
-    return total.to(x.dtype)
+    stacks, scales = (gate_up, down), (gate_up_scale, down_scale)
+    return _multiply_and_add(x, weights, ids, stacks, scales, lambda hidden: hidden.to(x.dtype)).to(x.dtype)
+
+
+def moe_experts_w8a8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+    out_float32: bool,
+) -> torch.Tensor:
+    def round_hidden(hidden: torch.Tensor) -> torch.Tensor:
+        return quantized_values(*quantize(hidden if out_float32 else hidden.bfloat16()))
+
+    stacks, scales = (gate_up, down), (gate_up_scale, down_scale)
+    values = quantized_values(x, x_scale)
+    total = _multiply_and_add(values, weights, ids, stacks, scales, round_hidden)
+    return total if out_float32 else total.bfloat16()

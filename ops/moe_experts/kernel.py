@@ -13,9 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
+
 OPTIONS = {"enable_fp_fusion": True}
 _PLAN_BLOCK = 512
 _TABLE_BLOCK = 64
+# Pairs an expert has on average, from which on tiles of 64 are fuller than they are wasteful.
+W8A8_TALL_PAIRS = 16
 
 
 @triton.jit
@@ -303,25 +307,10 @@ def launch(args: Any) -> torch.Tensor:
         return out
     is_fp8 = args.gate_up_scale is not None
     config = configuration(x.dtype, is_fp8, args.prefill)
-    num_tiles, is_dense = tile_count(num_pairs, experts, config.tile_rows)
-    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=x.device)
-    pairs = torch.empty((num_pairs,), dtype=torch.int32, device=x.device)
+    tiles, pairs = plan(args.ids, experts, config.tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
-    even = is_even(config, width, inner)
-    plan_kernel[(experts,)](
-        args.ids,
-        tiles,
-        pairs,
-        num_pairs,
-        num_tiles,
-        TILE_ROWS=config.tile_rows,
-        IS_DENSE=is_dense,
-        BLOCK=_PLAN_BLOCK,
-        TABLE_BLOCK=_TABLE_BLOCK,
-        num_warps=4,
-        **OPTIONS,
-    )
+    even, num_tiles = is_even(config, width, inner), tiles.shape[1]
     shared: dict[str, Any] = {
         "WIDTH": width,
         "INNER": inner,
@@ -359,8 +348,90 @@ def launch(args: Any) -> torch.Tensor:
         BK=config.k_tile(inner),
         **shared,
     )
+    combine(partial, weights, out)
+    return out
+
+
+def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
+    x, ids = args.x, args.ids
+    (rows, width), slots = x.shape, ids.shape[1]
+    experts, _, inner = args.down.shape
+    num_pairs = rows * slots
+    dtype = torch.float32 if args.out_float32 else torch.bfloat16
+    out = torch.empty((rows, width), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    # Neither height gives a pair other bits.
+    tile_rows = 64 if num_pairs >= W8A8_TALL_PAIRS * experts else 16
+    tiles, pairs = plan(ids, experts, tile_rows)
+    hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    hidden_scale = torch.empty((num_pairs, inner // 128), dtype=torch.float32, device=x.device)
+    partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    shared: dict[str, Any] = {
+        "WIDTH": width,
+        "INNER": inner,
+        "BM": tile_rows,
+        "num_warps": 4 if tile_rows == 16 else 8,
+        "num_stages": 3,
+        **OPTIONS,
+    }
+    gate_up_w8a8_kernel[(inner // 128, tiles.shape[1])](
+        x,
+        args.x_scale,
+        args.gate_up,
+        args.gate_up_scale,
+        tiles,
+        pairs,
+        hidden,
+        hidden_scale,
+        x.stride(0),
+        args.x_scale.stride(0),
+        tiles.shape[1],
+        SLOTS=slots,
+        IN_FLOAT32=args.out_float32,
+        **shared,
+    )
+    down_w8a8_kernel[(width // 128, tiles.shape[1])](
+        hidden,
+        hidden_scale,
+        args.down,
+        args.down_scale,
+        tiles,
+        pairs,
+        partial,
+        tiles.shape[1],
+        **shared,
+    )
+    combine(partial, args.weights, out)
+    return out
+
+
+def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tile table [3, tiles] int32 and the (row, slot) pairs by expert [rows * slots] int32."""
+    num_pairs = ids.numel()
+    num_tiles, is_dense = tile_count(num_pairs, experts, tile_rows)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
+    pairs = torch.empty((num_pairs,), dtype=torch.int32, device=ids.device)
+    plan_kernel[(experts,)](
+        ids,
+        tiles,
+        pairs,
+        num_pairs,
+        num_tiles,
+        TILE_ROWS=tile_rows,
+        IS_DENSE=is_dense,
+        BLOCK=_PLAN_BLOCK,
+        TABLE_BLOCK=_TABLE_BLOCK,
+        num_warps=4,
+        **OPTIONS,
+    )
+    return tiles, pairs
+
+
+def combine(partial: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to `out` [M, H] the weighted sums of the pairs' results, in slot order."""
+    (rows, width), slots = out.shape, weights.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(triton.cdiv(width, block), rows)](
         partial, weights, out, SLOTS=slots, WIDTH=width, BLOCK=block, num_warps=4, **OPTIONS
     )
-    return out

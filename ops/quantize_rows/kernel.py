@@ -10,17 +10,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.fp8_triton import quantize_groups
 
 OPTIONS = {"enable_fp_fusion": True}
 GROUPS = 8
 WARPS = 4
-
-
-@triton.jit
-def quantize_groups(values):
-    """(e4m3 values, factors) of float32 groups [G, 128]: a factor is the largest magnitude over 448."""
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-10) * (1 / 448)
-    return tl.div_rn(values, tl.zeros_like(values) + scale[:, None]).to(tl.float8e4nv), scale
 
 
 # Triton would compile another kernel for a value of 1 and for multiples of 16.
@@ -34,7 +28,7 @@ def quantize_rows_kernel(x, out, scale, x_stride, groups, GROUPS: tl.constexpr, 
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     is_column = column < groups * 128
     values = tl.load(x + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    quantized, factors = quantize_groups(values)
+    quantized, factors = quantize_groups(values, 1)
     tl.store(out + row * groups * 128 + column, quantized, mask=is_column)
     tl.store(scale + row * groups + group, factors, mask=group < groups)
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.fp8 import FP8_BLOCK
+from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.signature import F32, FP8, Remedy
-
-LARGEST = 448.0  # of e4m3
-# A group that is smaller everywhere keeps a factor that float32 can divide by.
-LEAST = 1e-10
+from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Remedy
 
 
 def _is_groups(K: int) -> None:
@@ -24,7 +19,7 @@ def _is_groups(K: int) -> None:
 
 @operator(launches=(Launch("quantize_rows_kernel"),), check=_is_groups)
 def quantize_rows(
-    x: Annotated[Tensor, "M K", torch.bfloat16, Remedy("round the activations first")],
+    x: Annotated[Tensor, "M K", ACTIVATION, Remedy("pass activations")],
 ) -> tuple[Annotated[Tensor, "M K", FP8], Annotated[Tensor, "M K//128", F32]]:
     """Rows in e4m3, with one factor for each group of 128 columns.
 
@@ -32,10 +27,4 @@ def quantize_rows(
     factor is the group's largest magnitude over 448, and values * factors is x to within half a step of e4m3.
     The bits of a row depend on that row alone.
     """
-    rows, columns = x.shape
-    groups = x.float().reshape(rows, columns // FP8_BLOCK, FP8_BLOCK)
-    # Times, since torch's division by a number is another operation on a GPU than on a CPU.
-    scale = groups.abs().amax(-1).clamp(min=LEAST) * (1 / LARGEST)
-    # No value is above 448 by more than a rounding of the division, which e4m3 rounds back.
-    values = (groups / scale[..., None]).to(FP8)
-    return values.reshape(rows, columns), scale
+    return quantize(x)

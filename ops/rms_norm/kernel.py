@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.fp8_triton import quantize_groups
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -53,6 +54,17 @@ def store_row(at, head, tail, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl
 
 
 @triton.jit
+def store_groups(at, scale, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Store columns FIRST to FIRST + COUNT of a row, as far as it is long, in e4m3 with their factors."""
+    groups = tl.reshape(values.to(tl.float32), (COUNT // 128, 128))
+    quantized, factors = quantize_groups(groups, 1)
+    group = FIRST // 128 + tl.arange(0, COUNT // 128)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(at + column, quantized, mask=column < WIDTH)
+    tl.store(scale + group, factors, mask=group < WIDTH // 128)
+
+
+@triton.jit
 def norm_factor(head, tail, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
     """1 / rms of a row; a thread adds up all it holds before the one sum over threads."""
     squares = tl.sum(tl.reshape(head * head, (TAIL, BLOCK // TAIL)), 1) + tail * tail
@@ -92,7 +104,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, residual, weight, kept_rows, out, new_residual, x_stride, part_stride, residual_stride, eps,
+    x, residual, weight, kept_rows, out, new_residual, quantized, quantized_scale, x_stride, part_stride,
+    residual_stride, eps,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -116,10 +129,15 @@ def add_rms_norm_kernel(
     head = head_sum.to(tl.float32)
     tail = tail_sum.to(tl.float32)
     factor = norm_factor(head, tail, eps, WIDTH, BLOCK, TAIL)
-    head = head * factor * (1.0 + head_scale)
-    tail = tail * factor * (1.0 + tail_scale)
     dtype = out.dtype.element_ty
-    store_row(out + row * WIDTH, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
+    head = (head * factor * (1.0 + head_scale)).to(dtype)
+    tail = (tail * factor * (1.0 + tail_scale)).to(dtype)
+    store_row(out + row * WIDTH, head, tail, WIDTH, BLOCK, TAIL)
+    if quantized is not None:
+        quantized += row * WIDTH
+        quantized_scale += row * (WIDTH // 128)
+        store_groups(quantized, quantized_scale, head, 0, WIDTH, BLOCK)
+        store_groups(quantized, quantized_scale, tail, BLOCK, WIDTH, TAIL)
 
 
 @triton.jit
@@ -175,6 +193,23 @@ def launch(args: Any) -> torch.Tensor:
 
 
 def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_and_norm(args)
+
+
+def launch_add_rms_norm_quantized(
+    args: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    residual, kept_rows = args.residual, args.kept_rows
+    rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
+    values = torch.empty((rows, residual.shape[1]), dtype=torch.float8_e4m3fn, device=residual.device)
+    factors = torch.empty((rows, residual.shape[1] // 128), dtype=torch.float32, device=residual.device)
+    return *add_and_norm(args, values, factors), values, factors
+
+
+def add_and_norm(
+    args: Any, values: torch.Tensor | None = None, factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and new residual; the norm quantised goes to `values` and `factors`."""
     x, residual, kept_rows = args.x, args.residual, args.kept_rows
     rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
     out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)
@@ -183,7 +218,7 @@ def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if rows:
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](
-            x, residual, args.weight, kept_rows, out, new_residual, *strides, args.eps,
+            x, residual, args.weight, kept_rows, out, new_residual, values, factors, *strides, args.eps,
             PARTS=parts.shape[0], **launch_options(residual),
         )  # fmt: skip
     return out, new_residual

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.shares import add_tree
-from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, I64, Like, Remedy
+from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I64, Like, Remedy
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
 MAX_WIDTH = 32768
@@ -85,6 +86,41 @@ def add_rms_norm(
         x = add_tree(x).to(residual.dtype)
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm.reference(new_residual, weight, eps), new_residual
+
+
+def _is_groups(x: Tensor, residual: Tensor, M: int, H: int) -> None:
+    _is_sum_or_parts(x, residual, M, H)
+    if H < 2 * FP8_BLOCK or H % FP8_BLOCK:
+        rule = f"have a multiple of {FP8_BLOCK} columns, two at least"
+        raise fail("x", rule, H, "use add_rms_norm and quantize_rows")
+
+
+def _norm_and_groups(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norm, new_residual = _norm_and_residual(residual, kept_rows)
+    rows, columns = norm.shape
+    factors = norm.new_empty((rows, columns // FP8_BLOCK), dtype=F32)
+    return norm, new_residual, torch.empty_like(norm, dtype=FP8), factors
+
+
+@operator(
+    launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
+    check=_is_groups,
+    fake=_norm_and_groups,
+)
+def add_rms_norm_quantized(
+    x: Annotated[Tensor, "... M H", ACTIVATION],
+    residual: Rows,
+    weight: Weight,
+    eps: float,
+    kept_rows: Annotated[Tensor, "_", I64] | None = None,
+) -> tuple[Rows, Rows, Annotated[Tensor, "_ H", FP8], Annotated[Tensor, "_ H//128", F32]]:
+    """`add_rms_norm`, and quantize_rows of its norm, to the bit, in one launch.
+
+    Arguments as those of `add_rms_norm`; H a multiple of 128, from 256 on. Returns (norm, new residual, e4m3
+    values, all [M, H] or [N, H], factors [M, H / 128] or [N, H / 128]).
+    """
+    norm, new_residual = add_rms_norm.reference(x, residual, weight, eps, kept_rows)
+    return norm, new_residual, *quantize(norm)
 
 
 @operator(

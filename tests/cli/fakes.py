@@ -56,6 +56,7 @@ class FakeEngine:
 
     is_compiled = False
     num_threads: int | None = None
+    weight_recipe: str | None = None
     interrupt_after: int | None = None
     wrong_with_mtp_step_0 = False
     fail: str | None = None

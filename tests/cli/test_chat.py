@@ -29,6 +29,7 @@ class Talker:
     """An engine and its front: answers with the texts of `script`, a few characters at a time."""
 
     num_threads = None
+    weight_recipe = None
     limits = types.SimpleNamespace(max_model_len=100)
 
     def __init__(self) -> None:

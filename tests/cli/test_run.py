@@ -31,6 +31,20 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
     assert made[0].closed
 
 
+def test_the_recipe_of_fp8_weights_is_said(
+    engine: type[FakeEngine],
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run_main("--prompt-file", prompts) == 0
+    assert "weight_recipe" not in capsys.readouterr().err
+    monkeypatch.setattr(FakeEngine, "weight_recipe", "w8a8")
+    assert run_main("--prompt-file", prompts, "--weight-recipe", "w8a8") == 0
+    assert "FP8 weights: w8a8 (weight_recipe)\n" in capsys.readouterr().err
+    assert made[-1].config.weight_recipe == "w8a8"
+
+
 def test_compare_repeats_with_the_same_seeds_and_says_that_the_tokens_are_identical(
     engine: type[FakeEngine], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,8 +8,9 @@ import torch
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized
 from compiled_mtp.ops.shares import part_counts
+from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
 from tests.ops.harness import assert_same_bits, check_row_invariance, rel_l2
 
 pytestmark = [
@@ -70,3 +71,13 @@ def test_programs_have_the_same_bits(n: int, k: int) -> None:
             got = run(rows, count)
             same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
             assert same, f"{rows} rows, {count} programs"
+
+
+@pytest.mark.parametrize("width", [2048, 5120])
+def test_what_is_quantised_where_it_is_made_has_the_bits_of_one_after_the_other(width: int) -> None:
+    gate_up = torch.randn(67, 2 * width, device="cuda").bfloat16()
+    assert_same_bits(silu_mul_quantized(gate_up), quantize_rows(silu_mul(gate_up)))
+    parts, residual = torch.randn(4, 67, width, device="cuda"), torch.randn(67, width, device="cuda")
+    args = (parts, residual.bfloat16(), torch.randn(width, device="cuda").bfloat16(), 1e-6)
+    norm = add_rms_norm(*args)
+    assert_same_bits(add_rms_norm_quantized(*args), (*norm, *quantize_rows(norm[0])))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_row_invariance, poisoned_allocations, rel_l2
 
 pytestmark = pytest.mark.gpu
@@ -162,3 +163,26 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunk(weight_dtype: torch.dtype) 
         return moe_experts(x[:m], weights[:m], ids[:m], *rest, prefill=True)
 
     check_row_invariance(first, (1, 64, 65, 200, 512, 1024), 2048)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a CUDA device with FP8 products",
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantised_rows_have_the_same_bits_for_every_number_of_rows(shape: tuple[int, int, int, int]) -> None:
+    """Tiles of 16 pairs and of 64; against the same in bfloat16 the error of two quantised activations."""
+    case = make_case(2048, shape, torch.bfloat16, torch.float8_e4m3fn)
+    x, weights, ids, *rest = case
+    values, factors = quantize_rows(x)
+
+    def first(m: int) -> torch.Tensor:
+        return moe_experts_w8a8(values[:m], factors[:m], weights[:m], ids[:m], *rest)
+
+    with poisoned_allocations():
+        assert rel_l2(first(2048), float64_block(*case)) < 6e-2
+    check_row_invariance(first, (*SIZES, 512, 1024), 2048)
+    cpu = moe_experts_w8a8(
+        *(tensor.cpu() for tensor in (values[:4], factors[:4], weights[:4], ids[:4], *rest))
+    )
+    assert rel_l2(first(4).cpu(), cpu) < 2e-2

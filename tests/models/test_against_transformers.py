@@ -40,7 +40,11 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = tmp_path_factory.mktemp(name)
     write_checkpoint(directory, **options)
     model = read_model_config(directory)
-    config = EngineConfig(model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256)
+    # What transformers computes here are the weights multiplied out, and rows as they are.
+    recipe = "w8a16" if model.quantized else "auto"
+    config = EngineConfig(
+        model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256, weight_recipe=recipe
+    )
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith("-kept"):
             patch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)

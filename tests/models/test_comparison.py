@@ -30,7 +30,7 @@ def check_error(directory: Path, free_bytes: int = 2**40) -> str:
     config = read_model_config(directory)
 
     def check() -> None:
-        formats = read_formats(config, directory, CPU)
+        formats = read_formats(config, directory, CPU, "w8a16")
         check_weights(config, directory, formats, torch.float32, with_mtp=True, free_bytes=free_bytes)
 
     with pytest.raises(ValueError, match=r"^\w[\w ]* must ") as error:

@@ -1,4 +1,4 @@
-"""FP8 weights kept in FP8, on a CPU by force: the references read them as the GPU's kernels do."""
+"""FP8 weights on a CPU, in both recipes: kept in FP8, by force, as a GPU keeps them, and multiplied out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.ops.fp8 import dequantize
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.request import SamplingParams
 from tests import tiny
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
@@ -43,12 +46,26 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     return step.target.logits(hidden)
 
 
+def streams(
+    engine: Engine, expected: dict[str, list[int]] | None = None, length: int = 30
+) -> dict[str, list[int]]:
+    """The tokens of three requests, greedy and sampled; drafts are right now and then, by `expected`."""
+    if expected is not None and engine.config.mtp_step:
+        force_drafts(engine, expected, lambda name, pos: pos % 4)
+    for index in range(3):
+        params = SamplingParams(max_tokens=12, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        prompt = prompt_of(10 + length * index, index, 512)
+        engine.add_request(prompt_token_ids=prompt, params=params, request_id=str(index))
+    return run_to_end(engine)
+
+
 def layer_bytes(engine: Engine) -> int:
     return sum(parameter.nbytes for parameter in engine.runner.step.target.layers.parameters())
 
 
 def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None:
-    kept, plain = kept_engine(directory, mtp_step=0), make_engine(directory, mtp_step=0)
+    options: dict[str, Any] = {"mtp_step": 0, "weight_recipe": "w8a16"}
+    kept, plain = kept_engine(directory, **options), make_engine(directory, **options)
     assert not plain.runner.formats
     tokens = prompt_of(150, 1, 512)
     error = float((prefill_logits(kept, tokens) - prefill_logits(plain, tokens)).abs().max())
@@ -58,19 +75,66 @@ def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None
     assert layer_bytes(kept) < 0.26 * layer_bytes(plain)
 
 
-def test_same_tokens_over_depths_and_batches(directory: Path) -> None:
-    params = {
-        str(index): SamplingParams(max_tokens=12, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
-        for index in range(3)
-    }
-    streams: list[dict[str, list[int]]] = []
-    for mtp_step, batch in ((0, 1), (3, 1), (3, 3)):
-        engine = kept_engine(directory, mtp_step=mtp_step, max_batch=batch)
-        if mtp_step:
-            force_drafts(engine, streams[0], lambda name, pos: pos % 4)
-        for name, one in params.items():
-            engine.add_request(
-                prompt_token_ids=prompt_of(10 + 30 * int(name), int(name), 512), params=one, request_id=name
-            )
-        streams.append(run_to_end(engine))
-    assert all(stream == streams[0] for stream in streams[1:])
+def test_same_tokens_with_rows_as_they_are(directory: Path) -> None:
+    expected = streams(kept_engine(directory, mtp_step=0, max_batch=1, weight_recipe="w8a16"))
+    for mtp_step, batch in ((3, 1), (3, 3)):
+        engine = kept_engine(directory, mtp_step=mtp_step, max_batch=batch, weight_recipe="w8a16")
+        assert streams(engine, expected) == expected
+
+
+def test_same_tokens_with_quantised_rows(directory: Path) -> None:
+    """Over depths, batches and chunks, and whether the weights are kept in FP8 or multiplied out."""
+    expected = streams(make_engine(directory, mtp_step=0, max_batch=1), length=70)
+    for mtp_step, batch, chunk, make in (
+        (0, 3, 128, kept_engine),
+        (3, 1, 128, make_engine),
+        (3, 3, 64, kept_engine),
+        (3, 3, 64, make_engine),
+    ):
+        engine = make(directory, mtp_step=mtp_step, max_batch=batch, prefill_chunk=chunk)
+        assert streams(engine, expected, length=70) == expected, (mtp_step, batch, chunk, make.__name__)
+
+
+def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But gates and routers, which are no FP8 weights, take rows as they are."""
+    engine, with_rows = make_engine(directory, mtp_step=1), kept_engine(directory, weight_recipe="w8a16")
+    config, tokens = engine.model_config, prompt_of(20, 1, 512)
+    layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
+    ffn = {"ffn.gate_up", "ffn.down"}
+    mixers = ({"mixer.in_proj", "mixer.out_proj"}, {"mixer.qkv", "mixer.o_proj"})
+    names = {p + name for p, full in (*layers, ("mtp.layer.", True)) for name in ffn | mixers[full]}
+    formats = engine.runner.formats
+    assert {n.removesuffix(".weight") for n, form in formats.items() if form.quantizes_rows} == names
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b).square().mean().sqrt())
+
+    quantised, unquantised = prefill_logits(engine, tokens), prefill_logits(with_rows, tokens)
+    for name in names:
+        if name.startswith("mtp.") or (config.is_moe and ".ffn." in name):
+            continue
+        product = with_rows.runner.step.target.get_submodule(name)
+        product.register_forward_pre_hook(lambda module, args: (rounded(args[0]), *args[1:]))
+    monkeypatch.setattr("compiled_mtp.models.moe.moe_experts", experts_by_hand)
+    by_hand = distance(quantised, prefill_logits(with_rows, tokens))
+    recipes = distance(quantised, unquantised)
+    print(f"{directory.name}: by hand {by_hand:.1e}, W8A16 {recipes:.1e}")
+    # What float32 sums differ by moves a value to the next of e4m3 now and then.
+    assert by_hand < 0.1 * recipes
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x as the numbers that its quantised rows stand for."""
+    values, factors = quantize_rows(x)
+    return values.float() * factors.repeat_interleave(128, 1)
+
+
+def experts_by_hand(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *stacks: Any) -> torch.Tensor:
+    """moe_experts of quantised rows and quantised hidden values, expert by expert."""
+    gate_ups, downs, gate_up_scale, down_scale = stacks[:4]
+    total = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        gate, up = (rounded(x) @ dequantize(gate_ups[expert], gate_up_scale[expert]).T).chunk(2, 1)
+        result = rounded(F.silu(gate) * up) @ dequantize(downs[expert], down_scale[expert]).T
+        total += ((ids == expert) * weights).sum(1, keepdim=True) * result
+    return total

@@ -72,7 +72,7 @@ def test_two_ranks_hold_the_whole(
         monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
     directory = write_checkpoint(tmp_path, **options)
     config = read_model_config(directory)
-    formats = read_formats(config, directory, CPU)
+    formats = read_formats(config, directory, CPU, "w8a16")
     assert bool(formats) == name.endswith("-kept")
     layout = layout_of(config, directory, formats)
     shards = []
@@ -187,7 +187,7 @@ def test_a_cut_through_a_block_is_refused_on_every_rank(
     monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
     directory = write_checkpoint(tmp_path, **(dict(FP8_FAMILIES)[family] | sizes))
     config = read_model_config(directory)
-    formats = read_formats(config, directory, CPU)
+    formats = read_formats(config, directory, CPU, "w8a16")
     assert set(formats.values()) == {FP8}
     with pytest.raises(ValueError, match=message):
         shard_layout(layout_of(config, directory, formats), config, formats, rank, 2)

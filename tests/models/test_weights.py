@@ -131,13 +131,13 @@ def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
 def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     directory = write_checkpoint(tmp_path, **kwargs)
     config = read_model_config(directory)
-    formats = read_formats(config, directory, CPU)
+    formats = read_formats(config, directory, CPU, "w8a16")
     layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
     layers.append(("mtp.layer.", True))
     assert formats.keys() == {
         prefix + name for prefix, full in layers for name in kept_in_layer(config, full)
     }
-    assert formats == read_formats(config, None, CPU)
+    assert formats == read_formats(config, None, CPU, "w8a16")
     parameters = allocate(config, dtype=torch.bfloat16, formats=formats)
     load_weights(config, directory, parameters, with_mtp=True, formats=formats)
     assert {n for n, p in parameters.items() if p.dtype == torch.float8_e4m3fn} == formats.keys()
@@ -167,7 +167,7 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "dense", fp8_scale=torch.bfloat16)
     rewrite(directory, dequantized(directory, "mtp.layers.0.self_attn.k_proj.weight"))
     config = read_model_config(directory)
-    formats = read_formats(config, directory, CPU)
+    formats = read_formats(config, directory, CPU, "w8a16")
     layers = {f"layers.{i}": kept_in_layer(config, full) for i, full in enumerate(config.is_full_attention)}
     layers["mtp.layer"] = kept_in_layer(config, True) - {"mixer.qkv.weight"}
     # Gate and up have 192 rows.
@@ -182,14 +182,14 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
 
     # Experts of 64 rows: neither stack, for their operator wants both or none.
     directory = write_checkpoint(tmp_path / "moe", "qwen3_5_moe", fp8_scale=torch.bfloat16)
-    assert not any("ffn" in n for n in read_formats(read_model_config(directory), directory, CPU))
+    assert not any("ffn" in n for n in read_formats(read_model_config(directory), directory, CPU, "w8a16"))
     # One expert of one layer in bfloat16.
     directory = write_checkpoint(tmp_path / "one", **dict(FP8_FAMILIES)["moe"])
     prefix = "model.language_model.layers.1."
     rewrite(directory, dequantized(directory, prefix + "mlp.experts.3.down_proj.weight"))
     rewrite(directory, dequantized(directory, prefix + "linear_attn.in_proj_z.weight"))
     config = read_model_config(directory)
-    formats = read_formats(config, directory, CPU)
+    formats = read_formats(config, directory, CPU, "w8a16")
     assert {n for n in formats if n.startswith("layers.1.")} == {"layers.1.mixer.out_proj.weight"}
     parameters = allocate(config, formats=formats)
     load_weights(config, directory, parameters, with_mtp=True, formats=formats)
@@ -200,20 +200,20 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
 
 def test_nothing_is_kept_on_a_cpu_or_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
-    assert not read_formats(read_model_config(quantized), quantized, CPU)
+    assert not read_formats(read_model_config(quantized), quantized, CPU, "w8a16")
     cuda = torch.device("cuda", 0)
     for capability, is_kept in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert bool(read_formats(read_model_config(quantized), quantized, cuda)) == is_kept
+        assert bool(read_formats(read_model_config(quantized), quantized, cuda, "w8a16")) == is_kept
     plain = write_checkpoint(tmp_path / "plain")
-    assert not read_formats(read_model_config(plain), plain, cuda)
-    assert not read_formats(read_model_config(plain), None, cuda)
+    assert not read_formats(read_model_config(plain), plain, cuda, "w8a16")
+    assert not read_formats(read_model_config(plain), None, cuda, "w8a16")
 
 
 def test_a_missing_or_misshapen_scale_of_a_kept_weight_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, **dict(FP8_FAMILIES)["dense"])
     config = read_model_config(directory)
-    formats = read_formats(config, None, CPU)
+    formats = read_formats(config, None, CPU, "w8a16")
     name = "mtp.layers.0.self_attn.k_proj.weight_scale_inv"
     rewrite(directory, {name: torch.ones(1, 1)})
     with pytest.raises(ValueError, match=r"k_proj.weight_scale_inv of shape \[1, 1\] for \[2, 2\] in"):

@@ -19,6 +19,10 @@ SOURCES = (TOOL, TOOL.with_name("launch_cases.py"), TOOL.with_name("record_launc
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
+FP8_CAPABILITY = 89
+# No older GPU is asked for them: it has no conversion to e4m3.
+WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
+
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 
@@ -102,6 +106,8 @@ def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[s
                 key.startswith(f"{operator}/{kernel}-") and key.endswith(f"@sm_{capability}") for key in table
             )
         }
+        if capability < FP8_CAPABILITY:
+            missing -= WITH_FP8_PRODUCTS
         assert not missing, f"launch_cases.py must call what launches {missing} on sm_{capability}"
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())

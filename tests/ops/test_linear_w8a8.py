@@ -54,23 +54,24 @@ def test_a_group_needs_no_other() -> None:
 
 
 def test_quantized_rows_compile_and_refuse() -> None:
-    cases = [(torch.randn(m, 256).bfloat16(),) for m in (3, 5)]
+    cases = [(torch.randn(m, 256, dtype=dtype),) for m in (3, 5) for dtype in (torch.bfloat16, torch.float32)]
     torch.library.opcheck(quantize_rows.overload, cases[0])
     check_compiles(quantize_rows, cases)
     with pytest.raises(ValueError, match="x must have a multiple of 128 columns, got 72"):
         quantize_rows(torch.zeros(2, 72).bfloat16())
     with pytest.raises(ValueError, match="x must have dtype"):
-        quantize_rows(torch.zeros(2, 128))
+        quantize_rows(torch.zeros(2, 128).half())
 
 
 @pytest.mark.parametrize("columns", [128, 1280])
 def test_quantize_rows_in_interpreter(interpreter: None, columns: int) -> None:
-    wide = torch.randn(3, columns + 8).bfloat16()
-    wide[:, columns:] = float("nan")
-    wide[1, :128] = 0.0
-    with poisoned_allocations():
-        got = quantize_rows.launch(wide[:, :columns])
-    assert_same_bits(got, quantize_rows.reference(wide[:, :columns]))
+    for dtype in (torch.bfloat16, torch.float32):
+        wide = torch.randn(3, columns + 8, dtype=dtype)
+        wide[:, columns:] = float("nan")
+        wide[1, :128] = 0.0
+        with poisoned_allocations():
+            got = quantize_rows.launch(wide[:, :columns])
+        assert_same_bits(got, quantize_rows.reference(wide[:, :columns]))
 
 
 @pytest.mark.parametrize("n, k", [(130, 256), (40, 1024)])
@@ -80,7 +81,26 @@ def test_equals_float64(n: int, k: int) -> None:
     assert rel_l2(linear_w8a8(*args), wanted) < 2 * rel_l2(wanted.bfloat16(), wanted)
     for count in part_counts(k, k):
         parts = linear_w8a8_parts(*args, count)
+        assert rel_l2(add_tree(linear_w8a8_parts.reference(*args, count)), wanted) < 2e-3
         assert torch.equal(add_tree(parts).bfloat16(), linear_w8a8_parts(*args, 1)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_a_cpu_reads_weights_in_fp8_and_multiplied_out_alike(rows: int) -> None:
+    """Float32 results, at 1e-6 of float64, with the same bits for every number of rows."""
+    x, x_scale, weight, scale = make(8, 130, 1024)
+    wanted = exact(x, x_scale, weight, scale)
+    args = (x[:rows], x_scale[:rows])
+    values = dequantize(weight, scale)
+    for product in (linear_w8a8, lambda *a, **k: linear_w8a8_parts(*a, 1, **k)[0]):
+        whole = product(x, x_scale, weight, scale, out_float32=True)
+        assert whole.dtype == torch.float32
+        assert rel_l2(whole, wanted) < 1e-6
+        assert torch.equal(product(*args, weight, scale, out_float32=True), whole[:rows])
+        assert torch.equal(product(*args, values, None, out_float32=True), whole[:rows])
+        rounded = product(*args, values.bfloat16(), None)
+        assert rounded.dtype == torch.bfloat16
+        assert rel_l2(rounded, wanted[:rows]) < 5e-3
 
 
 def test_errs_as_the_quantised_activations_do() -> None:
@@ -96,9 +116,9 @@ def test_products_compile_and_refuse() -> None:
     cases = [make(m, 40, 256) for m in (3, 5)]
     # Of opcheck's tests the one of the schema cannot compare e4m3.
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(linear_w8a8.overload, cases[0], test_utils=kinds)
+    torch.library.opcheck(linear_w8a8.overload, (*cases[0], False), test_utils=kinds)
     check_compiles(linear_w8a8, cases)
-    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0), test_utils=kinds)
+    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False), test_utils=kinds)
     check_compiles(linear_w8a8_parts, [(*case, 2) for case in cases])
     x, x_scale, weight, scale = cases[0]
     with pytest.raises(ValueError, match=r"count must be one of \(1, 2\) for this weight, got 4"):
@@ -106,12 +126,19 @@ def test_products_compile_and_refuse() -> None:
     with pytest.raises(ValueError, match="x_scale must have shape"):
         linear_w8a8(x, x_scale[:, :1], weight, scale)
     with pytest.raises(ValueError, match="weight must have dtype"):
+        linear_w8a8(x, x_scale, weight.half(), scale)
+    with pytest.raises(ValueError, match="weight_scale must be None unless the weight is FP8"):
         linear_w8a8(x, x_scale, weight.bfloat16(), scale)
+    with pytest.raises(ValueError, match="weight_scale must be given for an FP8 weight"):
+        linear_w8a8(x, x_scale, weight, None)
+    with pytest.raises(ValueError, match="x must have a multiple of 128 columns, got 72; use linear"):
+        linear_w8a8(x[:, :72], x_scale[:, :0], weight[:, :72], scale[:, :0])
 
 
 @pytest.mark.parametrize("rows, n, k", [(3, 130, 384), (20, 64, 256), (40, 130, 256), (70, 64, 256)])
 def test_kernel_in_interpreter(interpreter: None, rows: int, n: int, k: int) -> None:
     check_launch(linear_w8a8, make(rows, n, k), rtol=8e-3, atol=1e-4)
+    check_launch(linear_w8a8, (*make(rows, n, k), True), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows, k", [(3, 1024), (20, 1024), (70, 512)])
@@ -136,7 +163,9 @@ def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> No
 @pytest.mark.timeout(600)
 def test_one_class_of_instruction() -> None:
     """Every tile multiplies by QGMMA: another class adds up in another way, and rows would differ."""
-    table = finish(start_compiler([90], ["linear_w8a8"], "--products"))
-    assert table
-    for key, products in table.items():
+    table = finish(start_compiler([90], ["linear_w8a8", "moe_experts"], "--products"))
+    w8a8 = {key: products for key, products in table.items() if "w8a8-" in key.replace("/", "-")}
+    kernels = {"linear_w8a8/linear_w8a8", "moe_experts/gate_up_w8a8", "moe_experts/down_w8a8"}
+    assert {key.partition("-")[0] for key in w8a8} == kernels
+    for key, products in w8a8.items():
         assert set(products) == {"QGMMA"}, f"{key}: {products}"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.fp8 import dequantize
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
 
@@ -150,3 +152,75 @@ def test_registration_and_compile() -> None:
     case = (*experts_case(3, 4, 2, 32, 16), None, None, False)
     check_registration(torch.ops.compiled_mtp.moe_experts.default, case)
     check_compiles(moe_experts, [case, (*experts_case(5, 4, 2, 32, 16), None, None)])
+
+
+def w8a8_case(rows: int, experts: int, top_k: int, width: int, inner: int) -> tuple[Any, ...]:
+    """Arguments of moe_experts_w8a8, factors such that hidden values are of size one."""
+    (x, weights, ids, gate_up, down, gate_up_scale, down_scale), _ = fp8_case(
+        rows, experts, top_k, width, inner
+    )
+    scales = (gate_up_scale * 3, down_scale * 3)
+    return *quantize_rows(x.bfloat16()), weights, ids, gate_up, down, *scales
+
+
+def test_the_cpu_computes_the_specification_of_w8a8() -> None:
+    for is_float32 in (True, False):
+        args = (*w8a8_case(9, 6, 3, 256, 128), is_float32)
+        # Sums in another order move a hidden value to the next of e4m3 now and then.
+        wanted, got = moe_experts_w8a8.reference(*args), moe_experts_w8a8(*args)
+        assert got.dtype == wanted.dtype == (torch.float32 if is_float32 else torch.bfloat16)
+        assert relative_error(got, wanted) < 0.01
+        values = (
+            *args[:4],
+            *(
+                torch.stack([dequantize(*one) for one in zip(*pair, strict=True)])
+                for pair in ((args[4], args[6]), (args[5], args[7]))
+            ),
+            None,
+            None,
+            is_float32,
+        )
+        assert torch.equal(moe_experts_w8a8(*values), got)
+        for rows in (1, 4, 5):
+            part = (*(a[:rows] for a in args[:4]), *args[4:])
+            assert torch.equal(moe_experts_w8a8(*part), got[:rows])
+
+
+@pytest.mark.parametrize("rows, experts, top_k", [(3, 3, 2), (20, 1, 1)])
+def test_w8a8_kernel_in_interpreter(interpreter: None, rows: int, experts: int, top_k: int) -> None:
+    """Tiles of 16 pairs and, with 20 rows for one expert, of 64; padded rows at any stride."""
+    x, x_scale, *rest = w8a8_case(rows, experts, top_k, 256, 128)
+    wide = torch.full((rows, 264), float("nan")).to(x.dtype)
+    wide[:, :256] = x
+    for is_float32 in (True, False):
+        args = (wide[:, :256], x_scale, *rest, is_float32)
+        with poisoned_allocations():
+            got = moe_experts_w8a8.launch(*args)
+        assert got.dtype == (torch.float32 if is_float32 else torch.bfloat16)
+        assert relative_error(got, moe_experts_w8a8(*args)) < 0.01
+    few = (*(a[:2] for a in args[:4]), *args[4:])
+    assert torch.equal(moe_experts_w8a8.launch(*few), got[:2])
+
+
+def test_w8a8_is_registered_and_refuses() -> None:
+    args = (*w8a8_case(3, 4, 2, 128, 128), False)
+    kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(moe_experts_w8a8.overload, args, test_utils=kinds)
+    check_compiles(moe_experts_w8a8, [args])
+    x, x_scale, weights, ids, gate_up, down, gate_up_scale, down_scale, _ = args
+    narrow = [gate_up[:, :128], down[..., :64], gate_up_scale[:, :1], down_scale[..., :0]]
+    narrow = [tensor.contiguous() for tensor in narrow]
+    cases = [
+        ((x, x_scale, weights, ids, gate_up, down, None, down_scale), "gate_up_scale must be given for"),
+        (
+            (x, x_scale, weights, ids, gate_up, down.bfloat16(), gate_up_scale, down_scale),
+            "down_scale must be None unless the weights are FP8",
+        ),
+        (
+            (x, x_scale, weights, ids, *narrow),
+            "down must have a multiple of 128 columns, got 64; use moe_experts",
+        ),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            moe_experts_w8a8(*arguments)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.rms_norm import add_rms_norm, pair_norm, rms_norm
-from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
+from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, pair_norm, rms_norm
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_launch,
+    check_registration,
+    check_row_invariance,
+    poisoned_allocations,
+)
 
 EPS = 1e-6
 
@@ -142,3 +150,27 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
         check_launch(add_rms_norm, args, rtol=rtol, atol=1e-6)
     table, ids, _, *weights = make_pair(3, width, dtype)
     check_launch(pair_norm, (table, ids, x, *weights, EPS), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [256, 384, 640])
+def test_quantised_is_one_after_the_other(interpreter: None, width: int) -> None:
+    """To the bit, the operator and its kernel; a sum, and parts of one."""
+    for dtype, parts in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, 4)):
+        x = torch.randn(3, width, dtype=dtype) if parts is None else torch.randn(parts, 3, width)
+        args = (x, torch.randn(3, width, dtype=dtype), torch.randn(width, dtype=dtype), EPS)
+        norm = add_rms_norm(*args)
+        assert_same_bits(add_rms_norm_quantized(*args), (*norm, *quantize_rows(norm[0])))
+        with poisoned_allocations():
+            got, norm = add_rms_norm_quantized.launch(*args), add_rms_norm.launch(*args)
+        assert_same_bits(got, (*norm, *quantize_rows.launch(norm[0])))
+    kept = torch.tensor([2, 0])
+    got = add_rms_norm_quantized(*args, kept)
+    assert_same_bits(got, tuple(whole[kept] for whole in add_rms_norm_quantized(*args)))
+    with poisoned_allocations():
+        assert_same_bits(
+            add_rms_norm_quantized.launch(*args, kept),
+            tuple(whole[kept] for whole in add_rms_norm_quantized.launch(*args)),
+        )
+    torch.library.opcheck(add_rms_norm_quantized.overload, (*args, kept))
+    with pytest.raises(ValueError, match="x must have a multiple of 128 columns, two at least, got 128; use"):
+        add_rms_norm_quantized(x[..., :128], args[1][:, :128], args[2][:128], EPS)

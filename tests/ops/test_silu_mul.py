@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops.harness import check_compiles, check_launch, check_registration, check_row_invariance
+from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_launch,
+    check_registration,
+    check_row_invariance,
+    poisoned_allocations,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,3 +60,18 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: floa
     wide = torch.randn(3, 2 * width + 5, dtype=dtype)
     wide[:, 2 * width :] = float("nan")
     check_launch(silu_mul, (wide[:, : 2 * width],), rtol=rtol, atol=1e-7)
+
+
+def test_quantised_is_one_after_the_other(interpreter: None) -> None:
+    """To the bit, the operator and its kernel, on rows of any stride."""
+    for dtype, width in ((torch.bfloat16, 1152), (torch.float32, 128)):
+        wide = torch.randn(3, 2 * width + 8, dtype=dtype)
+        wide[:, 2 * width :] = float("nan")
+        gate_up = wide[:, : 2 * width]
+        assert_same_bits(silu_mul_quantized(gate_up), quantize_rows(silu_mul(gate_up)))
+        with poisoned_allocations():
+            got = silu_mul_quantized.launch(gate_up)
+        assert_same_bits(got, quantize_rows.launch(silu_mul.launch(gate_up)))
+    torch.library.opcheck(silu_mul_quantized.overload, (gate_up,))
+    with pytest.raises(ValueError, match="gate_up must have a multiple of 256 columns, got 128; use"):
+        silu_mul_quantized(gate_up[:, :128])

@@ -1,0 +1,43 @@
+"""tools/compare_recipes.py compares a checkpoint with its quantised one, by operator and as a whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tools import compare_recipes
+from tools.quantize_checkpoint import quantize_checkpoint
+
+
+def test_errors_loss_and_agreement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = dict(FP8_FAMILIES)["dense"] | {"fp8_scale": None, "tokenizer": True}
+    plain = write_checkpoint(tmp_path / "plain", **options)
+    quantize_checkpoint(plain, tmp_path / "fp8")
+    (tmp_path / "text.py").write_text("def f(x):\n    return [x, x + 1]\n" * 20)
+    monkeypatch.setattr(compare_recipes, "PIECE", 4)
+    monkeypatch.setattr(compare_recipes, "PREFIX", 16)
+    given = [str(plain), str(tmp_path / "fp8"), "--text", str(tmp_path / "text.py"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["compare_recipes", *given, "--window", "24", "--tokens", "4"])
+    compare_recipes.main()
+    result = json.loads(capsys.readouterr().out)
+    assert result["operators"].keys() == {"in_proj", "out_proj", "qkv", "o_proj", "gate_up", "down"}
+    for errors in result["operators"].values():
+        assert errors["w8a16 against dequantised"] < 3e-3
+        assert 0.01 < errors["w8a8 against dequantised"] < 0.04
+        assert 0.01 < errors["weights"] < errors["w8a8 against bf16 weights"] < 0.06
+    assert result["bf16"]["agreement"] == 1
+    assert result["bf16"]["until_difference"] == result["tokens"] == 4
+    losses = [result[name]["loss"] for name in ("bf16", "w8a16", "w8a8")]
+    assert len(set(losses)) == 3
+    assert max(losses) < 1.5 * min(losses)
+
+    monkeypatch.setattr(sys, "argv", ["compare_recipes", *given, "--window", "4000"])
+    with pytest.raises(SystemExit):
+        compare_recipes.main()
+    assert "text must give 250 windows, got 0; give more" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""tools/quantize_checkpoint.py writes what the FP8 releases hold, and the engine reads it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compiled_mtp.models.headers import read_headers
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import make_engine, prompt_of
+from tools.quantize_checkpoint import quantize_checkpoint
+
+TOOL = Path(__file__).parents[1] / "tools" / "quantize_checkpoint.py"
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("name", "options"), FP8_FAMILIES, ids=[name for name, _ in FP8_FAMILIES])
+def test_writes_what_a_release_holds(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """The tiny FP8 checkpoints are quantised from the same numbers by other code."""
+    released = write_checkpoint(tmp_path / "released", **options)
+    plain = write_checkpoint(tmp_path / "plain", **(options | {"fp8_scale": None, "sharded": True}))
+    counts = quantize_checkpoint(plain, tmp_path / "out", options["fp8_scale"])
+    got, wanted = stored(tmp_path / "out"), stored(released)
+    assert got.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+        assert got[tensor].dtype == value.dtype, tensor
+        assert torch.equal(got[tensor].float(), value.float()), tensor
+    assert counts.converted == sum(name.endswith("_scale_inv") for name in wanted)
+    assert 0 < counts.error < 0.03**2 * counts.size
+    assert counts.bytes_after < 0.7 * counts.bytes_before
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    quantization = json.loads((released / "config.json").read_text())["quantization_config"]
+    kept = config.pop("quantization_config")
+    names = kept.pop("modules_to_not_convert")
+    assert kept == quantization
+    assert config == json.loads((plain / "config.json").read_text())
+    modules = {tensor.removesuffix(".weight") for tensor in wanted if tensor.endswith(".weight")}
+    assert set(names) == {m for m in modules if m + ".weight_scale_inv" not in wanted} | {"lm_head"}
+    assert len(read_headers(tmp_path / "out")) == len(wanted) - sum("visual" in n for n in wanted)
+
+
+def test_matrices_of_other_sizes_stay_and_the_engine_runs(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain", intermediate_size=192, tokenizer=True)
+    result = subprocess.run(
+        [sys.executable, str(TOOL), str(plain), str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    out = Path(told["out"])
+    config = json.loads((out / "config.json").read_text())
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert told["kept"] == len(kept)
+    assert told["converted"] == sum(n.endswith("_scale_inv") for n in stored(out)) == 3 * 3 + 2 * 4
+    assert sum(".mlp." in name for name in kept) == 15
+    assert (out / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()
+    engine = make_engine(out, mtp_step=2)
+    assert {n.split(".")[-2] for n in engine.runner.formats} == {"qkv", "o_proj", "in_proj", "out_proj"}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    assert len(engine.generate([prompt_of(9, 1, 256)], params)[0].new_token_ids) == 5
+
+
+def test_refused_by_name(tmp_path: Path) -> None:
+    quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
+        quantize_checkpoint(quantized, tmp_path / "out")
+    plain = write_checkpoint(tmp_path / "plain")
+    with pytest.raises(ValueError, match="out must be a new directory, got"):
+        quantize_checkpoint(plain, quantized)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,175 @@
+"""Quantise a bfloat16 checkpoint to FP8 in blocks of 128 by 128, as the released FP8 checkpoints are.
+
+    python tools/quantize_checkpoint.py CHECKPOINT OUT
+
+Projections of attention, of GDN (but its gates b and a), of FFNs and of experts become float8_e4m3fn with a
+factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become a tensor each, as in
+the releases. Embedding, head, norms, convolutions, routers, `mtp.fc`, and a matrix whose rows or columns are
+no multiple of 128 stay as they are and are listed in `modules_to_not_convert`. Files are read and written
+one at a time; tokenizer and templates are copied. Ends in one JSON line: how many matrices were converted
+and kept, the bytes before and after, and the relative error of the converted weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from compiled_mtp.errors import check
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.weight_format import FP8
+
+LARGEST = 448.0  # of e4m3
+# What the FP8 releases quantise.
+CONVERTED = re.compile(
+    r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)"
+    r"|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)\.weight$"
+)
+STACKED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+# Beside weights, index and config.json.
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+INDEX = "model.safetensors.index.json"
+
+
+def quantize_blocks(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 values, factors) of weight [N, K], both multiples of 128: a block's largest magnitude over 448,
+    rounded to scale_dtype."""
+    n, k = (size // FP8.block for size in weight.shape)
+    blocks = weight.float().view(n, FP8.block, k, FP8.block)
+    scale = (blocks.abs().amax((1, 3)).clamp(min=1e-10) / LARGEST).to(scale_dtype)
+    # A factor that was rounded down leaves values above the largest.
+    values = (blocks / scale.float()[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    return values.view(weight.shape).to(torch.float8_e4m3fn), scale
+
+
+@dataclass
+class Counts:
+    """What the last line tells; errors are sums of squares."""
+
+    converted: int = 0
+    kept: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    error: float = 0.0
+    size: float = 0.0
+
+
+def convert(
+    name: str, tensor: torch.Tensor, scale_dtype: torch.dtype, counts: Counts
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors to store for one tensor of the checkpoint, whose name and figures `counts` takes."""
+    if STACKED.search(name):
+        base = name.rpartition(".")[0]
+        for expert, matrix in enumerate(tensor):
+            parts = {"down_proj": matrix}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, weight in parts.items():
+                yield from convert(f"{base}.{expert}.{part}.weight", weight, scale_dtype, counts)
+        return
+    if not CONVERTED.search(name) or any(size % FP8.block for size in tensor.shape):
+        if name.endswith(".weight"):
+            counts.kept.append(name.removesuffix(".weight"))
+        # A matrix of a stack is a view of it.
+        yield name, tensor.clone()
+        return
+    values, scale = quantize_blocks(tensor, scale_dtype)
+    exact = tensor.double()
+    counts.converted += 1
+    counts.error += float((FP8.dequantize(values, scale.float(), torch.float32) - exact).square().sum())
+    counts.size += float(exact.square().sum())
+    yield name, values
+    yield name + FP8.scale_suffix, scale
+
+
+def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torch.bfloat16) -> Counts:
+    """Write the checkpoint in `source` to the new directory `out`, quantised; returns what was done.
+
+    Raises ValueError for a checkpoint that the engine does not read or that is quantised already, and for an
+    `out` that exists.
+    """
+    config, counts = read_model_config(source), Counts()
+    got = str(source)
+    check(not config.quantized, "checkpoint", "be in bfloat16", got, "give what it was quantised from")
+    check(not out.exists(), "out", "be a new directory", str(out), "name another or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as enclosing:
+        made = Path(enclosing) / "made"
+        made.mkdir()
+        weight_map: dict[str, str] = {}
+        for file in sorted(source.glob("*.safetensors")):
+            stored: dict[str, torch.Tensor] = {}
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  no mapping
+                    tensor = tensors.get_tensor(name)
+                    counts.bytes_before += tensor.nbytes
+                    stored |= dict(convert(name, tensor, scale_dtype, counts))
+            counts.bytes_after += sum(tensor.nbytes for tensor in stored.values())
+            weight_map |= dict.fromkeys(stored, file.name)
+            save_file(stored, made / file.name, metadata={"format": "pt"})
+        for path in (path for pattern in COPIED for path in source.glob(pattern)):
+            shutil.copyfile(path, made / path.name)
+        if (source / INDEX).exists():
+            index = {"metadata": {"total_size": counts.bytes_after}, "weight_map": weight_map}
+            (made / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (made / "config.json").write_text(json.dumps(quantized_config(source, counts.kept), indent=2) + "\n")
+        made.rename(out)
+    return counts
+
+
+def quantized_config(source: Path, kept: list[str]) -> dict[str, Any]:
+    """The config.json of `source` with what the FP8 releases add."""
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    # A tied head has no tensor, and readers ask for its name.
+    names = dict.fromkeys([*(["lm_head"] if "lm_head" not in kept else []), *sorted(kept)])
+    return config | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8.block, FP8.block],
+            "modules_to_not_convert": list(names),
+        }
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="directory of a bfloat16 checkpoint")
+    parser.add_argument("out", type=Path, help="the directory to make")
+    parser.add_argument(
+        "--scale-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the factors: bfloat16 as in Qwen3.5's releases, float32 as in Qwen3-Next's",
+    )
+    arguments = parser.parse_args()
+    try:
+        scale_dtype = getattr(torch, arguments.scale_dtype)
+        counts = quantize_checkpoint(arguments.checkpoint, arguments.out, scale_dtype)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
+    result = {"out": str(arguments.out), "converted": counts.converted, "kept": len(counts.kept)}
+    result |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
