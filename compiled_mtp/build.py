@@ -52,6 +52,7 @@ from compiled_mtp.memory import (
     plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.draft_head import DraftHeadPlan, plan_draft_head
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.headers import read_headers
@@ -83,7 +84,7 @@ _TRACED = (
     *("programs.py", "prompt_logprobs.py", "step.py", "step_output.py"),
 )
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
-# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads and weight_recipe.
+# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe and draft_vocab.
 _CONFIG_APART = frozenset(
     {
         "model",
@@ -91,6 +92,7 @@ _CONFIG_APART = frozenset(
         "compile",
         "graph_cache",
         "mtp_depths",
+        "draft_vocab",
         "seed",
         "max_in_flight",
         "reference_ops",
@@ -164,6 +166,7 @@ class _Settings:
     recipe: Recipe | None
     formats: Formats
     cache: Path | None
+    draft_head: DraftHeadPlan
 
     @property
     def mtp_step(self) -> int:
@@ -195,10 +198,10 @@ def build(
     target, draft = _load(settings, progress, fill)
     unit = _row_unit(settings, target)
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
-    draft_ids = _draft_ids(settings)
     most_rows = max(bucket.rows for bucket in buckets)
     half_rows = most_rows if features.with_halves else 0
-    memory = _plan_memory(settings, 0 if draft_ids is None else len(draft_ids), half_rows, most_rows)
+    draft_head_bytes = settings.draft_head.num_bytes(target.head_weight)
+    memory = _plan_memory(settings, draft_head_bytes, half_rows, most_rows)
     num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
@@ -208,7 +211,7 @@ def build(
     graph_mode = choose_graph_mode(config, settings.device, weight_bytes) if settings.is_compiled else None
     key |= _late_key(settings, buckets, num_blocks, graph_mode)
     saved = _find_programs(settings, key)
-    step = _make_step(settings, target, draft, num_blocks, max_model_len, draft_ids, half_rows)
+    step = _make_step(settings, target, draft, num_blocks, max_model_len, half_rows)
     moves = _make_moves(settings, step, memory, host, shelf)
     programs = _make_programs(settings, step, buckets, graph_mode)
     if settings.is_compiled:
@@ -256,7 +259,7 @@ def lay_out(order: Order) -> Programs:
     )
     target, draft = _load(settings, None, lambda parameters: None)
     sizes = (order.num_blocks, order.max_model_len)
-    step = _make_step(settings, target, draft, *sizes, _draft_ids(settings), order.half_rows)
+    step = _make_step(settings, target, draft, *sizes, order.half_rows)
     return _make_programs(settings, step, order.buckets, None)
 
 
@@ -354,6 +357,7 @@ def _resolve(
         num_threads = 1
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    depths = _depths(config, features, is_compiled=is_compiled)
     use_reference(config.reference_ops)
     if config.reference_ops:
         logger.warning("on their reference: %s", ", ".join(config.reference_ops))
@@ -367,7 +371,7 @@ def _resolve(
         model=model_config,
         features=features,
         is_compiled=is_compiled,
-        depths=_depths(config, features, is_compiled=is_compiled),
+        depths=depths,
         num_valid_ids=num_valid_ids,
         device=device,
         dtype=dtype,
@@ -376,6 +380,7 @@ def _resolve(
         recipe=recipe,
         formats=read_formats(model_config, config.model if is_checkpoint else None, device, recipe),
         cache=cache,
+        draft_head=plan_draft_head(config, model_config, num_valid_ids, device, depths[-1][1]),
     )
 
 
@@ -428,7 +433,6 @@ def _make_step(
     draft: DraftModel | None,
     num_blocks: int,
     max_model_len: int,
-    draft_ids: torch.Tensor | None,
     half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
@@ -454,7 +458,7 @@ def _make_step(
         settings.num_valid_ids,
         max_model_len,
         config.synthetic_acceptance,
-        draft_ids,
+        settings.draft_head.make(target.head_weight),
         half_rows,
     )
 
@@ -477,16 +481,7 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
     return unit
 
 
-def _draft_ids(settings: _Settings) -> torch.Tensor | None:
-    """The ids the draft chooses from [n] int64: the lowest, and the eos ids; None for all."""
-    count, num_valid_ids = settings.config.draft_vocab, settings.num_valid_ids
-    if count is None or count >= num_valid_ids or not settings.mtp_step:
-        return None
-    special = [i for i in sorted(settings.model.eos_token_ids) if count <= i < num_valid_ids]
-    return torch.tensor([*range(count), *special], dtype=torch.int64, device=settings.device)
-
-
-def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most_rows: int) -> MemoryPlan:
+def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, most_rows: int) -> MemoryPlan:
     """What fits beside the weights, a draft head of its own, the rows of halves, a slice of a prompt's
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
@@ -494,7 +489,7 @@ def _plan_memory(settings: _Settings, draft_head_rows: int, half_rows: int, most
     shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
-    other_bytes = (draft_head_rows + half_rows) * model.hidden_size * dtype.itemsize
+    other_bytes = draft_head_bytes + half_rows * model.hidden_size * dtype.itemsize
     other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
     # What rounds of depth 0 keep for the draft.
     other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
@@ -568,6 +563,7 @@ def _early_key(settings: _Settings) -> dict[str, Any]:
         "weight_recipe": settings.recipe,
         "weight_formats": {name: form.name for name, form in sorted(settings.formats.items())},
         "depths": settings.depths,
+        "draft_ids": settings.draft_head.num_ids,
         "with_halves": settings.features.with_halves,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,

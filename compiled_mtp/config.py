@@ -70,6 +70,20 @@ def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
     return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
 
 
+_COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
+
+
+def _count_or_file(value: Any) -> Any:
+    if value is None or isinstance(value, Path):
+        return value
+    if isinstance(value, str) and not value.lstrip("+-").isdigit():
+        return Path(value).expanduser()
+    try:
+        return _COUNT.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(_explain({**error.errors()[0], "loc": ("draft_vocab",)})) from None
+
+
 class EngineConfig(BaseSettings):
     """How to run a checkpoint; keyword arguments win over COMPILED_MTP_* variables, and both over defaults.
 
@@ -171,10 +185,15 @@ class EngineConfig(BaseSettings):
         "as its graph_cache was made, else reduce-overhead for models of 1 GiB and more",
     )
     graph_cache: Path | None = Field(default=None, description="a file that `compiled-mtp export` wrote")
-    draft_vocab: int | None = Field(
+    draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
         default=None,
-        ge=1,
-        description="draft only from that many lowest ids and the eos ids; default: all",
+        description="draft only from that many lowest ids, or from the ids in a file (one a line, or a JSON "
+        "list: tools/rank_vocabulary.py), and the eos ids; default: all",
+    )
+    draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+        default="auto",
+        description="of the rows of the head that drafts read: the weights' dtype, or FP8 in blocks of 128, "
+        "which is a copy of its own",
     )
     seed: int | None = Field(
         default=None,

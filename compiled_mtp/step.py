@@ -22,6 +22,7 @@ from compiled_mtp.cache.slot_sampling import PROCESSED_LOGPROBS
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.models.draft_head import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
@@ -55,6 +56,7 @@ class Step(nn.Module):
 
     cos_sin: torch.Tensor
     draft_head: torch.Tensor | None
+    draft_head_scale: torch.Tensor | None
     hash_limit: torch.Tensor | None
     draft_ids: torch.Tensor | None
     verified_hidden: torch.Tensor
@@ -73,7 +75,7 @@ class Step(nn.Module):
         num_valid_ids: int,
         max_model_len: int,
         synthetic_acceptance: float | None = None,
-        draft_ids: torch.Tensor | None = None,
+        draft_head: DraftHead | None = None,
         half_rows: int = 0,
     ) -> None:
         super().__init__()
@@ -96,9 +98,10 @@ class Step(nn.Module):
         self.register_buffer("hash_limit", slots.pos.new_zeros(1) if is_synthetic else None)
         if synthetic_acceptance is not None:
             self.accept_at(synthetic_acceptance)
-        # A cut head costs acceptance where the target draws another id, and never a token.
-        self.register_buffer("draft_ids", draft_ids)
-        self.register_buffer("draft_head", None if draft_ids is None else target.head_weight[draft_ids])
+        head = DraftHead() if draft_head is None else draft_head
+        self.register_buffer("draft_head", head.weight)
+        self.register_buffer("draft_head_scale", head.scale)
+        self.register_buffer("draft_ids", head.ids)
         self.reserve_halves(half_rows)
 
     def accept_at(self, rate: float | None) -> None:
@@ -414,7 +417,7 @@ class Step(nn.Module):
                 # The pair of the draft before.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self._draft_forward(token, hidden, chained)
-            logits = linear(hidden, head, None, True, False)
+            logits = linear(hidden, head, self.draft_head_scale, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
             before = drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1)
             sampling = self._sampling_of(before, chain_positions[i, :batch], rows.state_index)

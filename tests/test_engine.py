@@ -255,7 +255,7 @@ def test_an_fp8_cache_changes_logits_little_and_halves_its_bytes(checkpoint: Pat
         rows = step._rows(index, index.long(), start, 200, start, length)
         tokens = torch.tensor(prompt_of(200, 1, VOCAB))
         hidden = step.target(tokens, rows, step.kv_cache, step.state_cache, step.cos_sin)
-        logits.append(step.target.logits(hidden, is_prefill=True))
+        logits.append(step.target.logits(hidden))
     # Keys and values of 256 dims and two scales, one KV head.
     assert bytes_a_token == [2 * 256 * 2, 2 * (256 + 4)]
     # Measured on logits of scale 4.6: 0.039 in the mean square, 0.3 at most; 0.062 and 1.6 for Qwen3-Next,
@@ -304,6 +304,34 @@ def test_a_cut_draft_vocabulary_changes_no_token(checkpoint: Path, stream: list[
         drafted |= set(step.slots.drafts[1:].flatten().tolist())
     assert tokens["a"] == stream
     assert all(i < 100 or i in engine.model_config.eos_token_ids or i == 13 for i in drafted)
+    assert len(drafted) > 5
+
+
+def test_a_ranked_draft_head_in_fp8_changes_no_token(
+    checkpoint: Path, stream: list[int], tmp_path: Path
+) -> None:
+    ranked = tmp_path / "ids.txt"
+    ranked.write_text("\n".join(map(str, range(199, 20, -2))), encoding="utf-8")
+    engine = make_engine(checkpoint, mtp_step=3, draft_vocab=ranked, draft_head_dtype="float8_e4m3fn")
+    step, eos_ids = engine.runner.step, engine.model_config.eos_token_ids
+    assert step.draft_head is not None
+    assert step.draft_head.dtype == torch.float8_e4m3fn
+    assert step.draft_ids is not None
+    named = {*range(21, 200, 2), *eos_ids}
+    assert step.draft_ids.tolist() == sorted(named)
+    drafted: set[int] = set()
+    params = [GREEDY, GREEDY.model_copy(update={"temperature": 0.8, "seed": 3})]
+    for name, chosen in zip("ab", params, strict=True):
+        engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=chosen, request_id=name)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        collect(tokens, engine.step())
+        drafted |= set(step.slots.drafts[1:].flatten().tolist())
+    assert tokens["a"] == stream
+    plain = make_engine(checkpoint, mtp_step=0)
+    assert plain.generate([prompt_of(20, 1, VOCAB)], params[1])[0].new_token_ids == tokens["b"]
+    # 13 is what slots hold before they hold a draft.
+    assert drafted <= named | {0, 13}
     assert len(drafted) > 5
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_op import read_bandwidth
 from op_cases import SHAPES
+from torch._dynamo.utils import calculate_time_spent
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
@@ -151,7 +152,9 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     if step.draft is not None:
         chain = (mtp_step - 1) * layer_bytes(step.draft, batch)
         items["draft_layers"] = layer_bytes(step.draft, rows) + chain
-        items["draft_heads"] = float(head * mtp_step)
+        own = (step.draft_head, step.draft_head_scale)
+        rows_read = sum(part.nbytes for part in own if part is not None) or head
+        items["draft_heads"] = float(rows_read * mtp_step)
         items["draft_kv"] = block * context * batch * mtp_step
     return items
 
@@ -341,6 +344,8 @@ def main() -> None:
         "--export", type=Path, metavar="FILE", help="time the start alone and write a graph cache"
     )
     parser.add_argument("--graph-cache", type=Path, metavar="FILE", help="start from what --export wrote")
+    parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
+    parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
     arguments = parser.parse_args()
@@ -361,6 +366,15 @@ def main() -> None:
             status = subprocess.run([sys.executable, __file__, *given]).returncode
             if status:
                 sys.exit(status)
+
+
+def start_by_phase(startup_s: float) -> dict[str, float]:
+    """Seconds of this process's start: what Dynamo traces, what its backends make of that, and the rest
+    (first launches, which compile our kernels, captures, caches)."""
+    spent = calculate_time_spent()
+    traced, generated = spent.get("entire_frame_compile", 0.0), spent.get("backend_compile", 0.0)
+    phases = {"trace": traced - generated, "generate": generated, "rest": startup_s - traced}
+    return {name: round(seconds, 1) for name, seconds in phases.items()}
 
 
 def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
@@ -395,6 +409,8 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         graph_mode=mode,
         graph_cache=arguments.graph_cache,
         synthetic_acceptance=rate,
+        draft_vocab=arguments.draft_vocab,
+        draft_head_dtype=arguments.draft_head_dtype,
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
     )
@@ -407,6 +423,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
 
     runner = Runner(config, model, model.vocab_size, None, fill)
     startup_s = time.perf_counter() - loaded[0]
+    phases = start_by_phase(startup_s)
     mode = str(runner.programs.graph_mode)  # what "auto" stands for
     if arguments.export:
         begin = time.perf_counter()
@@ -414,8 +431,8 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         size = save(arguments.export, directory, runner.cache_key)
         export_s = time.perf_counter() - begin
         print(
-            f"S={mtp_step} {mode} {len(runner.programs.buckets)} buckets: cold start {startup_s:.1f} s, "
-            f"{size / 1e6:.1f} MB written in {export_s:.1f} s"
+            f"S={mtp_step} {mode} {len(runner.programs.buckets)} buckets: cold start {startup_s:.1f} s "
+            f"{phases}, {size / 1e6:.1f} MB written in {export_s:.1f} s"
         )
         return
     check_rows(runner, batches)
@@ -426,6 +443,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
             print_kernels(kernels)
         fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
         row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
+        row |= {"start_s_by_phase": phases}
         row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
         row |= {"total_s": round(time.perf_counter() - begin, 1)}
         print(

@@ -1,0 +1,61 @@
+"""Which ids drafts are chosen from, as `draft_vocab` says; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from compiled_mtp.errors import fail, quote, shown
+
+_MAKE_ONE = "make one with tools/rank_vocabulary.py"
+
+
+def read_ids(path: Path, num_valid_ids: int) -> list[int]:
+    """The ids in a file, one a line or a JSON list of them, in its order.
+
+    Raises ValueError, naming draft_vocab and what is wrong, for a file that cannot be read, without ids, with
+    something that is no id, with an id twice, or with one beyond num_valid_ids.
+    """
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "be a number of ids or a readable file of ids"
+        raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
+    entries: object
+    try:
+        entries = json.loads(text) if text.startswith("[") else [json.loads(e) for e in text.split()]
+    except (ValueError, RecursionError) as error:
+        rule = "name a file with an id a line or a JSON list of them"
+        raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
+    ids: list[int] = []
+    seen: set[int] = set()
+    assert isinstance(entries, list)
+    for entry in entries:
+        # A bool is an int of Python's.
+        if type(entry) is not int or not 0 <= entry < num_valid_ids:
+            rule = f"name ids in 0..{num_valid_ids - 1} only"
+            remedy = f"drop it from {path}, or count anew with this checkpoint's tokenizer"
+            raise fail("draft_vocab", rule, shown(entry), remedy)
+        if entry in seen:
+            raise fail("draft_vocab", "name every id once", f"{entry} twice", f"drop one from {path}")
+        seen.add(entry)
+        ids.append(entry)
+    if not ids:
+        raise fail("draft_vocab", "name at least one id", "an empty file", f"{_MAKE_ONE} as {path}")
+    return ids
+
+
+def choose_draft_ids(
+    draft_vocab: int | Path | None, num_valid_ids: int, eos_token_ids: Collection[int]
+) -> tuple[int, ...] | None:
+    """The ids that drafts are chosen from, ascending, None for all; eos ids are always among them."""
+    if draft_vocab is None:
+        return None
+    named = (
+        range(min(draft_vocab, num_valid_ids))
+        if isinstance(draft_vocab, int)
+        else read_ids(draft_vocab, num_valid_ids)
+    )
+    ids = {*named, *(i for i in eos_token_ids if i < num_valid_ids)}
+    return None if len(ids) == num_valid_ids else tuple(sorted(ids))

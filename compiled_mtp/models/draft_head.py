@@ -1,0 +1,75 @@
+"""The head that drafts read, where it is not the target's: fewer rows, or rows in FP8.
+
+It costs acceptance where the target draws an id that is missing or that rounding has moved, and never a
+token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.draft_vocabulary import choose_draft_ids
+from compiled_mtp.errors import fail
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.ops.fp8 import converts_fp8, quantize_weight, scale_shape
+
+
+class DraftHead(NamedTuple):
+    """weight [n, H] of the target's dtype, or FP8 with scale [ceil(n/128), ceil(H/128)]; None: the target's.
+
+    ids [n] int64: those of the rows; None for 0, 1, ...
+    """
+
+    weight: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftHeadPlan:
+    """Which rows of the target's head drafts read, ascending, None for all, and whether in FP8."""
+
+    ids: tuple[int, ...] | None
+    is_fp8: bool
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many rows, None for all."""
+        return None if self.ids is None else len(self.ids)
+
+    def make(self, head: torch.Tensor) -> DraftHead:
+        """Copy what is needed of the target's head [V, H]."""
+        ids = None
+        if self.ids is not None:
+            ids = torch.tensor(self.ids, dtype=torch.int64, device=head.device)
+        weight = head if ids is None else head[ids]
+        if self.is_fp8:
+            return DraftHead(*quantize_weight(weight), ids)
+        return DraftHead() if ids is None else DraftHead(weight, None, ids)
+
+    def num_bytes(self, head: torch.Tensor) -> int:
+        """What `make` takes of the device's memory."""
+        rows, width = self.num_ids or len(head), head.shape[1]
+        if not self.is_fp8:
+            return rows * width * head.itemsize if self.ids is not None else 0
+        blocks = scale_shape((rows, width))
+        return rows * width + blocks[0] * blocks[1] * torch.float32.itemsize
+
+
+def plan_draft_head(
+    config: EngineConfig, model: ModelConfig, num_valid_ids: int, device: torch.device, mtp_step: int
+) -> DraftHeadPlan:
+    """What config.draft_vocab and draft_head_dtype ask for, of rounds of at most mtp_step drafts.
+
+    Raises ValueError for a file of ids that does not fit, and for FP8 on a GPU that cannot convert it.
+    """
+    ids = choose_draft_ids(config.draft_vocab, num_valid_ids, model.eos_token_ids)
+    is_fp8 = config.draft_head_dtype != "auto"
+    if is_fp8 and device.type == "cuda" and not converts_fp8(device):
+        remedy = "its kernels need compute capability 8.9, pass auto"
+        raise fail("draft_head_dtype", "be auto on this GPU", config.draft_head_dtype, remedy)
+    return DraftHeadPlan(ids, is_fp8) if mtp_step else DraftHeadPlan(None, False)

@@ -1,0 +1,71 @@
+"""Rank a checkpoint's ids by how often they occur in text, for `draft_vocab`.
+
+    python tools/rank_vocabulary.py --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
+    compiled-mtp run --model Qwen/Qwen3.5-4B --draft-vocab ids.txt --prompt-file prompts.jsonl
+
+Drafts are then chosen from those ids and the eos ids alone: reading fewer rows of the head makes a draft
+cheaper, and costs acceptance where the target draws another id, never a token. The text should be like the
+text that will be generated: what the model has said is better than what it will be asked. Directories are
+searched for --suffix. Ids that do not occur are left out. Ends in one JSON line: how many ids occurred, and
+the share of all tokens that the ids written cover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compiled_mtp import EngineConfig
+from compiled_mtp.hub import find_checkpoint
+from compiled_mtp.tokenizer import Tokenizer
+
+
+def find_texts(paths: Iterable[Path], suffix: str) -> Iterator[Path]:
+    """The files among `paths`, and those with that suffix below the directories among them, in order."""
+    for path in paths:
+        yield from sorted(path.rglob(f"*{suffix}")) if path.is_dir() else (path,)
+
+
+def count_ids(tokenizer: Tokenizer, paths: Iterable[Path], suffix: str) -> Counter[int]:
+    """How often each id occurs in the texts; what is not UTF-8 is read as replacement characters."""
+    counts: Counter[int] = Counter()
+    for path in find_texts(paths, suffix):
+        counts.update(tokenizer.encode(path.read_text(encoding="utf-8", errors="replace")))
+    return counts
+
+
+def rank(counts: Counter[int], top: int | None) -> list[int]:
+    """The ids, the most frequent first and the lower of two as frequent; at most `top`."""
+    return sorted(counts, key=lambda i: (-counts[i], i))[:top]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="+", type=Path, help="texts, and directories of them")
+    parser.add_argument("--model", type=Path, default=EngineConfig().model, help="whose tokenizer counts")
+    parser.add_argument("--suffix", default=".txt", help="of the files in directories")
+    parser.add_argument("--top", type=int, help="how many ids to write; default: all that occur")
+    parser.add_argument("--output", type=Path, required=True, help="one id a line, the most frequent first")
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer(find_checkpoint(arguments.model, is_offline=False))
+    counts = count_ids(tokenizer, arguments.paths, arguments.suffix)
+    if not counts:
+        parser.error("no tokens in these texts")
+    ids = rank(counts, arguments.top)
+    arguments.output.write_text("".join(f"{i}\n" for i in ids), encoding="utf-8")
+    tokens, covered = counts.total(), sum(counts[i] for i in ids)
+    print(
+        json.dumps({"tokens": tokens, "occurred": len(counts), "ids": len(ids), "coverage": covered / tokens})
+    )
+
+
+if __name__ == "__main__":
+    main()
