@@ -74,6 +74,8 @@ logger = logging.getLogger(__name__)
 _CACHE_SHARE = 0.85
 # Of the host's free memory, for requests that must leave the device.
 _OFFLOAD_SHARE = 0.1
+# Of a prompt, for each state that the prefix cache keeps in host memory.
+_SHELF_TOKENS = 512
 # Of stored weights. Below, waiting for each other at every operator costs threads more than they save: the
 # checkpoint that ships, of 22 MB, decodes at 1.6 times the speed with one thread as with two on two idle
 # cores, and on busy ones at many times.
@@ -84,7 +86,8 @@ _TRACED = (
     *("programs.py", "prompt_logprobs.py", "step.py", "step_output.py"),
 )
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
-# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe and draft_vocab.
+# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe,
+# draft_vocab, draft_head_dtype and prefill_chunk.
 _CONFIG_APART = frozenset(
     {
         "model",
@@ -103,7 +106,7 @@ _CONFIG_APART = frozenset(
         "mask_threads",
     }
     | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
-    | {"weight_recipe"}
+    | {"weight_recipe", "draft_head_dtype", "prefill_chunk"}
 )
 _MODEL_APART = ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized")
 
@@ -437,6 +440,8 @@ def _make_step(
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
     slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.mtp_step
+    # Before the caches, since making it takes more than it is.
+    draft_head = settings.draft_head.make(target.head_weight)
     kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
     slot_state = SlotState(
         slots,
@@ -458,7 +463,7 @@ def _make_step(
         settings.num_valid_ids,
         max_model_len,
         config.synthetic_acceptance,
-        settings.draft_head.make(target.head_weight),
+        draft_head,
         half_rows,
     )
 
@@ -519,7 +524,7 @@ def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, mos
         max_model_len=settings.max_model_len,
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config),
-        blocks_per_chunk=config.resolve_prefill_chunk(settings.device.type) // config.block_size,
+        blocks_per_chunk=config.resume_step // config.block_size,
         other_bytes=other_bytes + length_bytes(config, model, settings.device.type, longest, most_rows),
     )
 
@@ -537,12 +542,9 @@ def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
 def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
     """Room in host memory for what the prefix cache gives up on the device."""
     config = settings.config
-    blocks_per_chunk = config.resolve_prefill_chunk(settings.device.type) // config.block_size
-    return plan_shelf(
-        shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE)),
-        memory,
-        blocks_per_chunk,
-    )
+    shelf = shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE))
+    # A launch's worth of blocks to a state.
+    return plan_shelf(shelf, memory, max(_SHELF_TOKENS, config.resume_step) // config.block_size)
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:
@@ -564,6 +566,8 @@ def _early_key(settings: _Settings) -> dict[str, Any]:
         "weight_formats": {name: form.name for name, form in sorted(settings.formats.items())},
         "depths": settings.depths,
         "draft_ids": settings.draft_head.num_ids,
+        "draft_head_is_fp8": settings.draft_head.is_fp8,
+        "prefill_chunk": settings.config.resolve_prefill_chunk(settings.device.type),
         "with_halves": settings.features.with_halves,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,

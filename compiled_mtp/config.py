@@ -162,7 +162,7 @@ class EngineConfig(BaseSettings):
         multiple_of=64,
         description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of "
         f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_CPU_CHUNK} on a CPU, "
-        f"{_GPU_CHUNK} on a GPU, {_BUSY_CHUNK} there while other requests decode",
+        f"{_GPU_CHUNK} on a GPU, and {_BUSY_CHUNK} there while other requests decode",
     )
     prefix_cache: bool = Field(
         default=True,
@@ -300,10 +300,15 @@ class EngineConfig(BaseSettings):
         rule = f"be a multiple of block_size ({self.block_size})"
         fits = (self.prefill_chunk or 0) % self.block_size == 0
         check(fits, "prefill_chunk", rule, self.prefill_chunk, "change one of the two")
-        step = math.lcm(PREFILL_MULTIPLE, self.block_size)
+        step = self.resume_step
         rule = f"divide a multiple of {PREFILL_MULTIPLE} that is at most {MOST_PREFILL_CHUNK}"
         check(step <= MOST_PREFILL_CHUNK, "block_size", rule, self.block_size, "give a power of two")
         return self
+
+    @property
+    def resume_step(self) -> int:
+        """A prompt may resume at multiples of so many tokens: whole blocks, whole chunks of GDN layers."""
+        return math.lcm(PREFILL_MULTIPLE, self.block_size)
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -334,13 +339,21 @@ class EngineConfig(BaseSettings):
         """The most tokens of a prompt in one launch on `device` ('cpu' or 'cuda')."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
-        step = math.lcm(PREFILL_MULTIPLE, self.block_size)
-        return max(1, (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK) // step) * step
+        return self._whole_steps(_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
 
     def resolve_busy_chunk(self, device: str) -> int:
         """The most tokens of a prompt in a launch that rounds of other requests wait for."""
-        chunk, step = self.resolve_prefill_chunk(device), math.lcm(PREFILL_MULTIPLE, self.block_size)
-        return chunk if device == "cpu" else min(chunk, max(1, _BUSY_CHUNK // step) * step)
+        if self.prefill_chunk is not None or device == "cpu":
+            return self.resolve_prefill_chunk(device)
+        return self._whole_steps(_BUSY_CHUNK)
+
+    def resolve_least_saved(self, device: str) -> int:
+        """Tokens that a launch of its own must save a prompt that comes again: on a GPU even a short launch
+        reads every weight."""
+        return _BUSY_CHUNK if device == "cuda" else 0
+
+    def _whole_steps(self, num_tokens: int) -> int:
+        return max(1, num_tokens // self.resume_step) * self.resume_step
 
     def resolve_max_in_flight(self, device: str) -> int:
         """Steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
 from compiled_mtp.front import Front
-from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox
 from compiled_mtp.masks import Masks
@@ -136,7 +134,8 @@ class Engine:
             shelf_records=self.runner.shelf.num_records,
             shelf_blocks=self.runner.shelf.num_blocks,
             # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
-            prefix_step=math.lcm(PREFILL_MULTIPLE, self.config.block_size),
+            prefix_step=self.config.resume_step,
+            least_saved=self.config.resolve_least_saved(self.runner.device.type),
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.graphs.buckets import Bucket, pick, pick_prefill_length, prefill_lengths
+from compiled_mtp.graphs.buckets import (
+    PREFILL_MULTIPLE,
+    Bucket,
+    pick,
+    pick_prefill_length,
+    prefill_lengths,
+)
 from compiled_mtp.graphs.compile import (
     GraphMode,
     Program,
@@ -208,8 +214,10 @@ class Programs:
         count = len(token_ids)
         length = pick_prefill_length(self.lengths, count)
         buffer = self._prefill_inputs[length]
-        # Beyond `count` an uncompiled chunk ends; a compiled one has padding that Step.prefill masks.
-        tokens = buffer if self.is_compiled else buffer[:count]
+        # A compiled chunk has padding that Step.prefill masks. An uncompiled one ends, but on a GPU not
+        # before 64 rows: few rows take the attention of rounds, and a chunk's end must decide no bit.
+        least = PREFILL_MULTIPLE if self.device.type == "cuda" else 0
+        tokens = buffer if self.is_compiled else buffer[: max(count, least)]
         self._upload(buffer[:count], token_ids)
         self._upload(self._prefill_slot, (slot,))
         self._upload(self._start, (start,))

@@ -376,7 +376,7 @@ def test_engine_defaults() -> None:
         ({"block_size": 48}, "cuda", 1920, 384),
         ({"block_size": 2112}, "cuda", 2112, 2112),
         ({"prefill_chunk": 256}, "cuda", 256, 256),
-        ({"prefill_chunk": 4096}, "cuda", 4096, 512),
+        ({"prefill_chunk": 4096}, "cuda", 4096, 4096),
         ({"prefill_chunk": 4096}, "cpu", 4096, 4096),
     ],
 )

@@ -90,6 +90,41 @@ def test_prompts_that_part_share_what_is_before_the_parting() -> None:
     assert [run(scheduler, runner, one)[0] for one in requests] == [0, 0, 16]
 
 
+@pytest.mark.parametrize("chunk", [8, 32, 64])
+def test_a_parting_within_a_launch_is_a_place_to_resume_at(chunk: int) -> None:
+    """It lies before the place where the prompt itself would resume, often in the same launch."""
+    scheduler, runner = make(prefill_chunk=chunk, prefix_step=4)
+    common = list(range(100, 120))
+    requests = [request_of(str(n), [*common, *[n] * 9], seed=n) for n in range(5)]
+    cached = [run(scheduler, runner, one)[0] for one in requests]
+    # The first launch of short chunks ends at 16, where the second resumes.
+    assert cached == [0, 16 if chunk == 8 else 0, 20, 20, 20]
+
+
+def test_a_launch_ends_early_only_where_that_saves_enough() -> None:
+    scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=16)
+    for length, stops in ((15, []), (18, [16]), (40, [32]), (51, [32, 48])):
+        before = len(runner.plans)
+        run(scheduler, runner, request_of(str(length), [length] * length))
+        chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
+        assert [plan.start for plan in chunks] == [0, *stops]
+
+
+def test_who_shares_little_does_not_wait_for_it() -> None:
+    """Four common tokens without a checkpoint behind them are no reason to wait for another's end."""
+    expected = []
+    for common in (4, 16):
+        scheduler, runner = make(1, prefill_chunk=16, prefix_step=4, max_batch=2)
+        for n in range(2):
+            scheduler.add(request_of(str(n), [*range(100, 100 + common), *[n] * (22 - common)], 9, n))
+        while not any(one.is_first_token_due for one in scheduler._holdings.owners.values()):
+            step(scheduler, runner)
+        (waiting,) = scheduler._planner.waiting.values()
+        expected.append(scheduler.prefix.is_expected(waiting))
+        stream(scheduler, runner)
+    assert expected == [False, True]
+
+
 def test_live_requests_hold_the_same_blocks() -> None:
     scheduler, runner = make(max_batch=3, mtp_step=0)
     run(scheduler, runner, make_request("a", 33, 4))
@@ -545,13 +580,11 @@ def test_a_chunk_is_short_while_rounds_wait_for_it() -> None:
     scheduler.add(first)
     for _ in range(4):
         step(scheduler, runner)
-    before = len(runner.plans)
     scheduler.add(second)
     stream(scheduler, runner)
     lengths = [len(plan.token_ids) for plan in runner.plans if plan.kind == "prefill"]
     assert lengths[:2] == [32, 1]
     assert lengths[2:6] == [8, 8, 8, 8]
-    assert len(runner.plans) > before
     limit = scheduler.limits.max_model_len
     for one in (first, second):
         assert one.output_token_ids == expected_tokens(one, limit)

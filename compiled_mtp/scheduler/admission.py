@@ -35,7 +35,9 @@ class Admission:
             # Alone it may have everything: `Limits.fit` has seen to it that this is enough.
             return needed <= holdings.pool.num_free
         # A chunk and a round take turns.
-        chunks = -(-holding.request.prompt_len // limits.prefill_chunk) if is_waiting else 0
+        chunk = limits.busy_chunk or limits.prefill_chunk
+        # Two more: it may stop where it parts from another prompt, and before its last tokens.
+        chunks = -(-holding.request.prompt_len // chunk) + 2 if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
         needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows) - shared)
         for other in others:

@@ -15,6 +15,7 @@ _LEAST = {
     "num_checkpoints": 0,
     "prefix_step": 0,
     "busy_chunk": 0,
+    "least_saved": 0,
     "shelf_records": 0,
     "shelf_blocks": 0,
 }
@@ -24,7 +25,8 @@ _LEAST = {
 class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
     from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
-    for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
+    for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk;
+    least_saved: what a launch must save the same prompt's next coming to end where that would resume.
     num_checkpoints of the prefix cache, 0 for none, and shelf_records and shelf_blocks of its host tier. Any
     thread may use it. Raises ValueError for a number that is too small, or steps that blocks or chunks do not
     hold whole.
@@ -44,6 +46,7 @@ class Limits:
     shelf_blocks: int = 0
     prefix_step: int = 0
     busy_chunk: int = 0
+    least_saved: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

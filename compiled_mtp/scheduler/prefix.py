@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from compiled_mtp.scheduler.holdings import Holding
 
 
+# Common tokens for which a prompt waits until another's can be found, if no checkpoint is expected there.
+_LEAST_AWAITED = 512
+
+
 class Resumption(NamedTuple):
     """What a request begins from: the rows in `source`, a checkpoint or a record of the shelf, and the
     shelf's blocks of the last chunks before; the first are shared. checkpoint: where a state from the shelf
@@ -54,6 +58,7 @@ class PrefixCache:
 
     def __init__(self, limits: Limits) -> None:
         self.chunk = limits.resume_step
+        self.least_saved = limits.least_saved
         self.shelf = PrefixShelf(limits.shelf_records, limits.shelf_blocks)
         blocks_per_chunk = self.chunk // limits.block_size
         self.index = PrefixIndex(limits.num_checkpoints, blocks_per_chunk, self.shelf)
@@ -147,11 +152,16 @@ class PrefixCache:
 
     def is_expected(self, holding: Holding) -> bool:
         """Whether a prompt that begins as this one does has been computed, and is entered once its first
-        token is read: whoever waits for that shares it.
+        token is read: whoever waits for that shares it, or at least learns where the two part.
         """
-        keys = self._keys_of(holding)
+        keys, many = self._keys_of(holding), max(_LEAST_AWAITED // self.chunk, 1)
         return bool(keys) and any(
-            one.is_first_token_due and trail.keys[:1] == keys[:1] and self.index.find(trail.keys[-1]) is None
+            one.is_first_token_due
+            and self.index.find(trail.keys[-1]) is None
+            and (
+                trail.keys[many - 1 : many] == keys[many - 1 : many] != []
+                or any(keys[chunk.number - 1 : chunk.number] == [chunk.key] for chunk in trail.chunks)
+            )
             for one, trail in self._trails.items()
         )
 
@@ -163,13 +173,14 @@ class PrefixCache:
         return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
 
     def next_stop(self, holding: Holding, end: int) -> int:
-        """Where a launch that would go on to `end` stops: at the last place before it where others resume, or
-        this prompt would if it came again."""
-        trail = self._trails.get(holding)
+        """Where a launch that would go on to `end` stops first: where an earlier prompt parted from this one,
+        and at the last place where this one could resume if it came again, unless that saves too little."""
+        trail, start = self._trails.get(holding), holding.num_prefilled
         if trail is None:
             return end
-        places = (number * self.chunk for number in (trail.rest, trail.branch))
-        return max((place for place in places if holding.num_prefilled < place < end), default=end)
+        branch, rest = trail.branch * self.chunk, trail.rest * self.chunk
+        places = (branch, rest if rest - start >= self.least_saved else 0)
+        return min((place for place in places if start < place < end), default=end)
 
     def take_checkpoint(self, holding: Holding) -> int | None:
         """Where the state is to be copied that a chunk leaves which is planned now; None: nowhere."""

@@ -54,6 +54,7 @@ class Scheduler:
         shelf_blocks: int = 0,
         prefix_step: int = 0,
         busy_chunk: int = 0,
+        least_saved: int = 0,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class Scheduler:
             shelf_blocks=shelf_blocks,
             prefix_step=prefix_step,
             busy_chunk=busy_chunk,
+            least_saved=least_saved,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
