@@ -30,6 +30,7 @@ from compiled_mtp.cache_sizes import (
     staging_bytes,
 )
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.draft_choice import plan_draft_head
 from compiled_mtp.graph_choice import choose_compiled, choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
@@ -52,7 +53,7 @@ from compiled_mtp.memory import (
     plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.draft_head import DraftHeadPlan, plan_draft_head
+from compiled_mtp.models.draft_head import DraftHeadPlan
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.headers import read_headers
@@ -89,24 +90,12 @@ _TRACED = (
 # dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe,
 # draft_vocab, draft_head_dtype and prefill_chunk.
 _CONFIG_APART = frozenset(
-    {
-        "model",
-        "offline",
-        "compile",
-        "graph_cache",
-        "mtp_depths",
-        "draft_vocab",
-        "seed",
-        "max_in_flight",
-        "reference_ops",
-        "prefix_cache",
-        "prefix_cache_gb",
-        "check_weights",
-        "offload_gb",
-        "mask_threads",
-    }
-    | {"device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode", "num_threads"}
-    | {"weight_recipe", "draft_head_dtype", "prefill_chunk"}
+    (
+        *("model", "offline", "compile", "graph_cache", "mtp_depths", "seed", "max_in_flight"),
+        *("reference_ops", "prefix_cache", "prefix_cache_gb", "check_weights", "offload_gb", "mask_threads"),
+        *("draft_vocab", "device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode"),
+        *("num_threads", "weight_recipe", "draft_head_dtype", "prefill_chunk"),
+    )
 )
 _MODEL_APART = ("eos_token_ids", "generation_defaults", "max_position_embeddings", "dtype", "quantized")
 

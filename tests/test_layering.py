@@ -60,6 +60,8 @@ FLOORS = {
     "compiled_mtp.step": 6,
     "compiled_mtp.programs": 7,
     "compiled_mtp.build_order": 1,
+    "compiled_mtp.draft_vocabulary": 0,
+    "compiled_mtp.draft_choice": 5,
     "compiled_mtp.graph_choice": 3,
     "compiled_mtp.build": 8,
     "compiled_mtp.make_depths": 9,

@@ -11,11 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.draft_vocabulary import choose_draft_ids
-from compiled_mtp.errors import fail
-from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.ops.fp8 import converts_fp8, quantize_weight, scale_shape
+from compiled_mtp.ops.fp8 import quantize_weight, scale_shape
 
 
 class DraftHead(NamedTuple):
@@ -58,18 +54,3 @@ class DraftHeadPlan:
             return rows * width * head.itemsize if self.ids is not None else 0
         blocks = scale_shape((rows, width))
         return rows * width + blocks[0] * blocks[1] * torch.float32.itemsize
-
-
-def plan_draft_head(
-    config: EngineConfig, model: ModelConfig, num_valid_ids: int, device: torch.device, mtp_step: int
-) -> DraftHeadPlan:
-    """What config.draft_vocab and draft_head_dtype ask for, of rounds of at most mtp_step drafts.
-
-    Raises ValueError for a file of ids that does not fit, and for FP8 on a GPU that cannot convert it.
-    """
-    ids = choose_draft_ids(config.draft_vocab, num_valid_ids, model.eos_token_ids)
-    is_fp8 = config.draft_head_dtype != "auto"
-    if is_fp8 and device.type == "cuda" and not converts_fp8(device):
-        remedy = "its kernels need compute capability 8.9, pass auto"
-        raise fail("draft_head_dtype", "be auto on this GPU", config.draft_head_dtype, remedy)
-    return DraftHeadPlan(ids, is_fp8) if mtp_step else DraftHeadPlan(None, False)
