@@ -194,6 +194,10 @@ def test_the_digest_follows_code_and_tables(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
+def test_what_a_cache_does_not_depend_on_are_settings() -> None:
+    assert set(EngineConfig.model_fields) >= build._CONFIG_APART
+
+
 def test_the_digest_covers_what_traced_code_imports() -> None:
     """All but the interface of plans and the errors' words, of which nothing is traced."""
     package = Path(build.__file__).parent

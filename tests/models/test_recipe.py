@@ -28,16 +28,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_which_recipe_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability in ((8, 9), (9, 0)):
+    for capability in ((9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         for device, default in ((CPU, "w8a8"), (CUDA, "w8a16")):
             assert resolve_recipe("auto", has_fp8=True, device=device) == default
             for recipe in ("w8a8", "w8a16"):
                 assert resolve_recipe(recipe, has_fp8=True, device=device) == recipe
     assert resolve_recipe("auto", has_fp8=False, device=CPU) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert resolve_recipe("auto", has_fp8=True, device=CUDA) == "w8a16"
-    message = "weight_recipe must be w8a16 below compute capability 8.9, got w8a8 on 8.6; use auto or"
+    message = "weight_recipe must be w8a16 below compute capability 9.0, got w8a8 on 8.9; use auto or"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_recipe("w8a8", has_fp8=True, device=CUDA)
 
