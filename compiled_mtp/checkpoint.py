@@ -8,6 +8,7 @@ from pathlib import Path
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.front import Front
 from compiled_mtp.hub import find_checkpoint
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import SamplingParams
@@ -31,6 +32,14 @@ def open_front(config: EngineConfig) -> Front:
         )
     # A default out of range is found before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
+    tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+    return make_front(config, path, model_config, tokenizer)
+
+
+def make_front(
+    config: EngineConfig, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None
+) -> Front:
+    """The front of a model that is known, with limits that hold until an engine sets its own."""
     limits = Limits(
         max_batch=config.max_batch,
         num_blocks=sys.maxsize,
@@ -40,5 +49,4 @@ def open_front(config: EngineConfig) -> Front:
         mtp_step=config.depths[-1],
         max_in_flight=config.max_in_flight or 0,
     )
-    tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
     return Front(path, model_config, tokenizer, limits)

@@ -39,14 +39,13 @@ from llguidance import LLMatcher, LLTokenizer
 from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.build_order import Features
+from compiled_mtp.checkpoint import make_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.front import Front
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner import Runner
 from compiled_mtp.sampling.grammar_source import from_response_format
-from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.tokenizer import Tokenizer
 
 PREFILL_CHUNK, WARM_UP_ROUNDS = 64, 8
@@ -231,17 +230,7 @@ def make_engine(
     if arguments.compile == "on" or (arguments.device != "cpu" and torch.cuda.is_available()):
         given["batch_sizes"] = tuple(batches)
     config = EngineConfig(**given)
-    # The engine sets its own.
-    limits = Limits(
-        max_batch=config.max_batch,
-        num_blocks=sys.maxsize,
-        block_size=config.block_size,
-        max_model_len=config.resolve_max_model_len(model),
-        prefill_chunk=config.resolve_prefill_chunk("cuda"),
-        mtp_step=config.depths[-1],
-        max_in_flight=0,
-    )
-    front = Front(directory, model, Tokenizer(directory), limits)
+    front = make_front(config, directory, model, Tokenizer(directory))
     features = Features(with_halves=arguments.compile_halves)
     with mock.patch("compiled_mtp.engine.Runner", partial(Runner, features=features)):
         return Engine(config, front=front, fill=fill_random)

@@ -43,12 +43,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_step import LAYERS, WARM_UP_STEPS, fill_random, model_config, rate_for, start_loop
 
-from compiled_mtp.checkpoint import open_front
+from compiled_mtp.checkpoint import make_front, open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.front import Front
 from compiled_mtp.request import RequestOutput, SamplingParams
-from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.serve import Server, make_service, settle_interpreter
 from compiled_mtp.tokenizer import Tokenizer, byte_characters
@@ -323,16 +321,7 @@ def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path)
     given |= {"model": folder, "max_model_len": flags.context + longest}
     given["synthetic_acceptance"] = rate_for(flags.accept, 3)
     config = EngineConfig(**given)
-    limits = Limits(
-        max_batch=config.max_batch,
-        num_blocks=sys.maxsize,
-        block_size=config.block_size,
-        max_model_len=config.resolve_max_model_len(model),
-        prefill_chunk=config.resolve_prefill_chunk("cuda"),
-        mtp_step=config.depths[-1],
-        max_in_flight=config.max_in_flight or 0,
-    )
-    front = Front(folder, model, Tokenizer(folder), limits)
+    front = make_front(config, folder, model, Tokenizer(folder))
     return SharedEngine(config, front=front, fill=fill_random)
 
 

@@ -31,8 +31,7 @@ from bench_step import fill_random, model_config
 from op_cases import SHAPES
 
 from compiled_mtp import Engine, EngineConfig, RequestOutput, SamplingParams
-from compiled_mtp.front import Front
-from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.checkpoint import make_front
 
 
 class Timed(NamedTuple):
@@ -81,22 +80,13 @@ def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
         return Engine(EngineConfig(**given, compile=arguments.compile or "auto"))
     given |= {"dtype": "bfloat16", "compile": arguments.compile or "off"}
     config, model = EngineConfig(**given), model_config(arguments.shape)
-    limits = Limits(  # The engine sets its own.
-        max_batch=1,
-        num_blocks=sys.maxsize,
-        block_size=config.block_size,
-        max_model_len=longest,
-        prefill_chunk=config.resolve_prefill_chunk("cuda"),
-        mtp_step=arguments.mtp_step,
-        max_in_flight=0,
-    )
 
     def fill(parameters: Mapping[str, torch.Tensor]) -> None:
         """The same random numbers in both engines."""
         torch.manual_seed(0)
         fill_random(parameters)
 
-    return Engine(config, front=Front(arguments.model, model, None, limits), fill=fill)
+    return Engine(config, front=make_front(config, arguments.model, model, None), fill=fill)
 
 
 def main() -> None:
