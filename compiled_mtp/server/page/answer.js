@@ -1,6 +1,6 @@
 // One answer in the conversation: its text, round by round, in the colours of what became of the drafts.
 
-import { Placer, Rounds } from "/page/rounds.js";
+import { Placer, Rounds } from "./rounds.js";
 
 export class Answer {
   /** `show(answer, round, element)` is called for the round under the pointer or the focus, null when it is left. */

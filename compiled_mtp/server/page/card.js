@@ -1,6 +1,6 @@
 // The card beside a round under the pointer or the focus: what was drafted and what became of it.
 
-import { chips, describe } from "/page/panel.js";
+import { chips, describe } from "./panel.js";
 
 const card = document.getElementById("card");
 

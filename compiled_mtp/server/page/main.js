@@ -1,10 +1,10 @@
 // The page: takes prompts, streams answers, and lets the panel show how they were drafted.
 
-import { listModels, ServiceError, setKey, stream } from "/page/api.js";
-import { Answer } from "/page/answer.js";
-import { hideCard, showCard } from "/page/card.js";
-import { Panel } from "/page/panel.js";
-import { blame, forgive, samplingFields, systemPrompt } from "/page/settings.js";
+import { listModels, ServiceError, setKey, stream } from "./api.js";
+import { Answer } from "./answer.js";
+import { hideCard, showCard } from "./card.js";
+import { Panel } from "./panel.js";
+import { blame, forgive, samplingFields, systemPrompt } from "./settings.js";
 
 const byId = (id) => document.getElementById(id);
 const prompt = byId("prompt");
