@@ -9,6 +9,10 @@ export function hideCard() {
   for (const span of document.querySelectorAll("[aria-describedby='card']")) span.removeAttribute("aria-describedby");
 }
 
+export function isCardOpen() {
+  return !card.hidden;
+}
+
 /** Show it under `span`, or above where there is no room; never outside of the window. */
 export function showCard(round, span) {
   hideCard();
