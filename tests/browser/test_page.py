@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -609,6 +612,54 @@ def test_nothing_is_loaded_from_another_host(page: Page, scripted: Running) -> N
     page.open(scripted)
     page.one("nav a").click()
     page.wait(lambda: page.text("h1").startswith("What you see"))
+
+
+@contextmanager
+def below(prefix: str, server: Running) -> Iterator[str]:
+    """A proxy that has the server below `prefix`, which it takes off, and nothing else."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.removeprefix(prefix)
+            if path == self.path:
+                self.send_error(404)
+                return
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            kind = {"content-type": self.headers.get("content-type", "")}
+            answer = httpx.request(self.command, server.url + path, content=body, headers=kind, timeout=60)
+            self.send_response(answer.status_code)
+            self.send_header("content-type", answer.headers["content-type"])
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}{prefix}/"
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def test_the_page_works_below_a_prefix(page: Page, scripted: Running, talker: ScriptedEngine) -> None:
+    talker.say("Below.")
+    with below("/mtp", scripted) as url:
+        page.driver.get(url)
+        page.wait(lambda: page.count("#model option") == 2)
+        page.choose("chat")
+        page.ask("One?")
+        page.wait_for_end()
+        assert page.text(".answer:not(.reasoning)") == "Below."
+        page.one("nav a").click()
+        page.wait(lambda: page.text("h1").startswith("What you see"))
+        page.one("body > p > a").click()
+        page.wait(lambda: page.run("return location.href") == url and page.count("#model option") == 2)
 
 
 def luminance(colour: str) -> float:
