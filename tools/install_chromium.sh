@@ -17,5 +17,11 @@ else
 fi
 export DEBIAN_FRONTEND=noninteractive
 $as_root apt-get update -qq || fail "apt-get update failed"
+# Ubuntu has no such packages: its apt would put a stub there that a snap stands behind, without this driver.
+for package in chromium chromium-driver; do
+    apt-cache show "$package" >/dev/null 2>&1 ||
+        fail "apt has no package $package here; on Ubuntu: snap install chromium, then ln -s \
+/snap/bin/chromium.chromedriver /usr/local/bin/chromedriver; elsewhere install both by hand, on the path"
+done
 $as_root apt-get install --yes --quiet --no-install-recommends chromium chromium-driver fonts-inter ||
     fail "apt-get install failed"

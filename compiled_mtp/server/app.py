@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -105,6 +106,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     }
     for path, handler in gets.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
+        # A route of its own: one of two methods would stand in the document twice under one id.
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _as_response(error: ApiError, request: Request) -> Response:
-    body = error.body(api_of(request.url.path))
+    body = error.body(api_of(get_route_path(request.scope)))
     return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 

@@ -62,7 +62,7 @@ class ApiError(Exception):
 
 
 def api_of(path: str) -> Api:
-    """Return whose API a path belongs to."""
+    """Return whose API a path, without the prefix that the app is mounted at, belongs to."""
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 

@@ -13,6 +13,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette._utils import get_route_path
+
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, api_of
 from compiled_mtp.server.static import PATHS
@@ -23,7 +25,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Open to whoever reaches the port: load balancers ask before they know a key, and so do browsers.
+# Open to whoever reaches the port, but to no body: load balancers and browsers ask before they know a key.
+_OPEN_METHODS = ("GET", "HEAD")
 _OPEN_PATHS = frozenset(("/health", *PATHS))
 
 
@@ -42,16 +45,18 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = _Headers(scope["headers"])
+        # As the router has it: below the prefix, if one is mounted. The prefix alone leads to the page.
+        path = get_route_path(scope) or "/"
         try:
             self._check_host(headers)
-            if scope["path"] not in _OPEN_PATHS:
+            if scope["method"] not in _OPEN_METHODS or path not in _OPEN_PATHS:
                 self._check_key(headers)
             body = b""
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 self._check_kind(headers)
                 body = await self._read_body(headers, receive)
         except ApiError as error:
-            await _answer(error, scope["path"], send)
+            await _answer(error, path, send)
             return
         except _ClientGoneError:
             return

@@ -3,128 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp import SamplingParams
 from compiled_mtp.tokenizer import Tokenizer
-from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
-from tools.page_screenshot import open_browser, set_window
+from tests.browser.pages import END, ENTER, ESCAPE, LEFT, RIGHT, SHIFT, SIZE, SPACE, TAB, Page
+from tests.server.serving import Running, ScriptedEngine, make_family, running
+from tools.page_screenshot import set_window
 
 pytestmark = pytest.mark.browser
-SIZE = (1280, 800)
-# selenium is no package of `make test`, which collects this file too.
-SHIFT, ENTER, ESCAPE, TAB, LEFT, RIGHT, END, SPACE = (
-    *("\ue008", "\ue007", "\ue00c", "\ue004"),
-    *("\ue012", "\ue014", "\ue010", "\ue00d"),
-)
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Running]:
-    engine = Engine(EngineConfig(device="cpu"))
-    with running(engine, CHECKPOINT, engine.runner.max_model_len, served_model_name=()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def talker() -> ScriptedEngine:
-    return ScriptedEngine(Tokenizer(CHECKPOINT))
-
-
-@pytest.fixture(scope="module")
-def scripted(talker: ScriptedEngine) -> Iterator[Running]:
-    with running(talker, CHECKPOINT) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with open_browser(size=SIZE) as found:
-        yield found
-
-
-@pytest.fixture
-def page(driver: Any) -> Iterator[Page]:
-    found = Page(driver)
-    yield found
-    # What the policy refuses, and every error of ours, is written there. Answers that are errors are too.
-    logged = [one for one in driver.get_log("browser") if "Failed to load resource" not in one["message"]]
-    assert logged == []
-    set_window(driver, SIZE)
-
-
-class Page:
-    """What a user does, and sees."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def open(self, server: Running, path: str = "/") -> Page:
-        self.driver.get(server.url + path)
-        self.wait(lambda: self.run("return document.readyState") == "complete")
-        if path == "/":
-            self.wait(lambda: self.all("#model option") or self.text("#error"))
-        return self
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def all(self, selector: str) -> list[Any]:
-        return list(self.driver.find_elements("css selector", selector))
-
-    def one(self, selector: str) -> Any:
-        return self.driver.find_element("css selector", selector)
-
-    def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
-
-    def texts(self, selector: str) -> list[str]:
-        script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
-        return list(self.run(script, selector))
-
-    def count(self, selector: str) -> int:
-        return int(self.run("return document.querySelectorAll(arguments[0]).length", selector))
-
-    def style(self, selector: str, name: str) -> str:
-        return str(
-            self.run(
-                "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]", selector, name
-            )
-        )
-
-    def press(self, *keys: str) -> None:
-        """Keys go to whatever has the focus."""
-        self.driver.switch_to.active_element.send_keys("".join(keys))
-
-    def focused(self) -> str:
-        return str(self.run("return document.activeElement.id || document.activeElement.className"))
-
-    def set(self, **fields: str) -> None:
-        for name, value in fields.items():
-            self.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
-
-    def choose(self, mode: str) -> None:
-        self.run("document.querySelector(`input[value=${arguments[0]}]`).click()", mode)
-
-    def ask(self, text: str) -> None:
-        self.one("#prompt").send_keys(text.replace("\n", SHIFT + ENTER + "\ue000"), ENTER)
-
-    def wait(self, is_so: Callable[[], Any], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < deadline, self.text("body")
-            time.sleep(0.03)
-
-    def wait_for_end(self, num_answers: int = 1) -> None:
-        self.wait(
-            lambda: self.count(".foot:not(:empty)") >= num_answers and not self.one("#stop").is_displayed()
-        )
 
 
 def accepted_by_index(server: Running) -> list[int]:
@@ -190,6 +81,11 @@ def test_an_answer_is_walked_through_with_the_keyboard_alone(page: Page, real: R
     assert page.text("#card p").startswith(f"Round {last - 1}:")
     page.press(ESCAPE)
     assert not page.one("#card").is_displayed()
+    # What can have the focus says what it is.
+    names = page.run(
+        "return [...document.querySelectorAll('.round')].map((one) => [one.role, one.ariaLabel])"
+    )
+    assert names == [["group", "The prompt’s round"], *(["group", f"Round {i}"] for i in range(1, last + 1))]
     # Everything else that can be operated has its place in the order of the Tab key.
     seen_ids = set()
     for _ in range(30):
@@ -335,47 +231,6 @@ def test_turns_follow_each_other_until_a_new_chat(
     page.ask("Four?")
     page.wait_for_end(1)
     assert "First answer." not in talker.tokenizer.decode(talker.seen[-1][0])
-
-
-def test_what_the_server_refuses_is_shown_where_it_was_typed(page: Page, scripted: Running) -> None:
-    page.open(scripted)
-    page.set(temperature="9")
-    page.ask("A prompt")
-    page.wait(lambda: page.one("#error").is_displayed())
-    expected = "temperature must be from 0 to 2, got 9"
-    assert page.text("#error").startswith(expected)
-    assert page.one("#error").get_attribute("role") == "alert"
-    assert page.one("#temperature").get_attribute("aria-invalid") == "true"
-    assert page.one("#temperature").is_displayed()
-    assert page.one("#prompt").get_attribute("value") == "A prompt"
-    assert page.count(".turn") == 0
-    page.set(temperature="1")
-    page.press(ENTER)
-    page.wait_for_end()
-    assert not page.one("#error").is_displayed()
-    assert page.count("[aria-invalid]") == 0
-
-
-def test_a_key_opens_the_door_and_is_kept_nowhere(page: Page, talker: ScriptedEngine, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("the-right-key")
-    talker.say("Inside.")
-    with running(ScriptedEngine(talker.tokenizer), CHECKPOINT, api_key_file=keys) as locked:
-        page.open(locked)
-        page.wait(lambda: page.one("#door").is_displayed())
-        assert page.focused() == "key"
-        page.press("the-wrong-key", ENTER)
-        page.wait(lambda: page.text("#error").startswith("the key must be"))
-        assert page.count("#model option") == 0
-        page.set(key="")
-        page.press("the-right-key", ENTER)
-        page.wait(lambda: page.count("#model option") == 2)
-        assert not page.one("#door").is_displayed()
-        assert not page.one("#error").is_displayed()
-        stored = "return [localStorage.length, sessionStorage.length, document.cookie, location.href]"
-        assert page.run(stored) == [0, 0, "", f"{locked.url}/"]
-        page.open(locked)
-        page.wait(lambda: page.one("#door").is_displayed())
 
 
 def test_nothing_is_loaded_from_another_host(page: Page, scripted: Running) -> None:

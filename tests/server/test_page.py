@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
+from urllib.parse import urljoin
 
 import httpx
 import pytest
 
+from compiled_mtp.server.app import create_app
 from compiled_mtp.server.static import FILES, PATHS
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, running
 
 FOLDER = resources.files("compiled_mtp.server") / "page"
 KEY = "a-key-of-the-page"
+ENTER = {"authorization": f"Bearer {KEY}"}
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -51,13 +56,102 @@ def test_a_file_loads_without_a_key_and_lets_nothing_else_in(server: Running, pa
 
 
 def test_what_the_page_asks_for_still_needs_the_key(server: Running) -> None:
-    for path in ("/v1/models", "/metrics", "/page/none.js", "/page/", "/page/../metrics", "/page/index.html"):
+    for path in ("/v1/models", "/metrics", "/page/none.js", "/page/", "/page/index.html"):
         assert httpx.get(server.url + path).status_code == 401, path
-    headers = {"authorization": f"Bearer {KEY}"}
-    assert httpx.get(server.url + "/page/none.js", headers=headers).status_code == 404
-    assert "/" not in httpx.get(server.url + "/openapi.json", headers=headers).json()["paths"]
+    assert httpx.get(server.url + "/page/none.js", headers=ENTER).status_code == 404
+    paths = httpx.get(server.url + "/openapi.json", headers=ENTER).json()["paths"]
+    assert "/" not in paths
+    assert list(paths["/health"]) == ["get"]
     # Another host's name leads to the same socket: a page of theirs gets nothing.
     assert httpx.get(server.url + "/", headers={"host": "evil.example"}).status_code == 403
+
+
+def status(server: Running, method: str, target: str, headers: dict[str, str]) -> int:
+    """Send a request line that no client has tidied, and no body, whatever is announced."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
+    try:
+        connection.putrequest(method, target)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/page/../metrics",
+        "/page/%2e%2e/metrics",
+        "/page/..%2fmetrics",
+        "/page/main.js/../../metrics",
+        "/page/main.js/",
+        "/page//main.js",
+        "//metrics",
+        "/page/../../config.py",
+        "/page/%2e%2e/%2e%2e/config.py",
+    ],
+)
+def test_no_way_round_leads_past_the_files(server: Running, target: str) -> None:
+    assert status(server, "GET", target, {}) == 401
+    assert status(server, "GET", target, ENTER) in (307, 404)
+
+
+@pytest.mark.parametrize("path", ["/", "/page/main.js", "/health"])
+def test_open_paths_are_open_to_no_body(server: Running, path: str) -> None:
+    large = {"content-type": "application/json", "content-length": "7000000"}
+    # Before a byte of the body has come.
+    assert status(server, "POST", path, large) == 401
+    assert status(server, "DELETE", path, {}) == 401
+    assert httpx.post(server.url + path, json={}, headers=ENTER).status_code == 405
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/health", "/v1/models", "/v1/models/m", "/metrics"])
+def test_head_is_get_without_its_body(server: Running, path: str) -> None:
+    asked, got = (httpx.request(method, server.url + path, headers=ENTER) for method in ("HEAD", "GET"))
+    assert (asked.status_code, asked.content) == (200, b"")
+    # Samples of the metrics have grown.
+    assert path == "/metrics" or asked.headers["content-length"] == got.headers["content-length"]
+    assert asked.headers.get("etag") == got.headers.get("etag")
+    without_key = httpx.head(server.url + path).status_code
+    assert without_key == (200 if path in (*PATHS, "/health") else 401)
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(server: Running) -> None:
+    tags = {}
+    for path in PATHS:
+        first = httpx.get(server.url + path)
+        tags[path] = tag = first.headers["etag"]
+        for has in (tag, f"W/{tag}", f'"other", {tag}'):
+            again = httpx.get(server.url + path, headers={"if-none-match": has})
+            assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+            assert again.headers["content-security-policy"] == first.headers["content-security-policy"]
+        assert httpx.get(server.url + path, headers={"if-none-match": '"other"'}).status_code == 200
+    assert len(set(tags.values())) == len(PATHS)
+
+
+@pytest.mark.parametrize("prefix", ["", "/mtp"])
+def test_a_prefix_changes_nobodys_rights(server: Running, prefix: str) -> None:
+    async def ask() -> None:
+        app = httpx.ASGITransport(create_app(server.service), root_path=prefix)
+        async with httpx.AsyncClient(transport=app, base_url=f"http://localhost{prefix}") as client:
+            for path in (*PATHS, "/health"):
+                assert (await client.get(path)).status_code == 200, path
+            for path in ("/v1/models", "/metrics", "/mtp/health", "/page/none.js"):
+                assert (await client.get(path)).status_code == 401, path
+            assert (await client.get("/v1/models", headers=ENTER)).status_code == 200
+            for path, form in (("/v1/messages", {"type"}), ("/v1/completions", set())):
+                for headers, code in (({}, 401), (ENTER, 400)):
+                    answer = await client.post(path, headers=headers, json={})
+                    assert answer.status_code == code
+                    assert set(answer.json()) == {"error"} | form
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            bare = await client.get(prefix)
+            assert bare.status_code == (307 if prefix else 200)
+            assert bare.headers.get("location") == (f"http://localhost{prefix}/" if prefix else None)
+
+    asyncio.run(ask())
 
 
 class Tags(HTMLParser):
@@ -89,7 +183,10 @@ def test_html_is_labelled_and_holds_no_code(name: str) -> None:
         assert not [key for key in fields if key == "style" or key.startswith("on")]
         for key in ("src", "href"):
             link = fields.get(key) or "#"
-            assert link in PATHS or link == "/openapi.json" or link[1:] in ["", *ids], link
+            # Relative, so that a proxy may put the page below a path of its own.
+            assert not link.startswith("/")
+            whole = urljoin(PATHS[FILES.index(name)], link)
+            assert whole in (*PATHS, "/openapi.json") or link[1:] in ["", *ids], link
         for key in ("for", "aria-labelledby", "aria-describedby"):
             assert key not in fields or fields[key] in ids
     # Every field is inside of a label, or has one that names it.
@@ -113,6 +210,7 @@ def test_nothing_comes_from_elsewhere_or_stays_behind(name: str) -> None:
         for word in ("localStorage", "sessionStorage", "indexedDB", "document.cookie", 'setAttribute("style'):
             assert word not in text
         imports = re.findall(r"from \"([^\"]*)\"", text)
-        assert set(imports) < set(PATHS)
+        assert {urljoin("/page/", one) for one in imports if one.startswith("./")} < set(PATHS)
+        assert all(one.startswith("./") for one in imports)
         ids = set(re.findall(r"\bid=\"([^\"]*)\"", text_of("index.html")))
         assert set(re.findall(r"byId\(\"([^\"]*)\"\)", text)) <= ids

@@ -1,6 +1,6 @@
 // One answer in the conversation: its text, round by round, in the colours of what became of the drafts.
 
-import { Placer, Rounds } from "/page/rounds.js";
+import { Placer, Rounds } from "./rounds.js";
 
 export class Answer {
   /** `show(answer, round, element)` is called for the round under the pointer or the focus, null when it is left. */
@@ -10,6 +10,7 @@ export class Answer {
     this.usage = null;
     this.finishReason = null;
     this.error = null;
+    this.isLeftOut = false;
     this.isRunning = true;
     this.placer = new Placer();
     this.spans = new Map();
@@ -70,6 +71,9 @@ export class Answer {
       span.className = "round";
       span.tabIndex = this.spans.size ? -1 : 0;
       span.dataset.round = round.number;
+      // It can have the focus, so that it needs a name; the card says the rest.
+      span.setAttribute("role", "group");
+      span.setAttribute("aria-label", round.number ? `Round ${round.number}` : "The prompt’s round");
       parent.append(span);
       this.spans.set(round.number, [...known, span]);
     }
@@ -84,6 +88,7 @@ export class Answer {
 
   end() {
     this.isRunning = false;
+    this.turn.classList.toggle("left-out", this.isLeftOut);
     this.body.classList.remove("live");
     this.put(this.placer.add([], [], true));
     this.foot.textContent = this.summary();
@@ -96,8 +101,8 @@ export class Answer {
     const words = [`${numTokens} ${numTokens === 1 ? "token" : "tokens"} in ${numRounds + (numTokens > 0)} forward passes`];
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (this.usage) words.push(`prompt of ${this.usage.prompt_tokens}${cached ? `, ${cached} of them cached` : ""}`);
-    if (this.error) return this.error;
-    return [...words, ends[this.finishReason] ?? ""].filter(Boolean).join(" · ");
+    const said = this.error ? [this.error] : [...words, ends[this.finishReason] ?? ""];
+    return [...said, this.isLeftOut ? "not part of the chat" : ""].filter(Boolean).join(" · ");
   }
 
   listen() {

@@ -2,8 +2,14 @@
 
 let key = "";
 
+/** Keep a key for the requests to come; throws for one that no header can carry. */
 export function setKey(value) {
-  key = value.trim();
+  const text = value.trim();
+  if (/[^\t\x20-\x7e\x80-\xff]/.test(text)) {
+    const rule = "key must be of characters that a header can carry (Latin-1), got others";
+    throw new ServiceError(`${rule}; copy it again from where the server has it`, 0, "key");
+  }
+  key = text;
 }
 
 /** An answer that is an error: the server's own text, the field to blame, and its status (0: no answer). */
@@ -19,10 +25,11 @@ function headers() {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
+/** `path` begins with a slash; it is the service's, below whatever prefix this file came from. */
 async function call(path, options) {
   let response;
   try {
-    response = await fetch(path, { ...options, headers: headers(), cache: "no-store" });
+    response = await fetch(new URL(`..${path}`, import.meta.url), { ...options, headers: headers(), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServiceError("The server does not answer. Is it still running?");
@@ -33,15 +40,32 @@ async function call(path, options) {
   throw new ServiceError(said?.message ?? `The server answered ${response.status}.`, response.status, said?.param ?? null);
 }
 
-export async function listModels() {
-  const response = await call("/v1/models", { method: "GET" });
+export async function listModels(signal) {
+  const response = await call("/v1/models", { method: "GET", signal });
   return (await response.json()).data;
 }
 
-/** Yield the chunks of a stream; an error among them is thrown. */
+/** Yield the chunks of a stream; an error among them is thrown. A reader that leaves early ends the request. */
 export async function* stream(path, body, signal) {
   const response = await call(path, { method: "POST", body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let isWhole = false;
+  try {
+    for await (const data of events(reader)) {
+      isWhole = data === "[DONE]";
+      if (isWhole) return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServiceError(chunk.error.message, 500, chunk.error.param);
+      yield chunk;
+    }
+  } finally {
+    // One that was lost cannot be cancelled any more.
+    if (!isWhole) reader.cancel().catch(() => {});
+  }
+}
+
+/** Yield what each event of a stream holds. */
+async function* events(reader) {
   let text = "";
   for (;;) {
     let part;
@@ -53,15 +77,8 @@ export async function* stream(path, body, signal) {
     }
     if (part.done) throw new ServiceError("The answer ended before it was complete.");
     text += part.value;
-    const events = text.split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      if (!event.startsWith("data: ")) continue;
-      const data = event.slice(6);
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ServiceError(chunk.error.message, 500, chunk.error.param);
-      yield chunk;
-    }
+    const complete = text.split("\n\n");
+    text = complete.pop();
+    for (const event of complete) if (event.startsWith("data: ")) yield event.slice(6);
   }
 }

@@ -1,12 +1,16 @@
 // The card beside a round under the pointer or the focus: what was drafted and what became of it.
 
-import { chips, describe } from "/page/panel.js";
+import { chips, describe } from "./panel.js";
 
 const card = document.getElementById("card");
 
 export function hideCard() {
   card.hidden = true;
   for (const span of document.querySelectorAll("[aria-describedby='card']")) span.removeAttribute("aria-describedby");
+}
+
+export function isCardOpen() {
+  return !card.hidden;
 }
 
 /** Show it under `span`, or above where there is no room; never outside of the window. */

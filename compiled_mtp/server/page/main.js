@@ -1,10 +1,10 @@
 // The page: takes prompts, streams answers, and lets the panel show how they were drafted.
 
-import { listModels, ServiceError, setKey, stream } from "/page/api.js";
-import { Answer } from "/page/answer.js";
-import { hideCard, showCard } from "/page/card.js";
-import { Panel } from "/page/panel.js";
-import { blame, forgive, samplingFields, systemPrompt } from "/page/settings.js";
+import { listModels, ServiceError, setKey, stream } from "./api.js";
+import { Answer } from "./answer.js";
+import { hideCard, isCardOpen, showCard } from "./card.js";
+import { Panel } from "./panel.js";
+import { blame, forgive, samplingFields, systemPrompt } from "./settings.js";
 
 const byId = (id) => document.getElementById(id);
 const prompt = byId("prompt");
@@ -33,6 +33,7 @@ const SHIPPED = "default_model";
 let turns = [];
 let answers = [];
 let running = null;
+let isModeSettled = false;
 const panel = new Panel((answer, number) => show(answer, number === null ? null : answer.rounds.list[number], null));
 
 function mode() {
@@ -71,11 +72,20 @@ function openDoor() {
   byId("key").focus();
 }
 
+/** While an input method composes, its keys are its own. Safari says so by the code alone. */
+function isComposing(event) {
+  return event.isComposing || event.keyCode === 229;
+}
+
 function setRunning(controller) {
+  const focused = document.activeElement?.id;
   running = controller;
   byId("send").hidden = controller !== null;
   byId("stop").hidden = controller === null;
   byId("new").disabled = controller !== null;
+  // A button that is hidden would leave the focus nowhere.
+  if (controller && focused === "send") byId("stop").focus();
+  if (!controller && focused === "stop") prompt.focus();
 }
 
 function requestOf(text) {
@@ -102,6 +112,7 @@ function begin(text) {
     answer.turn.prepend(said);
   }
   answer.turn.addEventListener("click", () => select(answer));
+  answer.turn.addEventListener("focusin", () => panel.answer !== answer && select(answer));
   answer.turn.setAttribute("aria-label", `Answer ${answers.length + 1}`);
   answers.push(answer);
   transcript.append(answer.turn);
@@ -110,48 +121,72 @@ function begin(text) {
   return answer;
 }
 
-/** Follow the end of the answer unless the reader has scrolled away from it. */
-function follow(change) {
+/** Change the transcript and show its end, unless the reader has scrolled away from it. */
+function keepEnd(change) {
   const isAtEnd = transcript.scrollTop + transcript.clientHeight >= transcript.scrollHeight - 60;
   change();
   if (isAtEnd) transcript.scrollTop = transcript.scrollHeight;
 }
 
 async function send(text) {
-  const isChat = mode() === "chat";
-  const [path, body] = requestOf(text);
   const controller = new AbortController();
   setRunning(controller);
+  // The server may have been starting when the page was loaded.
+  const isReady = byId("model").value !== "" || (await start(controller.signal));
+  const asked = isReady ? ask(text) : null;
+  if (asked) await follow(text, asked, controller.signal);
+  else putBack(text);
+  setRunning(null);
+}
+
+/** The request of a prompt, or null with an error shown. */
+function ask(text) {
+  try {
+    return requestOf(text);
+  } catch (error) {
+    showError(error);
+    return null;
+  }
+}
+
+async function follow(text, [path, body], signal) {
+  const isChat = mode() === "chat";
   showError(null);
   say("Answering");
   const answer = begin(text);
   prompt.value = "";
   try {
-    for await (const chunk of stream(path, body, controller.signal)) {
+    for await (const chunk of stream(path, body, signal)) {
       answer.usage = chunk.usage ?? answer.usage;
-      if (chunk.choices.length) follow(() => answer.add(chunk.choices[0]));
+      if (chunk.choices.length) keepEnd(() => answer.add(chunk.choices[0]));
       panel.refresh();
     }
   } catch (error) {
     if (error.name === "AbortError") answer.finishReason = "stopped";
-    else fail(answer, error, text);
+    else fail(answer, error);
   }
-  follow(() => answer.end());
-  setRunning(null);
-  if (isChat && !answer.error) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
+  // A chat template may refuse an answer that is empty, or two prompts in a row.
+  const isGood = !answer.error && answer.content !== "";
+  if (!isGood) putBack(text);
+  else if (isChat) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
+  answer.isLeftOut = isChat && !isGood;
+  keepEnd(() => answer.end());
   panel.draw();
   if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Complete"}: ${answer.summary()}`);
 }
 
-/** What the server refused goes back to where it was typed. */
-function fail(answer, error, text) {
+/** A prompt that led to nothing goes back to where it was typed, unless another one stands there. */
+function putBack(text) {
+  prompt.value = prompt.value || text;
+}
+
+function fail(answer, error) {
   const isKnown = error instanceof ServiceError;
   answer.error = isKnown ? error.message : "The page could not read the answer; the browser's console says why.";
   if (!isKnown) console.error(error);
   if (answer.rounds.numTokens === 0) {
     answers = answers.filter((one) => one !== answer);
     answer.turn.remove();
-    prompt.value = prompt.value || text;
     byId("welcome").hidden = answers.length > 0;
     select(answers.at(-1) ?? null);
   }
@@ -192,18 +227,25 @@ function showMode() {
   );
 }
 
-async function start() {
+/** Ask for the models; true if they are there. What was chosen stays chosen where it can. */
+async function start(signal) {
+  let models;
   try {
-    const models = await listModels();
-    byId("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
-    byId("door").hidden = true;
-    showError(null);
-    if (models[0].root === SHIPPED && !answers.length) document.querySelector("input[value=text]").checked = true;
-    showMode();
-    prompt.focus();
+    models = await listModels(signal);
   } catch (error) {
-    showError(error);
+    if (error.name !== "AbortError") showError(error);
+    return false;
   }
+  const chosen = byId("model").value;
+  byId("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
+  if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
+  byId("door").hidden = true;
+  showError(null);
+  if (models[0].root === SHIPPED && !isModeSettled) document.querySelector("input[value=text]").checked = true;
+  isModeSettled = true;
+  showMode();
+  prompt.focus();
+  return true;
 }
 
 byId("composer").addEventListener("submit", (event) => {
@@ -211,14 +253,14 @@ byId("composer").addEventListener("submit", (event) => {
   if (!running && prompt.value.trim()) send(prompt.value);
 });
 prompt.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
   event.preventDefault();
   byId("composer").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  hideCard();
-  running?.abort();
+  if (event.key !== "Escape" || isComposing(event)) return;
+  if (isCardOpen()) hideCard();
+  else running?.abort();
 });
 byId("stop").addEventListener("click", () => {
   running?.abort();
@@ -226,15 +268,24 @@ byId("stop").addEventListener("click", () => {
 });
 byId("new").addEventListener("click", begins);
 byId("colours").addEventListener("change", (event) => document.body.classList.toggle("coloured", event.target.checked));
-for (const choice of document.querySelectorAll("input[name=mode]")) choice.addEventListener("change", showMode);
-byId("enter").addEventListener("click", () => {
-  setKey(byId("key").value);
-  start();
-});
-byId("key").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter") return;
+for (const choice of document.querySelectorAll("input[name=mode]")) {
+  choice.addEventListener("change", () => {
+    isModeSettled = true;
+    showMode();
+  });
+}
+byId("door").addEventListener("submit", (event) => {
   event.preventDefault();
-  byId("enter").click();
+  try {
+    setKey(byId("key").value);
+  } catch (error) {
+    showError(error);
+    byId("key").focus();
+    return;
+  }
+  // Nothing of it stays where a browser might offer to keep it.
+  byId("key").value = "";
+  start();
 });
 transcript.addEventListener("scroll", hideCard);
 

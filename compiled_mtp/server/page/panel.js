@@ -1,6 +1,6 @@
 // The numbers beside the conversation: tiles, acceptance by index, and the list of rounds of one answer.
 
-import { fateOfDraft, visible } from "/page/rounds.js";
+import { fateOfDraft, visible } from "./rounds.js";
 
 // Between two drawings while an answer comes: numbers that change with every frame cannot be read.
 const PAUSE_MS = 100;

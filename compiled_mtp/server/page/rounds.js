@@ -13,6 +13,17 @@ export function fateOfDraft(round, index) {
   return index === round.accepted && round.tokens.length > round.accepted ? "wrong" : "dropped";
 }
 
+/**
+ * A round without the drafts whose tokens came in an earlier chunk: a replica that goes on with another's stream cuts it
+ * elsewhere, and says of the first round all that it had. Id 0 stands for drafts that nobody knows.
+ */
+function withoutTold({ drafts, accepted }, tokens) {
+  const isHere = (at) => drafts.slice(at, accepted).every(({ id }, index) => id === 0 || id === tokens[index].id);
+  let at = Math.max(0, accepted - tokens.length);
+  while (!isHere(at)) at += 1;
+  return { drafts: drafts.slice(at), accepted: accepted - at };
+}
+
 /** The rounds of one answer as they come, and sums over them. Round 0 is the prompt's: it gives the first token. */
 export class Rounds {
   constructor() {
@@ -32,7 +43,8 @@ export class Rounds {
     if (tokens.length === 0) return [];
     this.lastMs = performance.now();
     this.firstMs ??= this.lastMs;
-    const told = choice.rounds.length ? choice.rounds : [{ drafts: [], accepted: 0 }];
+    const [first, ...others] = choice.rounds;
+    const told = first ? [withoutTold(first, tokens), ...others] : [{ drafts: [], accepted: 0 }];
     let at = 0;
     return told.map((one, index) => {
       const end = index === told.length - 1 ? tokens.length : at + one.accepted + 1;

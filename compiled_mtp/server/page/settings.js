@@ -1,5 +1,7 @@
 // The fields of the form as fields of a request. What is empty is left to the server and the checkpoint.
 
+import { ServiceError } from "./api.js";
+
 const NUMBERS = [
   "temperature",
   "top_p",
@@ -15,18 +17,26 @@ const NUMBERS = [
 const IDS = { stop: "stop_strings", chat_template_kwargs: "enable_thinking", messages: "prompt" };
 const byId = (id) => document.getElementById(id);
 
-/** A number, or the text as it is: the server says what is wrong with it. */
-function numberOf(text) {
+const DECIMAL = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+
+/** A decimal number, or the text as it is: the server says what is wrong with it. */
+function numberOf(name, text) {
   const value = Number(text);
-  return Number.isFinite(value) ? value : text;
+  if (!DECIMAL.test(text) || !Number.isFinite(value)) return text;
+  if (Number.isInteger(value) && !Number.isSafeInteger(value)) {
+    const most = Number.MAX_SAFE_INTEGER;
+    const rule = `${name} must be from -${most} to ${most} on this page, got ${text}`;
+    throw new ServiceError(`${rule}; a browser rounds what is beyond, the API does not`, 0, name);
+  }
+  return value;
 }
 
-/** The sampling fields that are filled in. */
+/** The sampling fields that are filled in; throws for a number that the browser would change. */
 export function samplingFields(mode) {
   const fields = {};
   for (const name of NUMBERS) {
     const text = byId(name).value.trim();
-    if (text !== "") fields[name] = numberOf(text);
+    if (text !== "") fields[name] = numberOf(name, text);
   }
   const stops = byId("stop_strings").value.split("\n").filter((line) => line !== "");
   if (stops.length) fields.stop = stops;
@@ -39,7 +49,7 @@ export function systemPrompt() {
   return byId("system").value.trim();
 }
 
-/** Mark the field that the server blames, and show it. */
+/** Mark the field that is to blame, and show it. */
 export function blame(param) {
   forgive();
   const name = param?.split(".")[0];
