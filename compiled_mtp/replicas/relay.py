@@ -139,7 +139,9 @@ class Relay:
                 if delivery.finish_reason is None:
                     self._put(delivery.abort(self._elapsed_s()))
         elif (error := task.exception()) is not None:
-            if not isinstance(error, (EngineStoppedError, QueueFullError, ValueError)):
+            # What a replica took is no longer the client's mistake.
+            refusals = () if self.accepted.done() else (QueueFullError, ValueError)
+            if not isinstance(error, (EngineStoppedError, *refusals)):
                 logger.error("a request ended with a bug", exc_info=error)
                 error = EngineStoppedError(f"the request failed: {error!r}")
             self._stream.fail(error)

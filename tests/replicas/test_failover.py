@@ -186,6 +186,15 @@ def test_an_answer_that_has_begun_ends_with_an_error_that_a_client_can_read() ->
         assert asyncio.run(answer(error)).status == status
 
 
+def test_a_bug_behind_the_first_output_is_not_the_clients_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: Any) -> None:
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr("compiled_mtp.replicas.delivery.Delivery.take", take)
+    with pytest.raises(EngineStoppedError, match="the request failed: ValueError"):
+        asyncio.run(read(make_engine(in_turn(replica()))))
+
+
 def test_streams_that_end_with_an_error_are_counted_and_forgotten() -> None:
     metrics = ReplicaMetrics()
     engine = make_engine(in_turn(replica(dies_after=1)), metrics, max_failovers=0)
