@@ -140,10 +140,11 @@ class Relay:
                     self._put(delivery.abort(self._elapsed_s()))
         elif (error := task.exception()) is not None:
             # What a replica took is no longer the client's mistake.
-            refusals = () if self.accepted.done() else (QueueFullError, ValueError)
-            if not isinstance(error, (EngineStoppedError, *refusals)):
+            is_refusal = isinstance(error, (QueueFullError, ValueError)) and not self.accepted.done()
+            if not isinstance(error, EngineStoppedError) and not is_refusal:
                 logger.error("a request ended with a bug", exc_info=error)
                 error = EngineStoppedError(f"the request failed: {error!r}")
+            assert isinstance(error, Exception)
             self._stream.fail(error)
             if self.accepted.done():
                 num_left = sum(delivery.finish_reason is None for delivery in self._deliveries)
