@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.replicas.config import ReplicaConfig, check_door, check_proxy, split_args
+from compiled_mtp.replicas.config import ReplicaConfig, check_door, check_proxy, find_inert, split_args
 from compiled_mtp.replicas.connection import WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
@@ -189,6 +189,8 @@ class Ingress:
             )
         if not self._server.read_keys() and not self._server.allow_anyone:
             check_proxy(_proxy_host())
+        if inert := find_inert(self._server):
+            logger.warning("%s: given in the environment, and of no effect on Ray", ", ".join(inert))
         self._engines = engines
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None

@@ -135,6 +135,11 @@ def check_door(server: ServerConfig) -> None:
         )
 
 
+def find_inert(server: ServerConfig) -> list[str]:
+    """Return the names of settings that were given, in the environment, and that do nothing on Ray."""
+    return sorted(server.model_fields_set & _NOT_HERE.keys() - {"api_key"})
+
+
 def check_proxy(host: str | None) -> None:
     """Raise ValueError unless Ray's proxies, at `host`, are this machine's own: for a door without a key.
 

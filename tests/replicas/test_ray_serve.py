@@ -146,6 +146,20 @@ def test_a_proxy_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch, 
         start()
 
 
+def test_settings_that_do_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_serve, "_proxy_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(
+        ray_serve, "_import_ray", lambda _: SimpleNamespace(Gauge=FakeMetric, Counter=FakeMetric)
+    )
+    monkeypatch.setenv("COMPILED_MTP_SERVER_WRITE_TIMEOUT_S", "3")
+    ray_serve.Ingress(None, {}, {"max_open": 3}, {}, has_keys=False)
+    assert [one.getMessage() for one in caplog.records] == [
+        "write_timeout_s: given in the environment, and of no effect on Ray"
+    ]
+
+
 def test_looking_at_replicas_goes_on_whatever_they_say(caplog: pytest.LogCaptureFixture) -> None:
     metrics = ReplicaMetrics()
     stats = ray_serve.EngineReplica  # No stats at all.
