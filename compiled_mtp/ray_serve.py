@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
-import platform
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,10 +20,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.replicas.config import ReplicaConfig, check_door, split_args
+from compiled_mtp.replicas.config import ReplicaConfig, check_door, check_proxy, find_inert, split_args
 from compiled_mtp.replicas.connection import WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
+from compiled_mtp.replicas.identity import identify
 from compiled_mtp.replicas.messages import Call, Message
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
@@ -36,14 +34,12 @@ from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.serve import assemble_service, name_model, settle_interpreter
 
 if TYPE_CHECKING:
-    from compiled_mtp.engine import Engine, EngineStats
+    from compiled_mtp.engine import EngineStats
 
 logger = logging.getLogger("compiled_mtp.replicas")
 
 _GAUGES_PERIOD_S = 2.0
 _ANSWER_TIMEOUT_S = 10.0
-# Of each file of weights, what tells one checkpoint from another of the same shapes.
-_SAMPLE_BYTES = 1 << 20
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -84,7 +80,7 @@ def app(args: Mapping[str, Any]) -> Any:
         graceful_shutdown_timeout_s=server.drain_timeout_s,
     ).bind(
         engines,
-        settings.model_dump(),
+        settings.model_dump(exclude_unset=True),
         server.model_dump(mode="json", include=server.model_fields_set - {"api_key"}),
         engine.model_dump(mode="json"),
         has_keys=bool(server.read_keys()),
@@ -131,7 +127,7 @@ class EngineReplica:
         metrics = Metrics()
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
-        self._identity = _identify(config, engine)
+        self._identity = identify(config, engine)
         self._max_model_len = engine.runner.max_model_len
         self._engine = AsyncEngine(engine, max_open=max_open, stream_buffer=stream_buffer, observer=metrics)
         self._gauges = RayGauges(metrics.collect)
@@ -191,6 +187,10 @@ class Ingress:
             raise ValueError(
                 "api_key must be set where the ingress runs, got none; set COMPILED_MTP_SERVER_API_KEY there"
             )
+        if not self._server.read_keys() and not self._server.allow_anyone:
+            check_proxy(_proxy_host())
+        if inert := find_inert(self._server):
+            logger.warning("%s: given in the environment, and of no effect on Ray", ", ".join(inert))
         self._engines = engines
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None
@@ -220,7 +220,9 @@ class Ingress:
             max_open=server.max_open * settings.most_replicas,
             stream_buffer=server.stream_buffer,
         )
-        self._looking = asyncio.create_task(self._look_at_replicas(self._engine))
+        self._looking = asyncio.create_task(
+            _look_at_replicas(self._ask_stats, self._metrics, self._engine, settings.stats_period_s)
+        )
         found = create_app(
             assemble_service(
                 self._engine,
@@ -234,19 +236,51 @@ class Ingress:
         found.add_middleware(WithConnection)
         return found
 
-    async def _look_at_replicas(self, engine: ReplicatedEngine) -> None:
-        period_s = self._settings.stats_period_s
-        while True:
-            try:
-                said = await self._engines.broadcast("stats").results_async(
-                    timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True
-                )
-            except Exception:
-                logger.debug("no replica answers", exc_info=True)
-                said = []
-            stats = [one for one in said if not isinstance(one, BaseException)]
-            self._metrics.set_replicas(stats, engine.num_unrouted)
-            await asyncio.sleep(period_s)
+    def __del__(self) -> None:
+        """Look no more; Ray calls it on the loop of the requests."""
+        looking: asyncio.Task[None] | None = getattr(self, "_looking", None)
+        if looking is not None:
+            looking.cancel()
+        if hasattr(self, "_gauges"):
+            self._gauges.close()
+
+    async def _ask_stats(self) -> list[Any]:
+        return await self._engines.broadcast("stats").results_async(
+            timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True
+        )
+
+
+def _proxy_host() -> str | None:
+    """The address at which Ray's proxies listen, None where Ray, which has no public name for it, does not
+    tell."""
+    try:
+        return str(_import_ray("ray.serve.context")._get_global_client().http_config.host)
+    except (AttributeError, ImportError):
+        return None
+
+
+async def _look_at_replicas(
+    ask: Callable[[], Awaitable[list[Any]]],
+    metrics: ReplicaMetrics,
+    engine: ReplicatedEngine,
+    period_s: float,
+) -> None:
+    """Keep the gauges as the replicas say that they are, until cancelled. ask: their stats, or what each of
+    them raised."""
+    has_failed = False
+    while True:
+        try:
+            said = await ask()
+            metrics.set_replicas(
+                [one for one in said if not isinstance(one, BaseException)], engine.num_unrouted
+            )
+            has_failed = False
+        except Exception:
+            if not has_failed:
+                logger.warning("no replica tells its gauges; they are 0 until one does", exc_info=True)
+            has_failed = True
+            metrics.set_replicas([], engine.num_unrouted)
+        await asyncio.sleep(period_s)
 
 
 async def _follow(engines: Any, call: Call) -> AsyncIterator[Message]:
@@ -266,30 +300,6 @@ async def _follow(engines: Any, call: Call) -> AsyncIterator[Message]:
         raise EngineStoppedError("the call was cancelled where it ran") from None
     finally:
         answer.cancel()
-
-
-def _identify(config: EngineConfig, engine: Engine) -> str:
-    """Return a text that is equal for engines that decode equal tokens."""
-    import torch
-
-    device = engine.runner.device
-    what: list[Any] = [platform.machine(), torch.__version__, config.model_dump_json(), engine.num_threads]
-    what += [engine.front.limits.longest, engine.runner.max_model_len]
-    if device.type == "cuda":
-        what += [torch.cuda.get_device_name(device), torch.version.cuda]
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
-    for path in sorted(engine.front.path.iterdir()):
-        if path.suffix in (".json", ".jinja", ".safetensors"):
-            digest.update(path.name.encode() + _sample(path))
-    return digest.hexdigest()
-
-
-def _sample(path: Path) -> bytes:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_SAMPLE_BYTES)
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        return size.to_bytes(8, "big") + head + file.read()
 
 
 class RayGauges:

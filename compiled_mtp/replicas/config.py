@@ -10,13 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import fail, shown
-from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig
+from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
 # Ray's own: how its proxy listens. A key in the arguments would be on Ray's dashboard.
 _NOT_HERE = {
     "host": "set Ray's http_options.host",
     "port": "set Ray's http_options.port",
     "api_key": "set COMPILED_MTP_SERVER_API_KEY where Ray runs, or api_key_file",
+    "header_timeout_s": "leave it out; Ray's proxy reads headers, and waits for them as it likes",
+    "write_timeout_s": "leave it out; Ray's proxy takes all that is written, however slow its client is",
 }
 
 
@@ -47,7 +49,7 @@ class ReplicaConfig(BaseModel):
         default=600.0, gt=0, description="seconds in which a replica must take a request"
     )
     prefix_chunks: int = Field(
-        default=1, ge=1, description="prefill chunks of a prompt that decide which replica is preferred"
+        default=1, ge=1, description="chunks of a prompt that decide which replica is preferred"
     )
     max_imbalance: int = Field(
         default=4,
@@ -61,6 +63,13 @@ class ReplicaConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ValueError("\n".join(_explain(one) for one in error.errors())) from None
+        if self.autoscaling_config is not None and "replicas" in self.model_fields_set:
+            raise fail(
+                "replicas",
+                "be left out with autoscaling_config",
+                self.replicas,
+                "set min_replicas and max_replicas of autoscaling_config",
+            )
 
     @field_validator("autoscaling_config", mode="before")
     @classmethod
@@ -72,19 +81,27 @@ class ReplicaConfig(BaseModel):
         except ValueError as error:
             raise ValueError(f"be JSON on a command line ({error})") from None
 
+    @field_validator("autoscaling_config")
+    @classmethod
+    def _check_most(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        most = (value or {}).get("max_replicas", 1)
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError("hold a whole number of at least 1 as max_replicas")
+        return value
+
     @property
     def most_replicas(self) -> int:
         """Replicas that there may be at a time."""
         if self.autoscaling_config is None:
             return self.replicas
-        return max(1, int(self.autoscaling_config.get("max_replicas", 1)))
+        return int(self.autoscaling_config.get("max_replicas", 1))
 
 
 def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, EngineConfig]:
     """Return the three configs that the arguments of an app mean; each name belongs to one of them.
 
-    Raises ValueError for an unknown name, one that Ray decides, a value out of range, and names of other
-    hosts among allowed_hosts without a key.
+    Raises ValueError for an unknown name, one that Ray decides, a value out of range, names of other hosts
+    among allowed_hosts without a key, and a seed that more than one ingress would give.
     """
     fields: dict[type, dict[str, Any]] = {ReplicaConfig: {}, ServerConfig: {}, EngineConfig: {}}
     for name, value in args.items():
@@ -97,7 +114,13 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
         fields[owner][name] = value
     server = ServerConfig(**fields[ServerConfig])
     check_door(server)
-    return ReplicaConfig(**fields[ReplicaConfig]), server, EngineConfig(**fields[EngineConfig])
+    settings, engine = ReplicaConfig(**fields[ReplicaConfig]), EngineConfig(**fields[EngineConfig])
+    if engine.seed is not None and settings.ingress_replicas > 1:
+        # Each would count its own requests from the first, and give two of them one seed.
+        raise fail(
+            "seed", "be left out with more than one ingress", engine.seed, "send one with each request"
+        )
+    return settings, server, engine
 
 
 def check_door(server: ServerConfig) -> None:
@@ -109,6 +132,25 @@ def check_door(server: ServerConfig) -> None:
             "be this machine's own names without a key",
             sorted(others),
             f"{_NOT_HERE['api_key']}, or allow_anyone",
+        )
+
+
+def find_inert(server: ServerConfig) -> list[str]:
+    """Return the names of settings that were given, in the environment, and that do nothing on Ray."""
+    return sorted(server.model_fields_set & _NOT_HERE.keys() - {"api_key"})
+
+
+def check_proxy(host: str | None) -> None:
+    """Raise ValueError unless Ray's proxies, at `host`, are this machine's own: for a door without a key.
+
+    Whoever reaches them may call the service by any name. host None: Ray does not tell.
+    """
+    if host is None or not is_loopback(host):
+        raise fail(
+            "http_options.host",
+            "be this machine's own without a key",
+            "what Ray does not tell" if host is None else host,
+            f"set it to 127.0.0.1, or {_NOT_HERE['api_key']}, or allow_anyone",
         )
 
 

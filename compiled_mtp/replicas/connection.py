@@ -20,9 +20,12 @@ class SentConnection:
         self._num_bytes = 0
         self._pump: asyncio.Task[None] | None = None
         self._is_aborted = False
+        self._error: Exception | None = None
 
     def write(self, body: bytes) -> bool:
-        """Send a part of the answer; False when the connection is full."""
+        """Send a part of the answer; False when the connection is full. Raises what the server's `send`
+        raised before."""
+        self._check()
         if not self._is_aborted:
             self._parts.append(body)
             self._num_bytes += len(body)
@@ -39,6 +42,7 @@ class SentConnection:
         """Until everything is sent. Raises what the server's `send` raised."""
         while self._pump is not None and (self._parts or not self._pump.done()):
             await asyncio.shield(self._pump)
+        self._check()
 
     def abort(self) -> None:
         """Send no more: what is buffered is lost, and so is the end of the answer."""
@@ -49,16 +53,27 @@ class SentConnection:
             self._pump.cancel()
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message, behind everything that was written."""
+        """Send an ASGI message, behind everything that was written. Raises what the server's `send` raises,
+        now or before."""
         if not self._is_aborted:
             await self.wait_for_room()
             await self._send(message)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     async def _send_parts(self) -> None:
         while self._parts:
             body = b"".join(self._parts)
             self._parts.clear()
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            except Exception as error:
+                # Nobody may be waiting now; whoever writes or waits next is told.
+                self._error, self._num_bytes = error, 0
+                self._parts.clear()
+                return
             self._num_bytes -= len(body)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compiled_mtp.async_engine import EngineStoppedError
-from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, RoundDrafts
 
 
 class ReplicasDifferError(EngineStoppedError):
@@ -16,8 +18,8 @@ class Delivery:
     """Drops from what replicas say of one choice whatever was delivered before.
 
     A replica that begins again says all tokens from the first: as many as were delivered are compared and
-    dropped, and so are as many characters and log probabilities, wherever its rounds have cut them. The
-    metrics count the rounds that are passed on: those of tokens that were dropped count for nobody.
+    dropped, and so are as many characters, log probabilities and drafts, wherever its rounds have cut them.
+    The metrics count the rounds that are passed on: those of tokens that were dropped count for nobody.
     """
 
     def __init__(self, request_id: str, index: int, num_prompt: int) -> None:
@@ -73,6 +75,7 @@ class Delivery:
             metrics=self._count(said.metrics.history, total_s),
             logprobs=logprobs,
             prompt_logprobs=of_prompt,
+            drafts=_cut(said.drafts, len(said.new_token_ids) - len(tokens), len(tokens)),
         )
 
     def abort(self, total_s: float) -> RequestOutput:
@@ -109,3 +112,19 @@ class Delivery:
 
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics(self._history, len(self._history.rounds), len(self._token_ids), self._total_s)
+
+
+def _cut(drafts: Sequence[RoundDrafts] | None, num_known: int, num_new: int) -> list[RoundDrafts] | None:
+    """The drafts of an output's rounds that are behind its first num_known tokens; num_new of them are left.
+
+    As the scheduler does it where it says again what was said.
+    """
+    if drafts is None or not num_known:
+        return None if drafts is None else list(drafts)
+    left = []
+    for one in drafts:
+        num_tokens = one.num_accepted + 1
+        if num_known < num_tokens and num_new:
+            left.append(RoundDrafts(one.token_ids[num_known:], one.num_accepted - num_known))
+        num_known = max(0, num_known - num_tokens)
+    return left

@@ -24,6 +24,8 @@ class ReplicaMetrics(Metrics):
         self._num_unrouted = 0
         self._num_failovers = 0
         self._num_lost = 0
+        # Gauges are there for those who ask before the first look.
+        self.set_replicas([], 0)
 
     def on_failover(self) -> None:
         """A request is begun again on another replica."""
@@ -36,9 +38,8 @@ class ReplicaMetrics(Metrics):
     def set_replicas(self, stats: Sequence[EngineStats], num_unrouted: int) -> None:
         """Keep what the replicas say of themselves; requests that none has taken yet wait too."""
         self._num_replicas, self._num_unrouted = len(stats), num_unrouted
-        if stats:
-            total = sum_stats(stats)
-            self.set_stats(dataclasses.replace(total, waiting=total.waiting + num_unrouted))
+        total = sum_stats(stats) if stats else _empty_stats()
+        self.set_stats(dataclasses.replace(total, waiting=total.waiting + num_unrouted))
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """Yield every metric, as Prometheus' registry asks for them."""
@@ -58,6 +59,15 @@ class ReplicaMetrics(Metrics):
         yield CounterMetricFamily(
             name("requests_lost"), "requests that ended for want of a replica", self._num_lost
         )
+
+
+def _empty_stats() -> EngineStats:
+    """What no engine says of itself."""
+    # Waits for torch, as the first stats that a replica sends do.
+    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.stats import SpeculationStats
+
+    return EngineStats(0, 0, 0, 0, 0, 0, 0, SpeculationStats.empty(0))
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:

@@ -114,7 +114,7 @@ class ServerConfig(BaseSettings):
         return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
 
     def _check_door(self) -> None:
-        if _is_loopback(self.host):
+        if is_loopback(self.host):
             return
         if not self.read_keys() and not self.allow_anyone:
             raise ValueError(
@@ -128,7 +128,8 @@ class ServerConfig(BaseSettings):
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, an address or a name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

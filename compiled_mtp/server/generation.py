@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compiled_mtp.async_engine import EngineStoppedError, SlowReaderError, Stream
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, refusal
@@ -239,8 +239,9 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
                 await asyncio.gather(*readers, return_exceptions=True)
     except SlowReaderError as error:
         raise ApiError(408, str(error), code="slow_reader") from None
-    except EngineStoppedError as error:
-        raise ApiError(503, str(error), code=error.code) from None
+    except (EngineStoppedError, QueueFullError, ValueError) as error:
+        # The answer may have begun: whoever writes it tells this one as it tells all errors.
+        raise _as_sent(refusal(error)) from None
     finally:
         for stream in streams:
             stream.abort()

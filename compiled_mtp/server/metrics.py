@@ -91,6 +91,11 @@ class Metrics(Collector):
             if output.finish_reason is not None:
                 self._finish(output)
 
+    def fail(self, request_id: str, num_choices: int) -> None:
+        """Count that so many choices of a request ended with an error in the place of their last outputs."""
+        self._last_s.pop(request_id, None)
+        self._finished["error"] += num_choices
+
     def on_response(self, path: str, status: int) -> None:
         """Count an answer of the server; `path` is that of a route, never one that a client made up."""
         self._responses[path, status] += 1

@@ -12,7 +12,7 @@ from compiled_mtp.replicas.engine import ReplicatedEngine
 from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
-from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, RoundDrafts
 from compiled_mtp.sampling.logprobs import TokenLogprob
 
 PROMPT = [1, 2, 3]
@@ -25,7 +25,8 @@ def entry(token_id: int) -> TokenLogprob:
 
 @dataclass
 class Truth:
-    """What a choice says in all. `shown[k]` characters of the text and `told[k]` entries are out after k
+    """What a choice says in all: each output is a round whose drafts were all kept, and one more that was
+    not, -1. `shown[k]` characters of the text and `told[k]` entries are out after k
     tokens; the rest comes with the end."""
 
     token_ids: list[int]
@@ -34,6 +35,7 @@ class Truth:
     told: list[int] | None = None
     finish_reason: Any = "stop"
     prompt_logprobs: list[TokenLogprob] | None = None
+    has_drafts: bool = False
 
     def output(self, index: int, start: int, end: int) -> RequestOutput:
         """Tokens `start` to `end`; with the last one, the end."""
@@ -53,6 +55,9 @@ class Truth:
             logprobs,
             index,
             self.prompt_logprobs if not start else None,
+            [RoundDrafts([*self.token_ids[start : end - 1], -1], end - start - 1)]
+            if self.has_drafts
+            else None,
         )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
 from compiled_mtp.replicas.delivery import ReplicasDifferError
-from compiled_mtp.replicas.messages import Refused
+from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import ReplicasLostError
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
+from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.generation import merged
 from tests.replicas.scripted import PROMPT, Replica, Truth, entry, in_turn, make_engine, read
 
 
@@ -33,7 +36,7 @@ def truths(draw: st.DrawFn) -> Truth:
         told = [max(0, k - held) for k in range(len(token_ids) + 1)]
     reason = draw(st.sampled_from(["stop", "length"]))
     of_prompt = draw(st.sampled_from([None, [entry(2), entry(3)]]))
-    return Truth(token_ids, text, shown, told, reason, of_prompt)
+    return Truth(token_ids, text, shown, told, reason, of_prompt, draw(st.booleans()))
 
 
 def joined(outputs: Sequence[RequestOutput], index: int) -> tuple[Any, ...]:
@@ -62,13 +65,22 @@ def test_streams_do_not_notice_deaths(choices: list[Truth], deaths: list[int], s
     metrics = ReplicaMetrics()
     engine = make_engine(in_turn(*replicas), metrics)
     params = SamplingParams(n=len(choices), temperature=1.0)
-    outputs = asyncio.run(read(engine, params=params))
+    with pytest.MonkeyPatch.context() as patch:
+        # A replica may die before it has said anything new: that is another test's.
+        patch.setattr("compiled_mtp.replicas.relay._MOST_FRUITLESS", 9)
+        outputs = asyncio.run(read(engine, params=params))
     for index, truth in enumerate(choices):
         entries = None if truth.told is None else [entry(i) for i in truth.token_ids]
         of_prompt = [] if truth.prompt_logprobs is None else [truth.prompt_logprobs]
         expected = (truth.token_ids, truth.text, entries, of_prompt, [truth.finish_reason])
         assert joined(outputs, index) == expected
-        last = [one for one in outputs if one.index == index][-1]
+        own = [one for one in outputs if one.index == index]
+        last = own[-1]
+        for one in own:
+            # The drafts that were kept are the first of the tokens that are new.
+            kept = len(one.new_token_ids) - 1
+            rounds = [RoundDrafts([*one.new_token_ids[:kept], -1], kept)] if kept >= 0 else []
+            assert one.drafts == (rounds if truth.has_drafts else None)
         assert last.metrics.output_tokens == len(truth.token_ids)
         assert last.metrics.prompt_tokens == len(PROMPT)
     used = [replica for replica in replicas if replica.calls]
@@ -92,7 +104,11 @@ def replica(name: str = "a", truth: Truth = ONE, **fields: Any) -> Replica:
 
 def test_too_many_deaths_are_an_error_by_name_behind_what_was_sent() -> None:
     metrics = ReplicaMetrics()
-    engine = make_engine(in_turn(*(replica(c, dies_after=1) for c in "abcd")), metrics, max_failovers=2)
+    engine = make_engine(
+        in_turn(*(replica(c, dies_after=n, most=1) for n, c in enumerate("abcd", 1))),
+        metrics,
+        max_failovers=2,
+    )
 
     outputs: list[RequestOutput] = []
 
@@ -106,6 +122,91 @@ def test_too_many_deaths_are_an_error_by_name_behind_what_was_sent() -> None:
     assert outputs
     assert ReplicasLostError.code == "replicas_lost"
     assert "compiled_mtp_requests_lost_total 1.0" in metrics.text().decode()
+
+
+def test_a_replica_that_always_fails_after_its_first_output_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("compiled_mtp.replicas.relay._PAUSE_S", 0.001)
+    alone = replica("a", dies_after=1, most=1)
+    with pytest.raises(ReplicasLostError, match="a new token from one of 2 replicas, got losses alone"):
+        asyncio.run(read(make_engine(in_turn(alone))))
+    assert len(alone.calls) == 2
+    # Each says one token more than the one before it, under one name: the losses are counted still.
+    alike = [replica("a", dies_after=n, most=1) for n in range(1, 6)]
+    metrics = ReplicaMetrics()
+    with pytest.raises(ReplicasLostError, match="by one of 3 replicas"):
+        asyncio.run(read(make_engine(in_turn(*alike), metrics, max_failovers=2)))
+    assert [len(one.calls) for one in alike] == [1, 1, 1, 0, 0]
+    assert "compiled_mtp_failovers_total 2.0" in metrics.text().decode()
+
+
+def test_a_request_that_kills_engines_does_not_kill_them_all() -> None:
+    deaths = [replica(name, dies_after=1, most=1) for name in "abcd"]
+    with pytest.raises(ReplicasLostError, match="or another request if this one always ends so"):
+        asyncio.run(read(make_engine(in_turn(*deaths))))
+    assert [len(one.calls) for one in deaths] == [1, 1, 0, 0]
+
+
+def test_what_is_refused_once_another_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.replicas.relay._PAUSE_S", 0.001)
+    invalid = Refused("invalid", "top_k must be small, got 9; lower it", "b")
+    engine = make_engine(in_turn(replica(dies_after=1), replica("b", refuses=invalid)))
+    with pytest.raises(ReplicasDifferError, match=r"must take the same requests, got .*top_k must be small"):
+        asyncio.run(read(engine))
+    # It was taken, so it waits for room though nothing was said yet.
+    full = [replica("b", refuses=Refused("full", "no room", "b")) for _ in range(5)]
+    engine = make_engine(in_turn(Mute("a", [ONE], random.Random(1)), *full, replica("c")))
+    assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
+
+
+class Mute(Replica):
+    """Takes a request and dies before it says anything."""
+
+    async def decode(self, call: Call) -> AsyncIterator[Message]:
+        """As EngineReplica does."""
+        self.calls.append(call)
+        yield Accepted(self.name, self.identity)
+        raise ConnectionError(f"{self.name} died")
+
+
+def test_an_answer_that_has_begun_ends_with_an_error_that_a_client_can_read() -> None:
+    async def answer(error: Exception) -> ApiError:
+        stream = Stream(lambda _: None, asyncio.get_running_loop(), 8, 1)
+        stream.fail(error)
+        with pytest.raises(ApiError) as caught:
+            _ = [one async for one in merged([stream])]
+        return caught.value
+
+    for error, status in (
+        (QueueFullError("full", 3), 429),
+        (ReplicasDifferError("differ"), 503),
+        (ValueError("prompt must be short"), 400),
+    ):
+        assert asyncio.run(answer(error)).status == status
+
+
+def test_a_bug_behind_the_first_output_is_not_the_clients_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: Any) -> None:
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr("compiled_mtp.replicas.delivery.Delivery.take", take)
+    with pytest.raises(EngineStoppedError, match="the request failed: ValueError"):
+        asyncio.run(read(make_engine(in_turn(replica()))))
+
+
+def test_streams_that_end_with_an_error_are_counted_and_forgotten() -> None:
+    metrics = ReplicaMetrics()
+    engine = make_engine(in_turn(replica(dies_after=1)), metrics, max_failovers=0)
+    with pytest.raises(ReplicasLostError):
+        asyncio.run(read(engine))
+    assert metrics._last_s == {}
+    assert 'requests_finished_total{reason="error"} 1.0' in metrics.text().decode()
+    # What was never taken is no request that finished.
+    refused = replica(refuses=Refused("invalid", "no", "a"))
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(read(make_engine(in_turn(refused), metrics)))
+    assert 'requests_finished_total{reason="error"} 1.0' in metrics.text().decode()
 
 
 def test_other_tokens_never_go_on_a_stream() -> None:
@@ -138,6 +239,10 @@ def test_an_error_is_told_when_another_replica_says_it_too() -> None:
     assert outputs[-1].finish_reason == "error"
     assert outputs[-1].error == "it failed"
     assert joined(outputs, 0)[0] == ONE.token_ids
+    # Nobody else may be asked.
+    alone = replica(truth=failing)
+    outputs = asyncio.run(read(make_engine(in_turn(alone), max_failovers=0)))
+    assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "it failed")
 
 
 def test_refusals() -> None:
@@ -163,7 +268,7 @@ def test_a_begun_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(in_turn(replica(dies_after=1), *busy, replica("c")))
     assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
     engine = make_engine(in_turn(replica(dies_after=1), *busy), start_timeout_s=0.05)
-    with pytest.raises(ReplicasLostError, match="must find another replica within"):
+    with pytest.raises(ReplicasLostError, match="must find a replica within"):
         asyncio.run(read(engine))
 
 
@@ -176,19 +281,33 @@ def test_a_replica_that_stands_alone_is_asked_until_another_comes(monkeypatch: p
     assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
     assert last.calls[0].avoid == ("a",)
     engine = make_engine(in_turn(*dead), start_timeout_s=0.05)
-    with pytest.raises(ReplicasLostError, match=r"another replica within 0\.05 s, got 'the engine died'"):
+    with pytest.raises(ReplicasLostError, match=r"a replica within 0\.05 s, got 'the engine died'"):
         asyncio.run(read(engine))
 
 
 def test_nobody_begins() -> None:
     class Silent(Replica):
         async def decode(self, call: Any) -> Any:
+            self.calls.append(call)
             await asyncio.sleep(60)
             yield []
 
-    engine = make_engine(in_turn(Silent("a", [ONE], random.Random())), start_timeout_s=0.01, max_failovers=1)
-    with pytest.raises(ReplicasLostError, match=r"none began within 0\.01 s"):
+    silent = Silent("a", [ONE], random.Random())
+    metrics = ReplicaMetrics()
+    engine = make_engine(in_turn(silent), metrics, start_timeout_s=0.01)
+    with pytest.raises(ReplicasLostError, match=r"must find a replica within 0\.01 s, got none"):
         asyncio.run(read(engine))
+    assert len(silent.calls) == 1
+    text = metrics.text().decode()
+    assert "compiled_mtp_failovers_total 0.0" in text
+    assert "compiled_mtp_requests_lost_total 1.0" in text
+    # What one replica's refusals took, the wait for the next has no more.
+    stopped = replica("b", refuses=Refused("stopped", "shutting down", "b"))
+    engine = make_engine(in_turn(stopped, stopped, silent), start_timeout_s=0.6)
+    start_s = time.monotonic()
+    with pytest.raises(ReplicasLostError, match=r"within 0\.6 s, got none"):
+        asyncio.run(read(engine))
+    assert time.monotonic() - start_s < 0.9
 
 
 def test_an_abort_ends_the_call_and_tells_the_stream() -> None:

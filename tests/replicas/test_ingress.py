@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -159,11 +160,13 @@ def test_what_a_replica_refuses() -> None:
 
 
 def test_gauges_are_there_before_the_first_request() -> None:
+    first_look = ReplicaMetrics().text().decode().splitlines()
     service = make_service(scripted(1), Tokenizer(CHECKPOINT), CHECKPOINT, 512, ServerConfig())
     service.engine.close()
     said = service.metrics.text().decode().splitlines()
     for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio"):
         assert f"compiled_mtp_{name} 0.0" in said
+        assert f"compiled_mtp_{name} 0.0" in first_look
 
 
 def test_rounds_are_told_once() -> None:
@@ -192,8 +195,13 @@ def test_stats_are_sums() -> None:
     assert "compiled_mtp_requests_unrouted 3.0" in text
     assert "compiled_mtp_replicas 2.0" in text
     assert 'compiled_mtp_rounds_total{depth="3",why="best"} 10.0' in text
-    metrics.set_replicas([], num_unrouted=0)
-    assert "compiled_mtp_replicas 0.0" in metrics.text().decode().splitlines()
+    # None is left: nothing runs, and what waits waits here.
+    metrics.set_replicas([], num_unrouted=7)
+    text = metrics.text().decode().splitlines()
+    assert "compiled_mtp_replicas 0.0" in text
+    assert "compiled_mtp_requests_running 0.0" in text
+    assert "compiled_mtp_requests_waiting 7.0" in text
+    assert "compiled_mtp_kv_cache_usage_ratio 0.0" in text
 
 
 def test_a_connection_keeps_the_order_and_knows_when_it_is_full() -> None:
@@ -235,5 +243,22 @@ def test_a_failing_send_is_told() -> None:
         connection.write(b"a" * 70_000)
         with pytest.raises(OSError, match="gone"):
             await connection.wait_for_room()
+        # It had taken the parts when nobody waited: whoever comes next is told.
+        unseen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        connection = SentConnection(send)
+        connection.write(b"a")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not connection.is_full
+        with pytest.raises(OSError, match="gone"):
+            await connection.wait_for_room()
+        with pytest.raises(OSError, match="gone"):
+            connection.write(b"b")
+        with pytest.raises(OSError, match="gone"):
+            await connection.send({"type": "http.response.body", "body": b""})
+        del connection
+        gc.collect()
+        assert unseen == []
 
     asyncio.run(run())

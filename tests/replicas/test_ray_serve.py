@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from compiled_mtp import ray_serve
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
+from compiled_mtp.replicas.identity import identify
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 
@@ -40,7 +42,6 @@ def test_only_the_router_imports_ray_when_it_is_imported() -> None:
 def test_each_argument_has_its_config() -> None:
     settings, server, engine = split_args(
         {
-            "replicas": "2",
             "gpus": "0.5",
             "mtp_step": "1",
             "max_open": "7",
@@ -48,9 +49,14 @@ def test_each_argument_has_its_config() -> None:
             "autoscaling_config": '{"min_replicas": 1, "max_replicas": 4}',
         }
     )
-    assert (settings.replicas, settings.gpus, settings.most_replicas) == (2, 0.5, 4)
+    assert (settings.gpus, settings.most_replicas) == (0.5, 4)
+    # What the ingress makes again of what was given.
+    again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
+    assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
     assert ReplicaConfig(replicas=3).most_replicas == 3
+    assert ReplicaConfig(autoscaling_config={}).most_replicas == 1
+    assert split_args({"seed": 3})[2].seed == 3
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,19 @@ def test_each_argument_has_its_config() -> None:
         ({"api_key": "k"}, "got api_key; set COMPILED_MTP_SERVER_API_KEY where Ray runs"),
         ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; give engines"),
         ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
+        (
+            {"autoscaling_config": '{"max_replicas": null}'},
+            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; give",
+        ),
+        ({"autoscaling_config": {"max_replicas": "x"}}, "autoscaling_config must hold a whole number"),
+        ({"autoscaling_config": {"max_replicas": 0}}, "autoscaling_config must hold a whole number"),
+        (
+            {"autoscaling_config": "{}", "replicas": 3},
+            "replicas must be left out with autoscaling_config, got 3; set min_replicas",
+        ),
+        ({"write_timeout_s": 3}, "got write_timeout_s; leave it out; Ray's proxy takes all"),
+        ({"header_timeout_s": 3}, "got header_timeout_s; leave it out; Ray's proxy reads headers"),
+        ({"seed": 3, "ingress_replicas": 2}, "seed must be left out with more than one ingress, got 3"),
         ({"mtp_step": 9}, "mtp_step must"),
         ({"allowed_hosts": "example.org"}, r"allowed_hosts must be this machine's own names without a key"),
     ],
@@ -101,24 +120,125 @@ def test_a_gpu_each_where_the_cluster_has_some(
     assert (engine.device, gpus) == ("cpu", 0)
 
 
-def test_identities_tell_checkpoints_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org", None])
+def test_a_proxy_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch, host: str | None) -> None:
+    def use(found: Any) -> None:
+        client = SimpleNamespace(http_config=SimpleNamespace(host=found))
+        ray = SimpleNamespace(
+            _get_global_client=lambda: SimpleNamespace() if found is None else client,
+            Gauge=FakeMetric,
+            Counter=FakeMetric,
+        )
+        monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+
+    def start(**server_fields: Any) -> None:
+        ray_serve.Ingress(None, {}, server_fields, {}, has_keys=False)
+
+    use(host)
+    with pytest.raises(ValueError, match=r"http_options\.host must be this machine's own without a key"):
+        start()
+    start(allow_anyone=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("COMPILED_MTP_SERVER_API_KEY", "secret")
+        start()
+    for own in ("127.0.0.1", "::1", "localhost"):
+        use(own)
+        start()
+
+
+def test_settings_that_do_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_serve, "_proxy_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(
+        ray_serve, "_import_ray", lambda _: SimpleNamespace(Gauge=FakeMetric, Counter=FakeMetric)
+    )
+    monkeypatch.setenv("COMPILED_MTP_SERVER_WRITE_TIMEOUT_S", "3")
+    ray_serve.Ingress(None, {}, {"max_open": 3}, {}, has_keys=False)
+    assert [one.getMessage() for one in caplog.records] == [
+        "write_timeout_s: given in the environment, and of no effect on Ray"
+    ]
+
+
+def test_looking_at_replicas_goes_on_whatever_they_say(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = ReplicaMetrics()
+    stats = ray_serve.EngineReplica  # No stats at all.
+    answers: list[Any] = [OSError("nobody"), [stats], [], [ValueError("one of them")]]
+    shown: list[bytes] = []
+
+    async def ask() -> list[Any]:
+        shown.append(metrics.text())
+        if not answers:
+            raise asyncio.CancelledError
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    async def run() -> None:
+        engine: Any = SimpleNamespace(num_unrouted=5)
+        with pytest.raises(asyncio.CancelledError):
+            await ray_serve._look_at_replicas(ask, metrics, engine, 0.0)
+
+    asyncio.run(run())
+    assert len(shown) == 5
+    assert all(b"compiled_mtp_requests_waiting 5.0" in text for text in shown[1:])
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+
+
+def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "_proxy_host", lambda: "127.0.0.1")
+    ray = SimpleNamespace(Gauge=FakeMetric, Counter=FakeMetric)
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+
+    async def run() -> None:
+        ingress = ray_serve.Ingress(None, {}, {}, {}, has_keys=False)
+        ingress._looking = asyncio.create_task(asyncio.sleep(60))
+        looking = ingress._looking
+        ingress.__del__()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert ingress._gauges._is_closed.is_set()
+
+    asyncio.run(run())
+
+
+def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, package = tmp_path / "model", tmp_path / "package"
+    model.mkdir()
+    (package / "ops").mkdir(parents=True)
+    (package / "graphs").mkdir()
+    monkeypatch.setattr("compiled_mtp.replicas.identity._PACKAGE", package)
+
     def identity(config: EngineConfig, longest: int = 9) -> str:
         engine: Any = SimpleNamespace(
             num_threads=1,
             runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
-            front=SimpleNamespace(path=tmp_path, limits=SimpleNamespace(longest=longest)),
+            front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
         )
-        return ray_serve._identify(config, engine)
+        return identify(config, engine)
 
-    weights = tmp_path / "model.safetensors"
+    weights = model / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     config = EngineConfig(device="cpu")
-    first = identity(config)
-    assert identity(config) == first
-    assert identity(config, longest=8) != first
-    assert identity(config.model_copy(update={"prefill_chunk": 64})) != first
+    found = [identity(config)]
+    assert identity(config) == found[0]
+    found += [identity(config, longest=8), identity(config.model_copy(update={"prefill_chunk": 64}))]
+    for name, value in (
+        ("compiled_mtp.__version__", "0"),
+        ("compiled_mtp.graphs.artifacts._triton_version", lambda: "0"),
+        ("torch.__version__", "0"),
+        ("torch.backends.cpu.get_cpu_capability", lambda: "other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            found.append(identity(config))
+    for name in ("engine.py", "ops/table.json", "graphs/buckets.py"):
+        (package / name).write_text("1", encoding="utf-8")
+        found.append(identity(config))
     weights.write_bytes(bytes(3 << 20)[:-1] + b"x")
-    assert identity(config) != first
+    found.append(identity(config))
+    assert len(set(found)) == len(found)
 
 
 class FakeMetric:
