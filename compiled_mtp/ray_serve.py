@@ -344,9 +344,13 @@ class RayGauges:
             self._told[key] = value
 
     def _run(self) -> None:
+        has_failed = False
         while not self._is_closed.wait(_GAUGES_PERIOD_S):
             try:
                 self.tell()
+                has_failed = False
             except Exception:
-                # Metrics are read while the engine steps; the next look is soon.
-                logger.debug("metrics could not be told", exc_info=True)
+                # Metrics are read while the engine steps: the next look, which is soon, may find them whole.
+                if not has_failed:
+                    logger.warning("Ray was not told an engine's metrics; trying again", exc_info=True)
+                has_failed = True
