@@ -118,8 +118,8 @@ class EngineConfig(BaseSettings):
     weight_recipe: Literal["auto", "w8a8", "w8a16"] = Field(
         default="auto",
         description="how FP8 weights are multiplied: w8a8 with activations quantised in groups of 128, as "
-        "such checkpoints are made for, w8a16 with activations as they are; auto for w8a8 on a CPU and, "
-        "for now, w8a16 on a GPU",
+        "such checkpoints are made for, w8a16 with activations as they are; auto for w8a8, but for w8a16 "
+        "on a GPU below compute capability 9.0",
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default=3,

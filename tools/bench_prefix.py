@@ -3,8 +3,9 @@
     python tools/bench_prefix.py --prompt-tokens 4000 --repeats 3
     python tools/bench_prefix.py --shape 27b --prompt-tokens 8192 --turn-tokens 512
 
-Two engines, with the cache and without, take the same random prompts in turns: each prompt is new to both,
-then comes again, then goes on by a turn of new tokens. Tokens and rounds of the first must be the same with
+One engine takes the same random prompts with the cache and without, in turns: each prompt is new to both,
+then comes again, then goes on by a turn of new tokens. Without the cache a prompt has no keys, which is all
+that an engine without checkpoints does otherwise. Tokens and rounds of the first must be the same with
 and without a hit, and so must those of the turn, or nothing is printed. Ends in one JSON line: times to the
 first token (medians), how much sooner it comes for a prompt that comes again, and the median over prompts of
 the time with the cache to that without where nothing is found: of the wall clock, of what the processor was
@@ -20,13 +21,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from bench_step import fill_random, model_config
 from op_cases import SHAPES
 
@@ -43,6 +43,12 @@ class Timed(NamedTuple):
     first_s: float
     first_busy_s: float
     rest_busy_s: float
+
+
+def run_without(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
+    """`run`, of a request that finds nothing in the cache and leaves nothing there."""
+    with mock.patch.object(engine.scheduler.prefix, "_keys_of", return_value=[]):
+        return run(engine, prompt, params)
 
 
 def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
@@ -62,8 +68,7 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
     return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, *times)
 
 
-def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
-    """One of the two; they differ in the cache alone."""
+def make_engine(arguments: argparse.Namespace) -> Engine:
     longest = arguments.prompt_tokens + arguments.turn_tokens + arguments.max_tokens
     given: dict[str, Any] = {
         "model": arguments.model,
@@ -73,7 +78,6 @@ def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
         "max_model_len": longest,
         "max_batch": 1,
         "num_threads": arguments.num_threads,
-        "prefix_cache": has_cache,
         "num_blocks": (2 + arguments.repeats) * -(-longest // 64) + 1,
     }
     if arguments.shape is None:
@@ -81,12 +85,7 @@ def make_engine(arguments: argparse.Namespace, has_cache: bool) -> Engine:
     given |= {"dtype": "bfloat16", "compile": arguments.compile or "off"}
     config, model = EngineConfig(**given), model_config(arguments.shape)
 
-    def fill(parameters: Mapping[str, torch.Tensor]) -> None:
-        """The same random numbers in both engines."""
-        torch.manual_seed(0)
-        fill_random(parameters)
-
-    return Engine(config, front=make_front(config, arguments.model, model, None), fill=fill)
+    return Engine(config, front=make_front(config, arguments.model, model, None), fill=fill_random)
 
 
 def main() -> None:
@@ -106,15 +105,14 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int)
     arguments = parser.parse_args()
     length, most, turn = arguments.prompt_tokens, arguments.max_tokens, arguments.turn_tokens
-    engines = [make_engine(arguments, has_cache) for has_cache in (True, False)]
-    chunk = engines[0].config.resolve_prefill_chunk(engines[0].runner.device.type)
+    engine = make_engine(arguments)
+    chunk = engine.config.resolve_prefill_chunk(engine.runner.device.type)
     params = SamplingParams(max_tokens=most, temperature=0.8, seed=1, ignore_eos=True)
-    rng, vocab_size = random.Random(0), engines[0].model_config.vocab_size
+    rng, vocab_size = random.Random(0), engine.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(arguments.repeats)]
     turns = [[rng.randrange(vocab_size) for _ in range(turn)] for _ in prompts]
-    for engine in engines:  # Warm up.
-        for warm in (min(length, 2 * chunk + 1), turn):
-            engine.generate([[rng.randrange(vocab_size) for _ in range(warm)]], params)
+    for warm in (min(length, 2 * chunk + 1), turn):
+        engine.generate([[rng.randrange(vocab_size) for _ in range(warm)]], params)
     new: list[Timed] = []
     without: list[Timed] = []
     again: list[Timed] = []
@@ -122,17 +120,18 @@ def main() -> None:
     longer_without: list[Timed] = []
     for index, prompt in enumerate(prompts):
         # Whoever comes first is not always the same.
-        order = ((engines[0], new), (engines[1], without))
-        for engine, found in order if index % 2 else order[::-1]:
-            found.append(run(engine, prompt, params))
-        again.append(run(engines[0], prompt, params))
-        longer.append(run(engines[0], prompt + turns[index], params))
-        longer_without.append(run(engines[1], prompt + turns[index], params))
+        order = ((run, new), (run_without, without))
+        for timed_run, found in order if index % 2 else order[::-1]:
+            found.append(timed_run(engine, prompt, params))
+        again.append(run(engine, prompt, params))
+        longer.append(run(engine, prompt + turns[index], params))
+        longer_without.append(run_without(engine, prompt + turns[index], params))
         pairs = ((new, without), (again, without), (longer, longer_without))
         for one, other in [(ours[-1], plain[-1]) for ours, plain in pairs]:
             if (one.token_ids, one.rounds) != (other.token_ids, other.rounds):
                 raise SystemExit(f"error: tokens or rounds depend on the cache at prompt {index}")
-    if any(one.cached_tokens for one in new) or not all(one.cached_tokens for one in [*again, *longer]):
+    plain = [*new, *without, *longer_without]
+    if any(one.cached_tokens for one in plain) or not all(one.cached_tokens for one in [*again, *longer]):
         raise SystemExit("error: a new prompt was cached, or one that came again was not; raise num_blocks")
 
     def median(found: list[Timed], name: str) -> float:
@@ -161,10 +160,10 @@ def main() -> None:
         "cost_first_token": cost("first_s"),
         "cost_first_token_busy": cost("first_busy_s"),
         "cost_decode_busy": cost("rest_busy_s"),
-        "checkpoint_mib": round(engines[0].runner.memory.checkpoint_bytes / 2**20, 2),
+        "checkpoint_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
         "mtp_step": arguments.mtp_step,
         "prefill_chunk": chunk,
-        "device": str(engines[0].runner.device),
+        "device": str(engine.runner.device),
         "repeats": arguments.repeats,
     }
     print(json.dumps(line))

@@ -103,19 +103,22 @@ NO_FORMATS: Formats = MappingProxyType({})
 def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe | None:
     """The recipe for `weight_recipe` in EngineConfig: None for a checkpoint without FP8 weights.
 
-    "auto" is how the FP8 releases are run, W8A8, on a CPU; on a GPU W8A16, until whole models have given
-    their tokens there in W8A8. Raises ValueError for a recipe without FP8 weights, and for W8A8 on a GPU
-    older than Hopper, for which its kernels' tiles are too large.
+    "auto" is how the FP8 releases are run, W8A8, but W8A16 on a GPU older than Hopper, for which the tiles of
+    W8A8's kernels are too large. Raises ValueError for a recipe without FP8 weights, and for W8A8 on such a
+    GPU.
     """
     if not has_fp8:
         rule, remedy = "be auto for a checkpoint without FP8 weights", "drop it or use an FP8 release"
         check(asked == "auto", "weight_recipe", rule, asked, remedy)
         return None
-    is_cpu = device.type == "cpu"
-    if asked == "w8a8" and not is_cpu and (found := torch.cuda.get_device_capability(device)) < (9, 0):
-        got = f"{asked} on {found[0]}.{found[1]}"
-        raise fail("weight_recipe", "be w8a16 below compute capability 9.0", got, "use auto or a newer GPU")
-    return "w8a8" if asked == "w8a8" or (asked == "auto" and is_cpu) else "w8a16"
+    if asked == "w8a16":
+        return "w8a16"
+    if device.type == "cpu" or (found := torch.cuda.get_device_capability(device)) >= (9, 0):
+        return "w8a8"
+    if asked == "auto":
+        return "w8a16"
+    got = f"{asked} on {found[0]}.{found[1]}"
+    raise fail("weight_recipe", "be w8a16 below compute capability 9.0", got, "use auto or a newer GPU")
 
 
 def formats_for(
