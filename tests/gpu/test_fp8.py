@@ -93,7 +93,7 @@ def test_logits_are_those_of_the_weights_multiplied_out(
         kept[dtype] = prefill_logits(engine, tokens)
     monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: False)
     for dtype in ("float32", "bfloat16"):
-        engine = gpu_engine(directory, mtp_step=0, dtype=dtype)
+        engine = gpu_engine(directory, mtp_step=0, dtype=dtype, weight_recipe="w8a16")
         assert not engine.runner.formats
         plain[dtype] = prefill_logits(engine, tokens)
 
@@ -112,7 +112,9 @@ def test_quantised_rows_are_the_cpus(directory: Path) -> None:
     """The GPU's products in e4m3 against the CPU's, which multiply the same numbers in float32: apart by a
     part of what quantising the rows changes."""
     tokens = prompt_of(120, 1, 512)
-    ours = prefill_logits(gpu_engine(directory, mtp_step=0, dtype="float32"), tokens).cpu()
+    ours = prefill_logits(
+        gpu_engine(directory, mtp_step=0, dtype="float32", weight_recipe="w8a8"), tokens
+    ).cpu()
     cpu = prefill_logits(make_engine(directory, mtp_step=0, device="cpu"), tokens)
     rows = prefill_logits(make_engine(directory, mtp_step=0, device="cpu", weight_recipe="w8a16"), tokens)
     apart, recipes = (float((a - b).square().mean().sqrt()) for a, b in ((ours, cpu), (rows, cpu)))
