@@ -1,6 +1,7 @@
 """Time the whole draft-and-verify step of a released shape, in units of the time its bytes need.
 
     python tools/bench_step.py --shape 4b --mtp-step 0,3 --batch 1,8,32
+    python tools/bench_step.py --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
 
 Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row:
 milliseconds a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
@@ -8,6 +9,10 @@ step must read and write, over the read bandwidth measured in the same run), the
 a step (median, least and most: what shares the cores shows in it), the share of the step in which the GPU
 idles, kernels a step, tokens a second, and milliseconds a token of one request. Nothing is printed for a
 shape whose decode rows are not bit-equal between the buckets that are timed.
+
+A context is prefilled by the engine, from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B:
+131,072 tokens are 64 launches; their keys and values take 9.1 GB). One depth, one batch and --graph-mode
+uncompiled are the quickest way to a figure; kernels that Inductor would fuse are then launched singly.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -104,6 +111,17 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             if parameter.dim() == 3:
                 for index in range(1, parameter.shape[0]):
                     parameter[index].copy_(first.roll(index, 0))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """What is made within is not compiled: graphs are captured of the code as it is, in seconds."""
+
+    def as_it_is(function: Callable[..., Any], name: str, graph_mode: str | None) -> Callable[..., Any]:
+        return function
+
+    with mock.patch("compiled_mtp.programs.compile_program", as_it_is):
+        yield
 
 
 def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
@@ -223,9 +241,9 @@ def end_loop(loop: Loop) -> None:
     loop.runner.close()
 
 
-def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """One row of the table, but for its kernels."""
-    loop = start_loop(runner, batch, context)
+def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """One row of the table, but for its kernels, from a loop that has just started."""
+    runner = loop.runner
     for _ in range(WARM_UP_STEPS):
         loop.step()
     torch.cuda.synchronize()
@@ -252,7 +270,6 @@ def measure(runner: Runner, batch: int, context: int, bandwidth: float) -> dict[
     )
     floor_ms = 1e3 * sum(items.values()) / bandwidth
     step_ms = 1e3 * statistics.median(times)
-    end_loop(loop)
     return {
         "batch": batch,
         "step_ms": round(step_ms, 3),
@@ -287,7 +304,7 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 
 @torch.no_grad()
-def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, float]]:
+def trace_kernels(loop: Loop) -> list[tuple[str, float]]:
     """The kernels of one step in the order in which they end: name, microseconds since the one before ended.
 
     Dependent launches overlap, so a kernel's own span would count the time in which it only waits. A profiler
@@ -295,7 +312,7 @@ def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, f
     """
     from torch.profiler import ProfilerActivity, profile
 
-    loop = start_loop(runner, batch, context)
+    runner = loop.runner
     slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
@@ -309,8 +326,27 @@ def trace_kernels(runner: Runner, batch: int, context: int) -> list[tuple[str, f
     for end, _, name in spans:
         result.append((name, end - last))
         last = end
-    end_loop(loop)
     return result
+
+
+def measure_all(
+    runner: Runner, batches: list[int], context: int, bandwidth: float
+) -> Iterator[tuple[dict[str, Any], Loop]]:
+    """The rows, and for each a loop whose step may be traced; everything is timed before that."""
+    rows = []
+    for batch in batches:
+        begin = time.perf_counter()
+        loop = start_loop(runner, batch, context)
+        prefill_s = time.perf_counter() - begin
+        row = measure(loop, batch, context, bandwidth)
+        rows.append(row | {"context": context, "prefill_s": round(prefill_s, 1)})
+        if len(batches) == 1:
+            # A long context takes longest to prefill: it is not prefilled again.
+            yield rows[0], loop
+            return
+        end_loop(loop)
+    for row in rows:
+        yield row, start_loop(runner, row["batch"], context)
 
 
 def print_kernels(kernels: list[tuple[str, float]]) -> None:
@@ -332,7 +368,12 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
-    parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead, auto or both")
+    parser.add_argument(
+        "--graph-mode",
+        default="replay",
+        help="replay, reduce-overhead, auto, both, or uncompiled: rounds are captured as they are, which "
+        "starts in seconds and takes more kernels",
+    )
     parser.add_argument(
         "--fp8",
         nargs="?",
@@ -354,6 +395,8 @@ def main() -> None:
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
     modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
     depths = [int(step) for step in arguments.mtp_step.split(",")]
+    if "uncompiled" in modes and (arguments.export or arguments.graph_cache):
+        parser.exit(2, "bench_step: a graph cache holds compiled code; give another --graph-mode\n")
     if len(modes) * len(depths) == 1:
         run(arguments, batches, depths[0], modes[0])
         return
@@ -379,7 +422,7 @@ def start_by_phase(startup_s: float) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
     """Time one depth and graph mode, or export it, and print."""
-    model = model_config(arguments.shape, arguments.fp8 is not None)
+    model, is_plain = model_config(arguments.shape, arguments.fp8 is not None), mode == "uncompiled"
     if arguments.layers is not None:
         model = replace(
             model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
@@ -396,6 +439,10 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         directory = Path(tempfile.mkdtemp())
         use_directory(directory)
     begin = time.perf_counter()
+    # A short chunk costs the start least; of a long context every chunk reads every weight.
+    prefill_chunk = 64 if arguments.context <= 4096 else 2048
+    # What the first request gains in the rounds between the others' chunks.
+    gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
     config = EngineConfig(
         model=Path(__file__),
         device="cuda",
@@ -404,9 +451,10 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         mtp_step=mtp_step,
         max_batch=max(batches),
         batch_sizes=tuple(batches),
-        max_model_len=arguments.context + 2048 + 64 * max(batches),
-        prefill_chunk=64,
-        graph_mode=mode,
+        max_model_len=arguments.context + 2048 + gained,
+        prefill_chunk=prefill_chunk,
+        compile="on",
+        graph_mode="replay" if is_plain else mode,
         graph_cache=arguments.graph_cache,
         synthetic_acceptance=rate,
         draft_vocab=arguments.draft_vocab,
@@ -421,10 +469,11 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    runner = Runner(config, model, model.vocab_size, None, fill)
+    with uncompiled() if is_plain else nullcontext():
+        runner = Runner(config, model, model.vocab_size, None, fill)
     startup_s = time.perf_counter() - loaded[0]
     phases = start_by_phase(startup_s)
-    mode = str(runner.programs.graph_mode)  # what "auto" stands for
+    mode = mode if is_plain else str(runner.programs.graph_mode)  # what "auto" stands for
     if arguments.export:
         begin = time.perf_counter()
         runner.programs.save(directory / PROGRAMS_NAME)
@@ -436,9 +485,9 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         )
         return
     check_rows(runner, batches)
-    rows = [measure(runner, batch, arguments.context, bandwidth) for batch in batches]
-    for row in rows:
-        kernels = trace_kernels(runner, row["batch"], arguments.context)
+    for row, loop in measure_all(runner, batches, arguments.context, bandwidth):
+        kernels = trace_kernels(loop)
+        end_loop(loop)
         if arguments.kernels:
             print_kernels(kernels)
         fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
