@@ -66,10 +66,10 @@ class Programs:
     """Runs decode rounds, their halves, pieces of prompts and what the draft catches up with in fixed shapes.
 
     Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prompts are not
-    padded behind the last. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
-    one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where there are graphs,
-    a half's code is captured as it is behind its first run, which costs the start nothing. Inputs are copied
-    to the device only when they change.
+    padded behind the last. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A
+    round runs in one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where
+    there are graphs, a half's code is captured as it is behind its first run, which costs the start nothing.
+    Inputs are copied to the device only when they change.
     """
 
     def __init__(
@@ -234,7 +234,9 @@ class Programs:
         self._upload(buffer[:end], token_ids)
         num_pieces = piece_limit(length, self.max_batch) if self.is_compiled else len(pieces)
         missing = num_pieces - len(pieces)
-        columns = [(s, p.start, len(p.token_ids), r) for s, p, r in zip(slots, pieces, first_rows, strict=True)]
+        columns = [
+            (s, p.start, len(p.token_ids), r) for s, p, r in zip(slots, pieces, first_rows, strict=True)
+        ]
         columns += [(0, 0, 0, end)] * missing
         table = self._pieces[num_pieces]
         self._upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])

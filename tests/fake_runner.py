@@ -347,7 +347,7 @@ class FakeRunner:
         for slot, piece in zip(plan.slots, plan.pieces, strict=True):
             self._process(slot, piece, plan.draft_step if piece.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
-        self.last_chunks |= {slot: plan for slot in plan.slots}
+        self.last_chunks |= dict.fromkeys(plan.slots, plan)
         return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
 
     def _process(self, slot: int, piece: Piece, draft_step: int) -> None:

@@ -263,6 +263,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(5, 40),
         block_size=st.sampled_from([1, 4, 5]),
         max_model_len=st.integers(2, 40),
+        prefill_chunk=st.sampled_from([8, 40]),
+        max_pieces=st.integers(1, 4),
         copy_delay=st.integers(0, 2),
         has_policies=st.booleans(),
         seed=st.integers(0, 1000),

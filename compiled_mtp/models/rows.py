@@ -56,7 +56,7 @@ class PrefillRows(Rows):
 def place_pieces(
     num_rows: int, rows: tuple[torch.Tensor, ...], block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the rows of pieces lie, given their start, length and first_row and their rows of the block table.
+    """Where the rows of pieces lie, given start, length and first_row, and their rows of the block table.
 
     Returns, each [num_rows] int64, the piece of every row, how many of its rows come before, the row's
     position, and its KV slot. Rows of nobody count to the piece before them, at its last position, and have

@@ -228,8 +228,8 @@ def launch(args: Any) -> torch.Tensor:
     log_decay = torch.empty((chunks, num_v_heads, CHUNK), dtype=torch.float32, device=device)
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=device)
     gdn_prefill_solve_kernel[(num_v_heads, chunks)](
-        args.q, k, args.g, args.beta, length, first_row, num_pieces, split_q[0], split_q[-1], split_k[0], split_k[-1],
-        log_decay, inverse[0], inverse[-1],
+        args.q, k, args.g, args.beta, length, first_row, num_pieces,
+        split_q[0], split_q[-1], split_k[0], split_k[-1], log_decay, inverse[0], inverse[-1],
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
         PRECISE=precise, MOST=MAX_PIECES, num_warps=NUM_WARPS, **OPTIONS,
     )  # fmt: skip

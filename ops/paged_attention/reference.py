@@ -12,7 +12,6 @@ from compiled_mtp.ops.numerics import sigmoid
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Remedy
 
-
 _PIECES = Remedy("pass one a piece")
 
 
@@ -65,8 +64,8 @@ def paged_attention(
 
     q, gate [M, Hq, D] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
     rows b*W .. b*W + W-1, W = M // B, or length[b] rows from first_row[b] on (see conv_prefill; then rows of
-    nobody give 0 and may hold anything). kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype of
-    q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
+    nobody give 0 and may hold anything). kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype
+    of q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
     nothing is reserved: such keys are not read. positions [M]. Query head h uses kv head h // (Hq // Hk).
     Returns [M, Hq * D] in the dtype of q; a row with no key gives 0. Keys a row does not see may hold
     anything, NaN included. All arithmetic is float32 with one rounding at the end.

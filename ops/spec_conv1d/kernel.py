@@ -177,10 +177,10 @@ def conv_prefill_kernel(
     top = tl.program_id(1) * ROWS
     piece = piece_of_row(top, first_row, num_pieces, MOST)
     used = tl.load(length + piece).to(tl.int32)
-    first_of_piece = tl.load(first_row + piece)
+    first_of_piece = tl.load(first_row + piece).to(tl.int32)
     row = (top + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     # Of the piece.
-    step = row - first_of_piece
+    step = (top - first_of_piece + tl.arange(0, ROWS))[:, None]
     is_row = row < rows
     is_used = step < used
     if block == 2 * NK + NV:
