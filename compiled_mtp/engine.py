@@ -136,6 +136,7 @@ class Engine:
             # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
             prefix_step=self.config.resume_step,
             least_saved=self.config.resolve_least_saved(self.runner.device.type),
+            max_pieces=self.runner.programs.most_pieces,
         )
         self.front.limits = self.scheduler.limits
         self._masks = Masks(
@@ -189,7 +190,7 @@ class Engine:
         return self._inbox.put(choices)
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run, read: one prefill chunk or one decode round. Returns what became known, maybe nothing.
+        """Plan, run, read: pieces of prompts or one decode round. Returns what became known, maybe nothing.
 
         With a launch in flight the outputs are those of the step before. A launch that fails ends its
         requests with finish_reason "error"; the others go on. An exception that leaves a step (Ctrl-C) ends
@@ -231,8 +232,9 @@ class Engine:
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
-        if plan.prompt_len > self._prefill_chunk:
-            self._progress("prefill", plan.start + len(plan.token_ids), plan.prompt_len)
+        for piece in plan.pieces:
+            if piece.prompt_len > self._prefill_chunk:
+                self._progress("prefill", piece.start + len(piece.token_ids), piece.prompt_len)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""

@@ -108,14 +108,29 @@ class BlockUpdate(NamedTuple):
     block_id: int
 
 
+class Piece(NamedTuple):
+    """What a prefill launch takes of one prompt: token_ids stand at positions start, start + 1, ... of a
+    prompt of prompt_len tokens.
+
+    is_last: the prompt ends here, and the launch emits its first token too. next_ids: where the prompt's own
+    log probabilities are wanted, the id that follows each of its tokens in the prompt, else empty; such a
+    piece goes alone.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    prompt_len: int
+    is_last: bool = False
+    next_ids: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: a prefill chunk of one request, a decode round of several or half of one, or moves alone.
+    """One launch: pieces of prompts, a decode round of several requests or half of one, or moves alone.
 
     Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
-    prefill: token_ids stand at positions start, start + 1, ... of a prompt of prompt_len tokens; a chunk with
-    is_last also emits the first token and leaves draft_step drafts.
-    first: the first token of one request, and draft_step drafts, after all chunks of its prompt without
+    prefill: `pieces`, one a slot; those with is_last also emit a first token and leave draft_step drafts.
+    first: the first token of one request, and draft_step drafts, after all pieces of its prompt without
     is_last: where the token needs a mask or its log probability is wanted.
     decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left. num_drafts of
     those that are verified were made as drafts; behind them stands id 0.
@@ -127,11 +142,10 @@ class StepPlan:
 
     logprobs: how many of the likeliest ids some request wants listed, at most 20, or -1 for no log
     probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
-    logits after masks, temperature and filters. next_ids: of a chunk of a prompt whose own log probabilities
-    are wanted, the id that follows each of its tokens in the prompt, else empty. is_guided: a grammar masks
-    some of its rows. wants_drafts: the result names the next round's drafts. saves: copies of what a chunk
-    leaves to checkpoints; complete when the plan's result comes. catches_up: before a decode or verify the
-    draft reads what rounds of the plan's slots without drafts kept.
+    logits after masks, temperature and filters. is_guided: a grammar masks some of its rows. wants_drafts:
+    the result names the next round's drafts. saves: copies of what pieces leave to checkpoints; complete when
+    the plan's result comes. catches_up: before a decode or verify the draft reads what rounds of the plan's
+    slots without drafts kept.
     """
 
     step_id: int
@@ -142,18 +156,24 @@ class StepPlan:
     draft_step: int = 0
     num_drafts: int = 0
     catches_up: bool = False
-    token_ids: tuple[int, ...] = ()
-    start: int = 0
-    is_last: bool = False
-    prompt_len: int = 0
+    pieces: tuple[Piece, ...] = ()
     moves: tuple[Move, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
     logprobs: int = -1
     has_processed_logprobs: bool = False
-    next_ids: tuple[int, ...] = ()
     is_guided: bool = False
     wants_drafts: bool = False
     saves: tuple[Copy, ...] = ()
+
+    @property
+    def ended(self) -> list[int]:
+        """Of a prefill, the indices of those in `slots` whose first token it emits."""
+        return [index for index, piece in enumerate(self.pieces) if piece.is_last]
+
+    @property
+    def next_ids(self) -> tuple[int, ...]:
+        """Of a prefill, those of a piece that goes alone."""
+        return self.pieces[0].next_ids if len(self.pieces) == 1 else ()
 
 
 class RowLogprobs(NamedTuple):
@@ -173,7 +193,7 @@ class RowLogprobs(NamedTuple):
 class StepResult:
     """What came of a launch, one entry a slot of `plan`, or the error that it ended with.
 
-    token_ids: the tokens each request gained, [[y_0]] after the last chunk of a prompt and [[]] before.
+    token_ids: the tokens each request gained, [y_0] after the last piece of a prompt and [] before.
     not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
     is not finite; token_ids holds what was drawn before that row. all_masked: likewise, since every id of
     that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of

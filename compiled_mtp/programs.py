@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from compiled_mtp.graphs.buckets import (
+    PIECE_MULTIPLE,
     PREFILL_MULTIPLE,
     Bucket,
+    lay_out,
     pick,
     pick_prefill_length,
+    piece_limit,
     prefill_lengths,
 )
 from compiled_mtp.graphs.compile import (
@@ -33,6 +36,7 @@ from compiled_mtp.graphs.compile import (
 )
 from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.ops.sample import filter_logits
+from compiled_mtp.plan import Piece
 from compiled_mtp.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.step import Step
 
@@ -59,13 +63,13 @@ class Shape:
 
 
 class Programs:
-    """Runs decode rounds, their halves, prefill chunks and what the draft catches up with in fixed shapes.
+    """Runs decode rounds, their halves, pieces of prompts and what the draft catches up with in fixed shapes.
 
-    Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prefill chunks are
-    not padded. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A round runs in
-    one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where there are graphs,
-    a half's code is captured as it is behind its first run, which costs the start nothing. Inputs are copied
-    to the device only when they change.
+    Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prompts are not
+    padded behind the last. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A
+    round runs in one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where
+    there are graphs, a half's code is captured as it is behind its first run, which costs the start nothing.
+    Inputs are copied to the device only when they change.
     """
 
     def __init__(
@@ -91,8 +95,12 @@ class Programs:
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
-        self._prefill_slot = self._zeros(1, torch.int32)
-        self._start, self._length = self._zeros(1, torch.int64), self._zeros(1, torch.int64)
+        self.max_batch = step.slots.pos.shape[0] - 1
+        self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
+        # By their number, what `Step.prefill` and `Step.first_token` are told of prompts.
+        counts = range(1, self.most_pieces + 1)
+        self._pieces = {n: self._zeros(4 * n, torch.int64).view(4, n) for n in counts}
+        self._ended = {n: self._zeros(n, torch.int32) for n in counts}
         # A captured graph records no gradients anyhow: only what runs as code has to be told.
         without_gradients = torch.no_grad()
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.decode))
@@ -101,8 +109,10 @@ class Programs:
         )
         self._accept: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.accept_half))
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, without_gradients(step.prefill))
-        self._first_token: dict[int, Program] = dict.fromkeys(
-            sorted({bucket.draft_step for bucket in self.buckets}), without_gradients(step.first_token)
+        # By draft_step and the number of prompts, one or the most.
+        self._first_token: dict[tuple[int, int], Program] = dict.fromkeys(
+            sorted({(b.draft_step, n) for b in self.buckets for n in (1, self.most_pieces)}),
+            without_gradients(step.first_token),
         )
         # Halves whose graph is still to come.
         has_graphs = graph_mode is not None and not with_halves
@@ -196,7 +206,7 @@ class Programs:
 
         Runs as it is, uncompiled: a request has one first token.
         """
-        step, state_index = self.step, self._prefill_slot
+        step, state_index = self.step, self._ended[1]
         self._check_draft_step(draft_step)
         self._upload(state_index, (slot,))
         logits, sampling = step.first_logits(state_index)
@@ -205,38 +215,51 @@ class Programs:
         packed = step.conclude_first(state_index, logits, sampling, draft_step, masks)
         return step.logprobs(packed, state_index, logits, filtered) if with_logprobs else packed
 
-    def prefill(
-        self, slot: int, token_ids: Sequence[int], start: int, next_ids: Sequence[int] = ()
-    ) -> RowLogprobs | None:
-        """One chunk of the prompt in `slot`; with next_ids, the ids behind its tokens, their log
-        probabilities, and rows without a meaning behind them up to a multiple of SLICE_ROWS.
+    def prefill(self, slots: Sequence[int], pieces: Sequence[Piece]) -> RowLogprobs | None:
+        """The next pieces of the prompts in `slots`; of one that goes alone and has next_ids, the ids behind
+        its tokens, their log probabilities, and rows without a meaning behind them up to a multiple of
+        SLICE_ROWS. Raises ValueError for more rows or pieces than a launch has.
         """
-        count = len(token_ids)
-        length = pick_prefill_length(self.lengths, count)
+        first_rows, end = lay_out([len(piece.token_ids) for piece in pieces])
+        length = pick_prefill_length(self.lengths, end, len(pieces), self.max_batch)
         buffer = self._prefill_inputs[length]
-        # A compiled chunk has padding that Step.prefill masks. An uncompiled one ends, but on a GPU not
-        # before 64 rows: few rows take the attention of rounds, and a chunk's end must decide no bit.
+        # A compiled launch has padding that Step.prefill masks. An uncompiled one ends, but on a GPU not
+        # before 64 rows, and its padding lies between pieces alone.
         least = PREFILL_MULTIPLE if self.device.type == "cuda" else 0
-        tokens = buffer if self.is_compiled else buffer[: max(count, least)]
-        self._upload(buffer[:count], token_ids)
-        self._upload(self._prefill_slot, (slot,))
-        self._upload(self._start, (start,))
-        self._upload(self._length, (count,))
-        place = (self._prefill_slot, self._start, self._length)
-        hidden = self._call(self._prefill[length], (tokens, *place))
+        tokens = buffer if self.is_compiled else buffer[: max(end, least)]
+        token_ids: list[int] = []
+        for first_row, piece in zip(first_rows, pieces, strict=True):
+            token_ids += [0] * (first_row - len(token_ids))
+            token_ids += piece.token_ids
+        self._upload(buffer[:end], token_ids)
+        num_pieces = piece_limit(length, self.max_batch) if self.is_compiled else len(pieces)
+        missing = num_pieces - len(pieces)
+        columns = [
+            (s, p.start, len(p.token_ids), r) for s, p, r in zip(slots, pieces, first_rows, strict=True)
+        ]
+        columns += [(0, 0, 0, end)] * missing
+        table = self._pieces[num_pieces]
+        self._upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])
+        hidden = self._call(self._prefill[length], (tokens, table))
+        next_ids = pieces[0].next_ids
         if not next_ids:
             return None
+        assert len(pieces) == 1
         chosen = self._zeros(-(-len(next_ids) // SLICE_ROWS) * SLICE_ROWS, torch.int64)
         self._upload(chosen[: len(next_ids)], next_ids)
         return score_rows(self.step.target, hidden, chosen, self.step.num_valid_ids)
 
-    def first_token(self, draft_step: int) -> torch.Tensor:
-        """What follows the last chunk, in the slot of the last `prefill`; returns what Step.first_token does.
+    def first_token(self, slots: Sequence[int], draft_step: int) -> torch.Tensor:
+        """What follows the last pieces of the prompts in `slots`; returns what Step.first_token does, padding
+        rows last.
 
         Raises ValueError for a depth that no program was made for.
         """
         self._check_draft_step(draft_step)
-        return self._call(self._first_token[draft_step], (self._prefill_slot, draft_step))
+        kind = 1 if len(slots) == 1 else self.most_pieces
+        size = kind if self.is_compiled else len(slots)
+        self._upload(self._ended[size], (*slots, *[0] * (size - len(slots))))
+        return self._call(self._first_token[draft_step, kind], (self._ended[size], draft_step))
 
     def forget_batches(self) -> None:
         """Upload every batch again: an upload may have been interrupted. No round is half done."""
@@ -280,7 +303,7 @@ class Programs:
             step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
         masks = step.masks[:1].clone()
         step.reserve_halves(kept_rows)
-        for draft_step in self._first_token:
+        for draft_step in dict.fromkeys(draft_step for draft_step, _ in self._first_token):
             for own_masks in (None, masks):
                 self.first(0, draft_step, own_masks, with_logprobs=True, with_processed=True)
         hidden = step.slots.last_hidden[:1]
@@ -300,8 +323,10 @@ class Programs:
             largest = max(self.buckets)
             state_index = self._state_indices[largest.groups]
             self.step.decode(state_index, largest.verify_step, largest.draft_step)
-            self.step.first_token(self._prefill_slot, largest.draft_step)
-        self._length.fill_(1)
+            self.step.first_token(self._ended[1], largest.draft_step)
+        for table in self._pieces.values():
+            table[2, 0] = 1
+            table[3, 1:] = PIECE_MULTIPLE
         with compiler_settings():
             for done, shape in enumerate(shapes):
                 if saved is not None:
@@ -362,7 +387,6 @@ class Programs:
         return (shape for depth in depths for shape in self.shapes(depth) if shape.depth == depth)
 
     def _every_shape(self) -> Iterator[Shape]:
-        slot = self._prefill_slot
         for bucket in sorted(self.buckets, reverse=True):
             rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
             inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
@@ -378,11 +402,13 @@ class Programs:
             state_index = self._state_indices[rows // (verify_step + 1)]
             name = f"verify_{rows}_rows_{verify_step}_drafts"
             yield Shape(verify_step, name, Step.verify_half, (state_index, verify_step), self._verify, key)
-        for draft_step in self._first_token:
-            name, first = f"first_token_{draft_step}_drafts", (slot, draft_step)
-            yield Shape(draft_step, name, Step.first_token, first, self._first_token, draft_step)
+        for first in self._first_token:
+            draft_step, count = first
+            name, ended = "first_token" if count == 1 else f"first_{count}", (self._ended[count], draft_step)
+            name = f"{name}_{draft_step}_drafts"
+            yield Shape(draft_step, name, Step.first_token, ended, self._first_token, first)
         for length in reversed(self.lengths):
-            chunk = (self._prefill_inputs[length], slot, self._start, self._length)
+            chunk = (self._prefill_inputs[length], self._pieces[piece_limit(length, self.max_batch)])
             yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
 
     def _mode_of(self, shape: Shape) -> GraphMode | None:
@@ -401,7 +427,7 @@ class Programs:
     def _mark_static(self) -> None:
         mark_static([*self.step.parameters(), *self.step.buffers()])
         mark_static([*self._state_indices.values(), *self._prefill_inputs.values()])
-        mark_static([self._prefill_slot, self._start, self._length])
+        mark_static([*self._pieces.values(), *self._ended.values()])
 
     def _layout(self) -> dict[str, Any]:
         """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
@@ -422,10 +448,10 @@ class Programs:
                 )
 
     def _check_draft_step(self, draft_step: int) -> None:
-        if draft_step not in self._first_token:
+        if (draft_step, 1) not in self._first_token:
+            known = sorted({known for known, _ in self._first_token})
             raise ValueError(
-                f"draft_step must be one of {list(self._first_token)}, got {draft_step}; name it when the "
-                "programs are made"
+                f"draft_step must be one of {known}, got {draft_step}; name it when the programs are made"
             )
 
     def _upload_slots(self, bucket: Bucket, slots: tuple[int, ...]) -> torch.Tensor:

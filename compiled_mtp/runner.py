@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,8 +148,9 @@ class Runner:
         if plan.kind == "decode":
             return programs.decode(plan.slots, *depth)
         if plan.kind == "prefill":
-            scored = programs.prefill(plan.slots[0], plan.token_ids, plan.start, plan.next_ids)
-            output = programs.first_token(plan.draft_step) if plan.is_last else None
+            scored = programs.prefill(plan.slots, plan.pieces)
+            ended = [plan.slots[index] for index in plan.ended]
+            output = programs.first_token(ended, plan.draft_step) if ended else None
             if scored is None:
                 return output
             empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
@@ -215,20 +217,33 @@ class Runner:
             )
         num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
-        output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(plan.slots)
+        # Of a prefill those whose prompts have ended have a row.
+        owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
+        output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(owners)
         wants_drafts = plan.wants_drafts or self.features.with_drafts
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
+        drafts = output.drafts(count) if wants_drafts else []
+        if count < len(plan.slots):
+            tokens, drafts = (_spread(found, owners, len(plan.slots)) for found in (tokens, drafts))
         return StepResult(
             plan,
             tokens,
-            tuple([i for i in undrawn if not output[i].is_masked]),
-            output.drafts(count) if wants_drafts else (),
+            tuple([owners[i] for i in undrawn if not output[i].is_masked]),
+            drafts,
             copies_done,
             failed,
-            all_masked=tuple([i for i in undrawn if output[i].is_masked]),
+            all_masked=tuple([owners[i] for i in undrawn if output[i].is_masked]),
             logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def _spread(found: list[list[int]], owners: Sequence[int], count: int) -> list[list[int]]:
+    """What was found for some of `count` slots, nothing for the others; nothing at all if nobody asked."""
+    spread: list[list[int]] = [[] for _ in range(count)] if found else []
+    for owner, values in zip(owners, found, strict=False):
+        spread[owner] = values
+    return spread
 
 
 def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) -> list[RowLogprobs]:

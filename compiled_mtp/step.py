@@ -25,7 +25,7 @@ from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.draft_head import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
+from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows, place_pieces
 from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.row_logprobs import row_logprobs
@@ -289,48 +289,53 @@ class Step(nn.Module):
         drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
         return self._keep_drafts(state_index, drafts)
 
-    def prefill(
-        self,
-        token_ids: torch.Tensor,
-        state_index: torch.Tensor,
-        start: torch.Tensor,
-        length: torch.Tensor,
-    ) -> torch.Tensor:
-        """Process one chunk of one prompt.
+    def prefill(self, token_ids: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
+        """Process the next pieces of P prompts, side by side.
 
-        token_ids [T] int64, of which the first `length` [1] int64 are real; start [1] int64 is a multiple of
-        64; state_index [1] int32. Returns the target's hidden states [T, H], of which the first
-        `length` are real. Mutates the caches, and the slot's base, pos and last_hidden.
+        token_ids [T] int64; pieces [4, P] int64, a column each: slot, position of the first token (a multiple
+        of 64), number of tokens, and the row of the first. Rows are multiples of PIECE_MULTIPLE and never
+        fall; a piece without tokens is of slot 0, and behind all others. Returns the target's hidden states
+        [T, H], which mean something in the pieces' rows. Mutates the caches, and the slots' base, pos and
+        last_hidden.
         """
         slots = self.slots
-        index = state_index.to(torch.int64)
-        rows = self._rows(state_index, index, start, token_ids.shape[0], start, length)
+        index, start, length, first_row = pieces.unbind()
+        table, cut = slots.block_table[index], (start, length, first_row)
+        place = place_pieces(token_ids.shape[0], cut, table, self.kv_cache.block_size)
+        piece, before, positions, kv_slots = place
+        state_index = index.to(torch.int32)
+        # What no row writes is read by none: a row of nobody has the last position of the piece before it.
+        at = (positions, positions, kv_slots, table, state_index, start)
+        rows = PrefillRows(*at, length=length, first_row=first_row)
         hidden = self.target(token_ids, rows, self.kv_cache, self.state_cache, self.cos_sin)
         if self.draft is not None:
-            # Slot j of the draft's KV is the pair (token j, hidden j - 1): the first hidden is the one that
-            # the chunk before has left.
+            # Slot j of the draft's KV is the pair (token j, hidden j - 1): the first hidden of a piece is the
+            # one that the piece before has left.
             carried = torch.where(start[:, None] > 0, slots.last_hidden[index], 0.0)
-            self._draft_forward(token_ids, torch.cat((carried, hidden[:-1])), rows)
-        slots.last_hidden[index] = hidden.index_select(0, length - 1)
+            shifted = torch.cat((hidden[:1], hidden[:-1]))
+            shifted = torch.where((before == 0)[:, None], carried[piece], shifted)
+            self._draft_forward(token_ids, shifted, rows)
+        last = hidden.index_select(0, (first_row + length - 1).clamp(min=0))
+        slots.last_hidden[index] = torch.where(length[:, None] > 0, last, 0.0)
         slots.base[index] = start + length
         slots.pos[index] = start + length
         return hidden
 
     def first_token(self, state_index: torch.Tensor, draft_step: int) -> torch.Tensor:
-        """Sample y_0 after the last chunk of a prompt and draft from it: the first round is a real one.
+        """Sample y_0 after the last pieces of prompts and draft from it: the first round is a real one.
 
-        state_index [1] int32. Returns a packed StepOutput with W = 1 and S = draft_step. Mutates the slot's
-        last token, first drafts and history, and the draft's KV.
+        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = draft_step.
+        Mutates the slots' last token, first drafts and history, and the draft's KV.
         """
         logits, sampling = self.first_logits(state_index)
         return self.conclude_first(state_index, logits, sampling, draft_step)
 
     def first_logits(self, state_index: torch.Tensor) -> tuple[torch.Tensor, SamplingArguments]:
-        """The logits [1, V] that y_0 is drawn from, and what else it is drawn with."""
+        """The logits [B, V] that y_0 is drawn from, and what else it is drawn with."""
         index = state_index.to(torch.int64)
         # Read before the head: see ops/sample for what must be older than it.
         pos, hidden = self.slots.pos[index], self.slots.last_hidden[index]
-        sampling = self._sampling_of(pos.new_empty((1, 0)), pos, state_index)
+        sampling = self._sampling_of(pos.new_empty((pos.shape[0], 0)), pos, state_index)
         return self.target.logits(hidden), sampling
 
     def conclude_first(
@@ -346,11 +351,14 @@ class Step(nn.Module):
         index = state_index.to(torch.int64)
         hidden, pos = slots.last_hidden[index], sampling[1]
         token, outcome = sample(logits, *sampling, None, masks)
+        # Padding gains no token.
+        is_live = state_index > 0
+        token = torch.where(is_live, token, 0)
         slots.last_token[index] = token
         # Nobody reads it of a slot that has no use for it.
-        slots.output_counts[index, token] = slots.output_counts[index, token] + 1
+        slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
         slots.recent_ids[index, pos % RECENT_IDS] = token
-        drafts = token.new_empty((1, 0))
+        drafts = token.new_empty((token.shape[0], 0))
         if self.draft is not None:
             rows = self._rows(state_index, index, pos, 1, pos)
             drafted = self._draft_forward(token, hidden, rows)
@@ -359,8 +367,8 @@ class Step(nn.Module):
             )
             drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
             drafts = self._keep_drafts(state_index, drafts)
-        num_new = torch.ones_like(token)
-        num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64))
+        num_new = is_live.to(torch.int64)
+        num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
         return StepOutput(num_new, num_finite, token[:, None], drafts).pack()
 
     def logprobs(
@@ -475,23 +483,15 @@ class Step(nn.Module):
         start: torch.Tensor,
         rows_per_request: int,
         base: torch.Tensor,
-        length: torch.Tensor | None = None,
-    ) -> Rows:
-        """Rows at positions start .. start + rows_per_request - 1 of each request; prefill when `length` is
-        given.
+    ) -> DecodeRows:
+        """Rows at positions start .. start + rows_per_request - 1 of each request.
 
-        Near max_model_len positions are clamped and writes dropped, as are writes of padding rows and through
-        block-table entries that are not reserved.
+        Near max_model_len positions are clamped and writes dropped, as are writes through block-table entries
+        that are not reserved.
         """
-        # The last real row: padding rows of a chunk repeat its position, so that they read written keys
-        # alone.
-        end = self.max_model_len if length is None else (start + length)[:, None]
         block_table = self.slots.block_table[index]
-        positions, slot_mapping = place_rows(
-            start, rows_per_request, end, block_table, self.kv_cache.block_size
-        )
+        place = (self.max_model_len, block_table, self.kv_cache.block_size)
+        positions, slot_mapping = place_rows(start, rows_per_request, *place)
         positions = positions.flatten()
         places = (positions, positions, slot_mapping.flatten(), block_table)
-        if length is not None:
-            return PrefillRows(*places, state_index, start, length=length)
         return DecodeRows(*places, state_index, start, base=base)

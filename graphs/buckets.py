@@ -11,6 +11,11 @@ from math import lcm
 
 PREFILL_MULTIPLE = 64
 """Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
+MAX_PIECES = 16
+"""The most prompts that share a launch. Each costs programs that find nothing to do where there are fewer."""
+PIECE_MULTIPLE = 8
+"""The piece of a prompt begins at a multiple of so many rows of its launch."""
+_LEAST_ROWS_EACH = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,16 +108,36 @@ def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
     return tuple(count * PREFILL_MULTIPLE for count in _doubling(prefill_chunk // PREFILL_MULTIPLE))
 
 
-def pick_prefill_length(lengths: Sequence[int], num_tokens: int) -> int:
-    """Return the smallest of `lengths` (sorted) that holds num_tokens: a function of the length alone.
+def piece_limit(length: int, max_batch: int) -> int:
+    """Return how many pieces of prompts a launch of `length` rows holds: what is short has little time for
+    pieces that are not there.
+    """
+    return max(min(length // _LEAST_ROWS_EACH, max_batch, MAX_PIECES), 1)
+
+
+def lay_out(counts: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the first rows of pieces of `counts` tokens side by side, and the row behind the last."""
+    first_rows, end = [], 0
+    for count in counts:
+        first_rows.append(-(-end // PIECE_MULTIPLE) * PIECE_MULTIPLE)
+        end = first_rows[-1] + count
+    return tuple(first_rows), end
+
+
+def pick_prefill_length(lengths: Sequence[int], num_rows: int, num_pieces: int, max_batch: int) -> int:
+    """Return the smallest of `lengths` (sorted) that holds so many rows and pieces.
 
     Raises ValueError if none does.
     """
-    _check("num_tokens", num_tokens, 1)
+    _check("num_rows", num_rows, 1)
     for length in lengths:
-        if length >= num_tokens:
+        if length >= num_rows and piece_limit(length, max_batch) >= num_pieces:
             return length
-    raise ValueError(f"num_tokens must be at most {lengths[-1]}, got {num_tokens}; prefill it in chunks")
+    most = (lengths[-1], piece_limit(lengths[-1], max_batch))
+    raise ValueError(
+        f"num_rows and num_pieces must be at most {most[0]} and {most[1]}, got {num_rows} and {num_pieces}; "
+        "prefill them in chunks"
+    )
 
 
 def _doubling(last: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.graphs.buckets import MAX_PIECES
+
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     """The one form of our argument errors, to be raised by the caller."""
@@ -39,3 +41,9 @@ def wrong_layout(name: str, tensor: torch.Tensor, is_contiguous: bool) -> ValueE
     """`tensor` does not lie as a kernel reads it."""
     rule = "be contiguous" if is_contiguous else "have a last dimension of stride 1"
     return fail(name, rule, list(tensor.stride()), "make it contiguous")
+
+
+def check_pieces(count: int) -> None:
+    """Raise ValueError for a number of pieces of prompts that no launch has."""
+    if not 1 <= count <= MAX_PIECES:
+        raise fail("pieces", f"be 1 to {MAX_PIECES}", count, "share them out among launches")

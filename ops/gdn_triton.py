@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.pieces_triton import pieces_of_rows
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -111,21 +113,24 @@ def fold_records(
     return tile
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "num_pieces"])
 def gated_norm_kernel(
     out,
     z,
     norm_weight,
     length,
+    first_row,
     y,
     z_stride,
     pairs,
+    num_pieces,
     eps,
     NV: tl.constexpr,
     DV: tl.constexpr,
     PAIRS: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     lane = tl.arange(0, DV)[None, :]
     weight = tl.load(norm_weight + lane)  # no kernel writes it
@@ -145,7 +150,10 @@ def gated_norm_kernel(
     gate = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     result = x * scale * weight * gate
     if length is not None:
-        result = tl.where(row < tl.load(length), result, 0.0)
+        own_row = (tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)) // NV
+        piece = pieces_of_rows(own_row, first_row, num_pieces, MOST)
+        is_real = own_row - tl.load(first_row + piece) < tl.load(length + piece)
+        result = tl.where(is_real[:, None], result, 0.0)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -156,16 +164,21 @@ def launch_gated_norm(
     eps: float,
     gate_activation: str,
     length: torch.Tensor | None = None,
+    first_row: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows >= length [1]."""
+    """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows of no piece.
+
+    length and first_row [P] are the pieces of a prefill launch; None where every row counts.
+    """
     rows, heads, width = out.shape
     y = torch.empty((rows, heads * width), dtype=z.dtype, device=z.device)
     has_pdl = device_of(z.device.index).has_dependent_launch
     pairs = rows * heads
     gated_norm_kernel[(triton.cdiv(pairs, NORM_PAIRS),)](
-        out, z, norm_weight, length, y, z.stride(0), pairs, eps,
+        out, z, norm_weight, length, first_row, y, z.stride(0), pairs,
+        0 if first_row is None else first_row.shape[0], eps,
         NV=heads, DV=width, PAIRS=NORM_PAIRS, SIGMOID=gate_activation == "sigmoid", PDL=has_pdl,
-        num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
+        MOST=MAX_PIECES, num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return y
 

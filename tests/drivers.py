@@ -16,6 +16,7 @@ from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
     Move,
+    Piece,
     Place,
     PlanKind,
     Release,
@@ -105,9 +106,9 @@ class Driver:
         for begin in range(0, len(prompt), 64):
             chunk = tuple(prompt[begin : begin + 64])
             is_last = begin + 64 >= len(prompt) and not is_first_apart
-            where = {"token_ids": chunk, "start": begin, "prompt_len": len(prompt), "is_last": is_last}
+            pieces = (Piece(chunk, begin, len(prompt), is_last),)
             depth = draft_step if is_last else 0
-            self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, **where)
+            self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, pieces=pieces)
             moves, updates = (), ()
 
     def decode(self, *names: str, verify_step: int = 3, draft_step: int = 3, **fields: Any) -> None:

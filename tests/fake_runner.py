@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from compiled_mtp.graphs.buckets import lay_out
 from compiled_mtp.plan import (
     Admit,
     BlockUpdate,
     Copy,
     Draft,
+    Piece,
     Place,
     Release,
     RowLogprobs,
@@ -95,7 +97,8 @@ class FakeRunner:
         self.spills: dict[int, tuple[Copy, int]] = {}
         self.fails_spills = False
         self.open_round: StepPlan | None = None
-        self.last_chunk: StepPlan | None = None
+        # By slot, the launch with the last piece of its prompt.
+        self.last_chunks: dict[int, StepPlan] = {}
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.fail_next = False
@@ -337,30 +340,38 @@ class FakeRunner:
             assert block[position % block_size] == row.mark(position), f"{position} was lost"
 
     def _prefill(self, plan: StepPlan) -> StepResult:
-        (slot,) = plan.slots
-        row, end = self.rows[Place("slot", slot)], plan.start + len(plan.token_ids)
-        owner = self.scheduler._holdings.owners[slot]
-        assert row.prompt == owner.request.prompt_token_ids[: plan.start], "another prompt's state"
-        assert plan.start == len(row.prompt)
-        assert plan.start % self.scheduler.limits.resume_step == 0
-        assert 1 <= len(plan.token_ids) <= self.scheduler.limits.prefill_chunk
-        row.prompt += plan.token_ids
-        self._read(row, plan.start)
-        self._write(row, plan.start, end - 1 + plan.draft_step)
-        row.pos = end
+        limits = self.scheduler.limits
+        assert 1 <= len(plan.pieces) == len(plan.slots) <= limits.max_pieces
+        assert lay_out([len(piece.token_ids) for piece in plan.pieces])[1] <= limits.prefill_chunk
+        assert len(plan.pieces) == 1 or not any(piece.next_ids for piece in plan.pieces)
+        for slot, piece in zip(plan.slots, plan.pieces, strict=True):
+            self._process(slot, piece, plan.draft_step if piece.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
-        if not plan.is_last:
-            self.last_chunk = plan
-            return StepResult(plan, [[]], prompt_logprobs=scored)
-        return replace(self._emit(plan, [0]), prompt_logprobs=scored)
+        self.last_chunks |= dict.fromkeys(plan.slots, plan)
+        return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
+
+    def _process(self, slot: int, piece: Piece, draft_step: int) -> None:
+        row, end = self.rows[Place("slot", slot)], piece.start + len(piece.token_ids)
+        request = self.scheduler._holdings.owners[slot].request
+        assert row.prompt == request.prompt_token_ids[: piece.start], "another prompt's state"
+        assert piece.start == len(row.prompt)
+        assert piece.start % self.scheduler.limits.resume_step == 0
+        assert piece.token_ids
+        assert (end == piece.prompt_len == request.prompt_len) or not piece.is_last
+        row.prompt += piece.token_ids
+        self._read(row, piece.start)
+        self._write(row, piece.start, end - 1 + draft_step)
+        row.pos = end
 
     def _first(self, plan: StepPlan) -> StepResult:
-        chunk = self.last_chunk
-        assert chunk is not None
-        assert self.plans[-2] is chunk, "another launch came between a prompt and its first token"
-        assert (plan.slots, plan.generations) == (chunk.slots, chunk.generations)
-        row = self.rows[Place("slot", plan.slots[0])]
-        assert row.pos == plan.prompt_len == len(row.prompt)
+        (slot,) = plan.slots
+        chunk = self.last_chunks[slot]
+        at = chunk.slots.index(slot)
+        since = self.plans[self.plans.index(chunk) + 1 : -1]
+        assert {one.kind for one in since} <= {"first"}, "a launch came between a prompt and its first token"
+        assert plan.generations == chunk.generations[at : at + 1]
+        row = self.rows[Place("slot", slot)]
+        assert row.pos == chunk.pieces[at].prompt_len == len(row.prompt)
         self._write(row, row.pos, row.pos - 1 + plan.draft_step)
         return self._emit(plan, [0])
 
@@ -415,6 +426,9 @@ class FakeRunner:
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
+            if plan.pieces and not plan.pieces[index].is_last:
+                token_ids.append([])
+                continue
             is_first = plan.kind in ("prefill", "first")
             done = 0 if is_first else row.pos - len(row.prompt) + 1
             indices = range(done, done + count + 1)

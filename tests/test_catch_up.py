@@ -38,7 +38,8 @@ def prefill_draft(step: Step, slot: int, first: int, tokens: list[int], hidden: 
     positions, places = place_rows(begin, len(tokens), step.max_model_len, table, step.kv_cache.block_size)
     flat, index = positions.flatten(), torch.tensor([slot], dtype=torch.int32)
     length = torch.tensor([len(tokens)])
-    rows = PrefillRows(flat, flat, places.flatten(), table, index, begin, length=length)
+    at = (flat, flat, places.flatten(), table, index, begin)
+    rows = PrefillRows(*at, length=length, first_row=torch.tensor([0]))
     step._draft_forward(torch.tensor(tokens), hidden, rows)
 
 

@@ -61,7 +61,7 @@ def test_a_prompt_that_comes_again_resumes_at_the_last_end_before_its_last_token
     before = len(runner.plans)
     assert run(scheduler, runner, again) == [(length - 1) // CHUNK * CHUNK]
     chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
-    assert [plan.start for plan in chunks] == [(length - 1) // CHUNK * CHUNK]
+    assert [plan.pieces[0].start for plan in chunks] == [(length - 1) // CHUNK * CHUNK]
     # Its slot is given to it, with its own seed, before it is filled.
     kinds = [type(move) for move in chunks[0].moves]
     assert kinds[-2:] == ([Admit, Copy] if length > CHUNK else kinds[-2:])
@@ -301,6 +301,9 @@ class PrefixMachine(SchedulerMachine):
         num_blocks=st.integers(8, 60),
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_model_len=st.integers(20, 80),
+        prefill_chunk=st.sampled_from([8, 40]),
+        prefix_step=st.just(8),
+        max_pieces=st.integers(1, 4),
         num_checkpoints=st.integers(1, 7),
         shelf_records=st.integers(0, 6),
         shelf_blocks=st.sampled_from([0, 8, 16, 48]),

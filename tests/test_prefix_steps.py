@@ -27,7 +27,7 @@ def test_a_launch_ends_early_only_where_that_saves_enough() -> None:
         before = len(runner.plans)
         run(scheduler, runner, request_of(str(length), [length] * length))
         chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
-        assert [plan.start for plan in chunks] == [0, *stops]
+        assert [plan.pieces[0].start for plan in chunks] == [0, *stops]
 
 
 def test_who_shares_little_does_not_wait_for_it() -> None:
@@ -52,7 +52,7 @@ def test_where_prefill_goes_by_position_a_prompt_resumes_at_any_step(length: int
     scheduler, runner = make(delay, prefill_chunk=16, prefix_step=4)
     assert run(scheduler, runner, make_request("a", length, 6, 1)) == [0]
     assert run(scheduler, runner, make_request("b", length, 6, 2)) == [(length - 1) // 4 * 4]
-    starts = [plan.start for plan in runner.plans if plan.kind == "prefill"]
+    starts = [plan.pieces[0].start for plan in runner.plans if plan.kind == "prefill"]
     rest = (length - 1) // 4 * 4
     assert starts == [*sorted({*range(0, rest, 16), rest}), rest]
     assert scheduler.pool.num_used == 0
@@ -66,7 +66,7 @@ def test_a_chunk_is_short_while_rounds_wait_for_it() -> None:
         step(scheduler, runner)
     scheduler.add(second)
     stream(scheduler, runner)
-    lengths = [len(plan.token_ids) for plan in runner.plans if plan.kind == "prefill"]
+    lengths = [len(plan.pieces[0].token_ids) for plan in runner.plans if plan.kind == "prefill"]
     assert lengths[:2] == [32, 1]
     assert lengths[2:6] == [8, 8, 8, 8]
     limit = scheduler.limits.max_model_len

@@ -85,7 +85,7 @@ def test_whole_and_halved_rounds_by_turns(
 def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     features = Features(with_halves=True)
     runner = make_runner(checkpoint, features, compile="on", batch_sizes=(3,))
-    assert runner.programs.count == 5
+    assert runner.programs.count == 6
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
         mixed_rounds(driver)
@@ -116,8 +116,8 @@ def test_compiled_programs_have_the_depths_they_were_made_for(
 ) -> None:
     features = Features(depths=(0, 2))
     runner = make_runner(checkpoint, features, mtp_step=2, compile="on", batch_sizes=(3,))
-    # Four rounds, two first tokens, a chunk, and what a round without drafts keeps.
-    assert runner.programs.count == 4 + 2 + 1 + 1
+    # Four rounds, first tokens of one and of two prompts, a chunk, and what a round without drafts keeps.
+    assert runner.programs.count == 4 + 4 + 1 + 1
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
         driver.start("a", 1, PROMPTS["a"], draft_step=2)

@@ -18,7 +18,7 @@ def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
     runner = FakeRunner(scheduler, delay)
     for name, prompt_len in (("a", 5), ("b", 20)):
         scheduler.add(make_request(name, prompt_len, 12, seed=5, ignore_eos=True))
-    while not (runner.plans and runner.plans[-1].start == 8):
+    while not (runner.plans and [piece.start for piece in runner.plans[-1].pieces] == [8]):
         step(scheduler, runner)
     runner.fail_next = True
     ended = step(scheduler, runner)

@@ -121,7 +121,7 @@ def test_rounds_are_halved_only_while_a_request_needs_it() -> None:
     kinds = [plan.kind for plan in runner.plans]
     first = kinds.index("first")
     assert kinds[first - 1] == "prefill"
-    assert not runner.plans[first - 1].is_last
+    assert not runner.plans[first - 1].ended
     assert kinds[first + 1 : first + 7] == ["verify", "accept"] * 3
     assert set(kinds[first + 7 :]) == {"decode"}
     logprobs = {plan.kind: plan.logprobs for plan in runner.plans[first : first + 7]}

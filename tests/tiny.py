@@ -176,8 +176,8 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_ste
     index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
         part = torch.tensor(prompt[start : start + chunk], device=device)
-        where = (torch.tensor([start], device=device), torch.tensor([len(part)], device=device))
-        step.prefill(part, index, *where)
+        pieces = torch.tensor([[slot], [start], [len(part)], [0]], device=device)
+        step.prefill(part, pieces)
     packed = step.first_token(index, step.mtp_step if draft_step is None else draft_step)
     return StepOutput.unpack(packed, 1)[0].tokens[0]
 

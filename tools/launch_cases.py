@@ -82,7 +82,7 @@ def delta_rule(device: torch.device, value_heads: int, dtype: torch.dtype, ring:
     )  # fmt: skip
     cursors = (empty(1, dtype=INT32), empty(1, dtype=INT64), empty(1, dtype=INT64))
     if ring is None:
-        gdn_prefill(*inputs, *cursors, EPS, "silu")
+        gdn_prefill(*inputs, *cursors, empty(1, dtype=INT64), EPS, "silu")
         return
     rings = (
         empty(SLOTS, 16, ring, 128), empty(SLOTS, value_heads, ring, 128), empty(SLOTS, value_heads, ring)
@@ -98,10 +98,10 @@ def convolution(device: torch.device, value_heads: int, dtype: torch.dtype, pref
         projection(device, rows, value_heads, dtype), empty(channels, 4, dtype=dtype), empty(value_heads),
         empty(value_heads), empty(SLOTS, 8, channels, dtype=dtype), empty(1, dtype=INT32),
     )  # fmt: skip
-    start, length = empty(1, dtype=INT64), empty(1, dtype=INT64)
+    start, length, first_row = (empty(1, dtype=INT64) for _ in range(3))
     heads = (16, value_heads, 128, 128)
     if prefill:
-        conv_prefill(*inputs, start, length, *heads)
+        conv_prefill(*inputs, start, length, first_row, *heads)
     else:
         spec_conv1d(*inputs, start, *heads)
 

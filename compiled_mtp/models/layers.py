@@ -136,6 +136,7 @@ class Attention(nn.Module):
         qkv, q = self.write_keys(x, rows, kv, cos_sin)
         query_and_gate = qkv[:, : 2 * self.num_q_heads * self.head_dim]
         gate = query_and_gate.view(-1, self.num_q_heads, 2, self.head_dim)[:, :, 1]
+        pieces = (rows.first_row, rows.length) if isinstance(rows, PrefillRows) else (None, None)
         y = paged_attention(
             q,
             gate,
@@ -145,6 +146,7 @@ class Attention(nn.Module):
             rows.causal_positions,
             self.head_dim**-0.5,
             self.first_key,
+            *pieces,
         )
         return self.o_proj.parts(y, rows)
 
@@ -194,15 +196,16 @@ class GatedDeltaNet(nn.Module):
         gates = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
         last = (self.eps, self.gate_activation)
         if isinstance(rows, PrefillRows):
-            q, k, v, g, beta = conv_prefill(*gates, rows.start, rows.length, *self.heads)
-            place = (rows.state_index, rows.start, rows.length)
-            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, cache.state, *place, *last)
+            pieces = (rows.start, rows.length, rows.first_row)
+            q, k, v, g, beta = conv_prefill(*gates, *pieces, *self.heads)
+            state = (cache.state, rows.state_index, *pieces)
+            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last)
         else:
             assert isinstance(rows, DecodeRows)
             q, k, v, exp_g, beta = spec_conv1d(*gates, rows.start, *self.heads)
-            state = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
+            rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             place = (rows.state_index, rows.base, rows.start)
-            y = gdn_verify(q, k, v, exp_g, beta, z, self.norm_weight, *state, *place, *last)
+            y = gdn_verify(q, k, v, exp_g, beta, z, self.norm_weight, *rings, *place, *last)
         return self.out_proj.parts(y, rows)
 
 

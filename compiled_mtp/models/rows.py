@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """M rows of B requests, M // B each, request-major; a forward takes one of the two kinds below.
+    """M rows of B requests; a forward takes one of the two kinds below.
 
     rotary_positions [M] int64: where the rotary embedding puts a row. causal_positions [M] int64: the last
     key that a row sees. In text the two are one tensor; the tokens of an image share rotary positions.
@@ -35,14 +35,39 @@ class Rows:
 
 @dataclass(frozen=True)
 class DecodeRows(Rows):
-    """Rows of a verify round or of a draft. base [B] int64: position up to which the stored GDN state is
-    folded."""
+    """Rows of a verify round or of a draft, M // B a request, request-major. base [B] int64: position up to
+    which the stored GDN state is folded."""
 
     base: torch.Tensor
 
 
 @dataclass(frozen=True)
 class PrefillRows(Rows):
-    """Rows of a prompt's chunk. length [B] int64: how many of a request's rows are real."""
+    """Rows of pieces of prompts, side by side: request b has the length[b] rows from first_row[b] on.
+
+    Both [B] int64; first_row holds multiples of PIECE_MULTIPLE and never falls, and what has no rows comes
+    last. Rows of nobody lie in between and behind.
+    """
 
     length: torch.Tensor
+    first_row: torch.Tensor
+
+
+def place_pieces(
+    num_rows: int, rows: tuple[torch.Tensor, ...], block_table: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the rows of pieces lie, given start, length and first_row, and their rows of the block table.
+
+    Returns, each [num_rows] int64, the piece of every row, how many of its rows come before, the row's
+    position, and its KV slot. Rows of nobody count to the piece before them, at its last position, and have
+    slot -1, as have those whose block is not reserved (-1) or the padding's (0).
+    """
+    start, length, first_row = rows
+    row = torch.arange(num_rows, device=start.device)
+    piece = (first_row <= row[:, None]).to(torch.int64).sum(dim=1) - 1
+    before = row - first_row[piece]
+    positions = start[piece] + torch.minimum(before, (length[piece] - 1).clamp(min=0))
+    blocks = block_table[piece, positions // block_size].to(torch.int64)
+    is_written = (before < length[piece]) & (blocks > 0)
+    slots = torch.where(is_written, blocks * block_size + positions % block_size, -1)
+    return piece, before, positions, slots

@@ -27,9 +27,9 @@ class Limits:
     from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
     for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk;
     least_saved: what a launch must save the same prompt's next coming to end where that would resume.
-    num_checkpoints of the prefix cache, 0 for none, and shelf_records and shelf_blocks of its host tier. Any
-    thread may use it. Raises ValueError for a number that is too small, or steps that blocks or chunks do not
-    hold whole.
+    max_pieces: the most prompts of a launch. num_checkpoints of the prefix cache, 0 for none, and
+    shelf_records and shelf_blocks of its host tier. Any thread may use it. Raises ValueError for a number
+    that is too small, or steps that blocks or chunks do not hold whole.
     """
 
     max_batch: int
@@ -47,6 +47,7 @@ class Limits:
     prefix_step: int = 0
     busy_chunk: int = 0
     least_saved: int = 0
+    max_pieces: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):

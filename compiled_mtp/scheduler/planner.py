@@ -1,7 +1,7 @@
-"""What is launched next: one prefill chunk, one decode round or half of one, or copies alone.
+"""What is launched next: pieces of prompts, one decode round or half of one, or copies alone.
 
-While a prompt and rounds are both waiting they take turns, so a long prompt delays the others by one chunk a
-round. Results may arrive `max_in_flight` launches late: a plan depends on what is certain and reserves for
+While prompts and rounds are both waiting they take turns, so prompts delay the others by one launch a round.
+Results may arrive `max_in_flight` launches late: a plan depends on what is certain and reserves for
 what is possible.
 
 Rounds are planned many times a second: a look at every request tells for how many rounds nothing can end and
@@ -11,19 +11,20 @@ While a request is replayed every round is looked at, since each of them brings 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, Place, PlanKind, StepPlan
+from compiled_mtp.plan import BlockUpdate, Copy, Draft, Move, Piece, Place, PlanKind, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.admission import Admission
-from compiled_mtp.scheduler.holdings import Holding, Holdings, block_table_row
+from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
-from compiled_mtp.scheduler.slot_sampling import slot_sampling
+from compiled_mtp.scheduler.prompts import Prompts
 
 Depth = Callable[[int, int, bool], int]
 """How many drafts the round that is planned now verifies and leaves, 0 to mtp_step, given its number of
@@ -77,12 +78,12 @@ class Planner:
         self.num_withdrawn = 0
         self._is_prefill_next = True
         self._next_step_id = 0
-        self._next_copy_id = 0
+        self._copy_ids = itertools.count()
         self.reset()
 
     def reset(self) -> None:
         """Forget every launch and everybody who is not waiting."""
-        self.prefilling: Holding | None = None
+        self.prompts = Prompts(self.holdings, self._copy_ids)
         # Whoever waits, and whoever lies in host memory, or is on its way there, and is to come back.
         self.line = Line()
         for holding in self.waiting.values():
@@ -168,9 +169,7 @@ class Planner:
         self.line.discard(holding)
         if holding.phase is RequestPhase.WAITING:
             del self.waiting[holding.request.key]
-        elif holding is self.prefilling:
-            self.prefilling = None
-        else:
+        elif not self.prompts.leave(holding):
             self.look_again()
 
     def drop_dead_round(self) -> None:
@@ -189,28 +188,46 @@ class Planner:
         assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *away)}
         owners = self.holdings.owners.values()
         prefilling = [holding for holding in owners if holding.phase is RequestPhase.PREFILLING]
-        assert prefilling == ([] if self.prefilling is None else [self.prefilling])
+        assert {id(one) for one in prefilling} == {id(one) for one in self.prompts.members}
+        assert len(prefilling) == len(self.prompts.members)
         members = [] if self._open_round is None else self._open_round.members
         assert all(holding.is_in_open_round for holding in members)
         assert all(holding in members for holding in owners if holding.is_in_open_round)
 
     def _admit(self) -> None:
-        """Give places to those who come next, as long as there are any; one prompt is prefilled at a time."""
+        """Give places to those who come next, as long as there are any; to one prompt, which others join when
+        its launch is planned."""
         while (holding := self.line.first()) is not None:
             is_new = holding.phase is RequestPhase.WAITING
             if holding.transfer is not None:
                 return  # Still on its way out: nobody passes it meanwhile.
-            if is_new and (self.prefilling is not None or self.holdings.prefix.is_expected(holding)):
+            if is_new and (self.prompts or self.holdings.prefix.is_expected(holding)):
                 return
             if not self._admission.has_room(holding):
                 return
-            self.line.take(holding)
             if is_new:
-                del self.waiting[holding.request.key]
-                self.holdings.admit(holding)
-                self.prefilling = holding
+                self._admit_new(holding)
             else:
+                self.line.take(holding)
                 self.holdings.resume(holding)
+
+    def _admit_new(self, holding: Holding) -> None:
+        self.line.take(holding)
+        del self.waiting[holding.request.key]
+        self.holdings.admit(holding)
+        self.prompts.members.append(holding)
+
+    def _admit_beside(self, num_rows: int) -> Holding | None:
+        """Give a place to who comes next if its prompt may share the launch that is planned."""
+        holding = self.line.first()
+        if holding is None or holding.phase is not RequestPhase.WAITING:
+            return None
+        if not self.prompts.may_join(holding, num_rows) or self.holdings.prefix.is_expected(holding):
+            return None
+        if not self._admission.has_room(holding):
+            return None
+        self._admit_new(holding)
+        return holding
 
     def _preempt(self, holding: Holding) -> None:
         """Send a request away: to the host if there is room, else to wait and to be replayed."""
@@ -222,8 +239,7 @@ class Planner:
             return
         self.num_withdrawn += 1
         self._block_updates = [update for update in self._block_updates if update.slot != holding.slot]
-        if holding is self.prefilling:
-            self.prefilling = None
+        self.prompts.leave(holding)
         if holding.request.guide is not None:
             holding.request.guide.reset()
         self.holdings.withdraw(holding)
@@ -235,8 +251,7 @@ class Planner:
         for holding in self.holdings.moving:
             is_read = not (holding.is_first_token_due or unread[holding.slot, holding.generation])
             if is_read and holding.transfer is not None and holding.transfer.copy_id is None:
-                copy, row = self.holdings.plan_copy(holding, self._next_copy_id)
-                self._next_copy_id += 1
+                copy, row = self.holdings.plan_copy(holding, next(self._copy_ids))
                 self._copies.append(copy)
                 self._block_updates += row
 
@@ -306,12 +321,12 @@ class Planner:
         return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
 
     def _plan_next(self) -> StepPlan | None:
-        if self.prefilling is not None and self.prefilling.is_prefilled:
-            return self._plan_first(self.prefilling)
+        if (prefilled := self.prompts.next_prefilled()) is not None:
+            return self._plan_first(prefilled)
         has_round = self._open_round is not None or bool(self.decoding_slots)
-        if self.prefilling is not None and (self._is_prefill_next or not has_round):
+        if self.prompts and (self._is_prefill_next or not has_round):
             self._is_prefill_next = False
-            return self._plan_prefill(self.prefilling)
+            return self._plan_prefill()
         if self._open_round is not None:
             # Masks follow from the tokens of the round before: its result is waited for, not planned around.
             opened = self._open_round
@@ -326,73 +341,24 @@ class Planner:
             return self._make_plan("move")
         return None
 
-    def _plan_prefill(self, holding: Holding) -> StepPlan:
+    def _plan_prefill(self) -> StepPlan:
         self._restore_install()
-        is_resuming = not holding.is_told and holding.resumption is not None
-        moves = [] if holding.is_told else self._start_slot(holding)
-        request, start = holding.request, holding.num_prefilled
         has_round = self._open_round is not None or bool(self.decoding_slots)
         most = self.limits.busy_chunk if has_round else 0
-        end = min(start + (most or self.limits.prefill_chunk), request.prompt_len)
-        end = self.holdings.prefix.next_stop(holding, end)
-        is_end = end == request.prompt_len
-        # Its first token is a plan of its own where something is to be done with its logits.
-        is_last = is_end and not request.is_halved
-        holding.num_prefilled, holding.is_told = end, True
-        checkpoint = self.holdings.prefix.take_checkpoint(holding)
-        if is_resuming:
-            # Not before: what the checkpoint pushes out is copied first, and would go where this lies.
-            self.holdings.prefix.begin(holding)
-        slot = Place("slot", holding.slot)
-        saves = () if checkpoint is None else (self._copy(slot, Place("checkpoint", checkpoint)),)
-        if is_last:
+        launch = self.prompts.plan(most or self.limits.prefill_chunk, self._admit_beside)
+        self._block_updates += launch.block_updates
+        for holding in launch.ended:
             self._end_prefill(holding)
         return self._make_plan(
             "prefill",
-            (holding.slot,),
-            (holding.generation,),
-            moves,
-            draft_step=self._draft_step if is_last else 0,
-            token_ids=tuple(request.prompt_token_ids[start:end]),
-            start=start,
-            is_last=is_last,
-            prompt_len=request.prompt_len,
-            # The last row of a chunk gives the first token of the next, that of the prompt nothing of it.
-            next_ids=tuple(request.prompt_token_ids[start + 1 : end + 1])
-            if request.wants_prompt_logprobs
-            else (),
-            wants_drafts=is_last and request.params.include_drafts,
-            saves=saves,
+            tuple(holding.slot for holding in launch.members),
+            tuple(holding.generation for holding in launch.members),
+            launch.moves,
+            draft_step=self._draft_step if launch.ended else 0,
+            pieces=tuple(launch.pieces),
+            wants_drafts=any(holding.request.params.include_drafts for holding in launch.ended),
+            saves=tuple(launch.saves),
         )
-
-    def _start_slot(self, holding: Holding) -> list[Move]:
-        """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""
-        moves: list[Move] = [Admit(holding.slot, slot_sampling(holding.request))]
-        if (resumption := holding.resumption) is not None:
-            slot = Place("slot", holding.slot)
-            pairs = tuple(zip(resumption.shelf_blocks, self._last_cached_blocks(holding), strict=True))
-            moves.append(self._copy(resumption.source, slot, pairs))
-            if resumption.checkpoint is not None:
-                moves.append(self._copy(slot, Place("checkpoint", resumption.checkpoint)))
-        self._block_updates += block_table_row(holding.slot, holding.block_ids)
-        return moves
-
-    def _last_cached_blocks(self, holding: Holding) -> list[int]:
-        """Those of a request that are filled from the host tier of the prefix cache."""
-        assert holding.resumption is not None
-        end = holding.num_prefilled // self.limits.block_size
-        return holding.block_ids[end - len(holding.resumption.shelf_blocks) : end]
-
-    def _copy(
-        self,
-        source: Place,
-        target: Place,
-        blocks: tuple[tuple[int, int], ...] = (),
-        *,
-        has_rows: bool = True,
-    ) -> Copy:
-        self._next_copy_id += 1
-        return Copy(self._next_copy_id - 1, source, target, blocks, has_rows)
 
     def _plan_spills(self) -> list[Copy]:
         """Copies of what the prefix cache has given up since the last plan, to its host tier: before anything
@@ -401,13 +367,13 @@ class Planner:
         copies, shelf = [], self.holdings.prefix.shelf
         for spill in shelf.take_spills():
             source, target = Place("checkpoint", spill.checkpoint or 0), Place("shelf", spill.record or 0)
-            copy = self._copy(source, target, spill.blocks, has_rows=spill.record is not None)
+            copy = self.prompts.copy(source, target, spill.blocks, has_rows=spill.record is not None)
             shelf.begin(spill, copy.copy_id)
             copies.append(copy)
         return copies
 
     def _plan_first(self, holding: Holding) -> StepPlan:
-        """The first token of the prompt whose last chunk was the plan before this one."""
+        """The first token of a prompt whose last piece is planned."""
         self._end_prefill(holding)
         wants = _wants([holding.request])
         return self._make_plan(
@@ -415,7 +381,6 @@ class Planner:
             (holding.slot,),
             (holding.generation,),
             draft_step=self._draft_step,
-            prompt_len=holding.request.prompt_len,
             logprobs=wants.logprobs,
             has_processed_logprobs=wants.has_processed_logprobs,
             is_guided=wants.is_guided,
@@ -427,7 +392,7 @@ class Planner:
         if holding.replay is not None:
             holding.replay.plan_first()
         holding.enter(RequestPhase.RUNNING)
-        self.prefilling = None
+        self.prompts.leave(holding)
         self.look_again()
 
     def _plan_round(self) -> StepPlan:
@@ -490,13 +455,9 @@ class Planner:
         draft_step: int = 0,
         num_drafts: int = 0,
         catches_up: bool = False,
-        token_ids: tuple[int, ...] = (),
-        start: int = 0,
-        is_last: bool = False,
-        prompt_len: int = 0,
+        pieces: tuple[Piece, ...] = (),
         logprobs: int = -1,
         has_processed_logprobs: bool = False,
-        next_ids: tuple[int, ...] = (),
         is_guided: bool = False,
         wants_drafts: bool = False,
         saves: tuple[Copy, ...] = (),
@@ -516,15 +477,11 @@ class Planner:
             draft_step=draft_step,
             num_drafts=num_drafts,
             catches_up=catches_up,
-            token_ids=token_ids,
-            start=start,
-            is_last=is_last,
-            prompt_len=prompt_len,
+            pieces=pieces,
             moves=moves,
             block_updates=block_updates,
             logprobs=logprobs,
             has_processed_logprobs=has_processed_logprobs,
-            next_ids=next_ids,
             is_guided=is_guided,
             wants_drafts=wants_drafts,
             saves=saves,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +12,7 @@ from compiled_mtp.cache.prefix_index import LONGEST_LIFE, Chunk, PrefixIndex, ch
 from compiled_mtp.cache.prefix_shelf import Item, PrefixShelf
 from compiled_mtp.plan import Place
 from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.scheduler.phases import RequestPhase
 
 if TYPE_CHECKING:
     from compiled_mtp.scheduler.holdings import Holding
@@ -164,6 +166,30 @@ class PrefixCache:
             )
             for one, trail in self._trails.items()
         )
+
+    def is_coming(self, holding: Holding) -> bool:
+        """Whether a prompt that is on its way begins as this one does, with more than the cache has: one of
+        the two would learn from the other where they part, or begin there.
+        """
+        keys = self._keys_of(holding)
+        here = len(self._known(keys))
+        return here < len(keys) and any(
+            one.phase is RequestPhase.PREFILLING and trail.keys[here : here + 1] == [keys[here]]
+            for one, trail in self._trails.items()
+        )
+
+    def foresee(self, holding: Holding) -> int:
+        """The position at which it would begin now."""
+        keys, request = self._keys_of(holding), holding.request
+        if request.wants_prompt_logprobs:
+            return 0
+        rest = (request.prompt_len - 1) // self.chunk
+        return self._last_end(self._known(keys)[:rest], keys[:rest]) * self.chunk
+
+    def _known(self, keys: Sequence[bytes]) -> list[Chunk]:
+        """The chunks of the device that a prompt of these keys begins with."""
+        found = (self.index.find(key) for key in keys)
+        return [chunk for chunk in itertools.takewhile(lambda chunk: chunk is not None, found) if chunk]
 
     def count_held(self, holding: Holding) -> int:
         """Blocks of its prefix that it would share with requests that have a place."""

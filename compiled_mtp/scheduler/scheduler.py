@@ -55,6 +55,7 @@ class Scheduler:
         prefix_step: int = 0,
         busy_chunk: int = 0,
         least_saved: int = 0,
+        max_pieces: int = 1,
         depth: Depth | None = None,
         is_halved: IsHalved | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class Scheduler:
             prefix_step=prefix_step,
             busy_chunk=busy_chunk,
             least_saved=least_saved,
+            max_pieces=max_pieces,
         )
         self._holdings = Holdings(self.limits)
         self._planner = Planner(self._holdings, depth, is_halved)
@@ -191,7 +193,7 @@ class Scheduler:
         self._planner.read(plan)
         if result.prompt_logprobs is not None:
             self._take_prompt_logprobs(plan, result.prompt_logprobs)
-        if plan.is_last or plan.kind in ("first", "decode", "accept"):
+        if plan.kind in ("first", "decode", "accept") or plan.ended:
             self._take_tokens(result)
 
     def windows(self, plan: StepPlan) -> list[GuidedWindow]:
@@ -310,7 +312,7 @@ class Scheduler:
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
         holding = self._holdings.owners.get(plan.slots[0])
         if holding is not None and holding.generation == plan.generations[0]:
-            holding.request.add_prompt_logprobs(plan.start, plan.next_ids, rows)
+            holding.request.add_prompt_logprobs(plan.pieces[0].start, plan.next_ids, rows)
 
     def _take_tokens(self, result: StepResult) -> None:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
@@ -323,7 +325,8 @@ class Scheduler:
         rows = zip(plan.slots, plan.generations, result.token_ids, strict=True)
         for index, (slot, generation, new) in enumerate(rows):
             holding = owners.get(slot)
-            if holding is None or holding.generation != generation:
+            is_due = not plan.pieces or plan.pieces[index].is_last
+            if not is_due or holding is None or holding.generation != generation:
                 continue
             request = holding.request
             assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"

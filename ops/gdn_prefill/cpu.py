@@ -1,4 +1,4 @@
-"""`gdn_prefill` on a CPU, in chunks of 64 from the segment's start, as the kernel does it."""
+"""`gdn_prefill` on a CPU, in chunks of 64 from each piece's start, as the kernel does it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,35 @@ def gdn_prefill(
     state_index: torch.Tensor,
     start: torch.Tensor,
     length: torch.Tensor,
+    first_row: torch.Tensor,
     eps: float,
     gate_activation: str,
 ) -> torch.Tensor:
     rows, num_v_heads, head_v_dim = v.shape
-    group = num_v_heads // k.shape[1]
-    slot, used = int(state_index[0]), int(length[0])
-    chunks = -(-used // CHUNK)
     y = z.new_zeros((rows, num_v_heads * head_v_dim))
-    current = state[slot].clone() if int(start[0]) > 0 else torch.zeros_like(state[slot])
+    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row)), strict=True)
+    for slot, begin, used, first in pieces:
+        if used:
+            own = slice(first, first + used)
+            inputs = (q[own], k[own], v[own], g[own], beta[own])
+            initial = state[slot] if begin else torch.zeros_like(state[slot])
+            out, state[slot] = _walk(*inputs, initial)
+            y[own] = gated_norm(out, z[own], norm_weight, eps, gate_activation)
+    return y
 
+
+def _walk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    current: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule over one piece, before the norm, and the state behind it."""
+    used, num_v_heads, head_v_dim = v.shape
+    group = num_v_heads // k.shape[1]
+    chunks = -(-used // CHUNK)
     queries = _in_chunks(q, used, chunks).repeat_interleave(group, dim=1)  # [chunks, nv, CHUNK, dk]
     keys = _in_chunks(k, used, chunks).repeat_interleave(group, dim=1)
     values = _in_chunks(v, used, chunks)
@@ -62,8 +81,4 @@ def gdn_prefill(
         x = fixed[chunk] - reading[chunk] @ current.transpose(-1, -2)
         out[chunk] = queries[chunk] @ current.transpose(-1, -2) + scores[chunk] @ x
         current = current * from_start[chunk, :, -1:] + x.transpose(-1, -2) @ keys[chunk]
-    state[slot] = current
-
-    out = out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used]
-    y[:used] = gated_norm(out, z[:used], norm_weight, eps, gate_activation)
-    return y
+    return out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used], current

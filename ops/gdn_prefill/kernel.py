@@ -1,9 +1,10 @@
-"""The gated delta rule over a prompt segment: one launch solves every chunk's system, one walks the chunks.
+"""The gated delta rule over pieces of prompts: one launch solves every chunk's system, one walks the chunks.
 
 With G the log decay summed from the chunk's start, D_ij = e^{G_i - G_j} for j <= i and S the state before:
     x = (I + strict_lower(beta K K^T * D))^-1 beta (V - e^G K S)
     O = e^G Q S + (Q K^T * D) x,    S <- e^{G_end} S + (e^{G_end - G} K)^T x
-The inverse does not depend on S, so the first launch computes it for all chunks at once.
+The inverse does not depend on S, so the first launch computes it for all chunks at once. What passes between
+the two lies by chunk: those of piece p from first_row[p] // CHUNK + p on (ops/pieces_triton.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.gdn_prefill.cpu import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
+from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.
 CHUNK_STAGES = 2
@@ -50,13 +53,15 @@ def store_split(high, low, at, x, mask, PRECISE: tl.constexpr):
         tl.store(low + at, x_low, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pieces"])
 def gdn_prefill_solve_kernel(
     q,
     k,
     g,
     beta,
     length,
+    first_row,
+    num_pieces,
     q_high,
     q_low,
     k_high,
@@ -70,14 +75,19 @@ def gdn_prefill_solve_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISE: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    used = tl.load(length).to(tl.int32)
-    if chunk * CHUNK < used:
+    piece = piece_of_tile(chunk, first_row, num_pieces, CHUNK, MOST)
+    used = tl.load(length + piece).to(tl.int32)
+    first = tl.load(first_row + piece).to(tl.int32)
+    # Rows of the piece before this chunk.
+    done = (chunk - first // CHUNK - piece) * CHUNK
+    if done < used:
         step = tl.arange(0, CHUNK)
-        row = chunk * CHUNK + step
-        inside = row < used
+        row = first + done + step
+        inside = done + step < used
         decay = tl.cumsum(tl.load(g + row * NV + head, mask=inside, other=0.0), 0)
         rate = tl.load(beta + row * NV + head, mask=inside, other=0.0)
         chunk_at = (chunk * NV + head) * CHUNK
@@ -131,6 +141,7 @@ def gdn_prefill_chunk_kernel(
     state_index,
     start,
     length,
+    first_row,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -141,23 +152,28 @@ def gdn_prefill_chunk_kernel(
 ):
     block = tl.program_id(0)
     head = tl.program_id(1)
-    used = tl.load(length).to(tl.int32)
+    piece = tl.program_id(2)
+    used = tl.load(length + piece).to(tl.int32)
+    if used == 0:
+        return
+    first = tl.load(first_row + piece).to(tl.int32)
+    first_chunk = first // CHUNK + piece
     step = tl.arange(0, CHUNK)
     key_lane = tl.arange(0, DK)
     value_lane = block * BLOCK_V + tl.arange(0, BLOCK_V)
     state_at = (
-        state + (tl.load(state_index).to(tl.int64) * NV + head) * DV * DK
+        state + (tl.load(state_index + piece).to(tl.int64) * NV + head) * DV * DK
         + value_lane[None, :] * DK + key_lane[:, None]
     )  # fmt: skip
-    is_continued = tl.full((DK, BLOCK_V), tl.load(start), tl.int64) > 0
+    is_continued = tl.full((DK, BLOCK_V), tl.load(start + piece), tl.int64) > 0
     current = tl.load(state_at, mask=is_continued, other=0.0)  # [DK, BLOCK_V]
     causal = step[:, None] >= step[None, :]
     for chunk in range(tl.cdiv(used, CHUNK)):
-        row = chunk * CHUNK + step
-        inside = (row < used)[:, None]
+        row = first + chunk * CHUNK + step
+        inside = (chunk * CHUNK + step < used)[:, None]
         key_at = (row.to(tl.int64) * NK + head // (NV // NK))[:, None] * DK + key_lane[None, :]
         value_at = (row.to(tl.int64) * NV + head)[:, None] * DV + value_lane[None, :]
-        chunk_at = (chunk * NV + head) * CHUNK
+        chunk_at = ((first_chunk + chunk) * NV + head) * CHUNK
         solve_at = (chunk_at + step)[:, None] * CHUNK + step[None, :]
         keys = tl.load(k + key_at, mask=inside, other=0.0)
         queries = tl.load(q + key_at, mask=inside, other=0.0)
@@ -197,11 +213,12 @@ def chunk_block_v(num_v_heads: int, head_v_dim: int, precise: bool) -> int:
 
 
 def launch(args: Any) -> torch.Tensor:
-    k, v, length = args.k, args.v, args.length
+    k, v, length, first_row = args.k, args.v, args.length, args.first_row
+    num_pieces = length.shape[0]
     rows, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1:]
     check_head_dims(head_k_dim, head_v_dim)
-    chunks = triton.cdiv(rows, CHUNK)
+    chunks = rows // CHUNK + num_pieces
     precise = args.z.dtype == torch.float32
     parts = 2 if precise else 1
     device = v.device
@@ -211,16 +228,16 @@ def launch(args: Any) -> torch.Tensor:
     log_decay = torch.empty((chunks, num_v_heads, CHUNK), dtype=torch.float32, device=device)
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=device)
     gdn_prefill_solve_kernel[(num_v_heads, chunks)](
-        args.q, k, args.g, args.beta, length, split_q[0], split_q[-1], split_k[0], split_k[-1],
-        log_decay, inverse[0], inverse[-1],
+        args.q, k, args.g, args.beta, length, first_row, num_pieces,
+        split_q[0], split_q[-1], split_k[0], split_k[-1], log_decay, inverse[0], inverse[-1],
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
-        PRECISE=precise, num_warps=NUM_WARPS, **OPTIONS,
+        PRECISE=precise, MOST=MAX_PIECES, num_warps=NUM_WARPS, **OPTIONS,
     )  # fmt: skip
     block_v = chunk_block_v(num_v_heads, head_v_dim, precise)
-    gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads)](
+    gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads, num_pieces)](
         split_q[0], split_q[-1], split_k[0], split_k[-1], v, log_decay, inverse[0], inverse[-1],
-        out, args.state, args.state_index, args.start, length,
+        out, args.state, args.state_index, args.start, length, first_row,
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, CHUNK=CHUNK,
         BLOCK_V=block_v, PRECISE=precise, num_warps=NUM_WARPS, num_stages=CHUNK_STAGES, **OPTIONS,
     )  # fmt: skip
-    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, length)
+    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, length, first_row)

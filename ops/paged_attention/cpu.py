@@ -31,7 +31,31 @@ def paged_attention(
     positions: torch.Tensor,
     softmax_scale: float,
     first_key: int,
+    first_row: torch.Tensor | None = None,
+    length: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if first_row is None or length is None:
+        return _attend_windows(q, gate, kv, kv_scale, block_table, positions, softmax_scale, first_key)
+    out = q.new_zeros((q.shape[0], q.shape[1] * q.shape[2]))
+    for piece, (first, count) in enumerate(zip(first_row.tolist(), length.tolist(), strict=True)):
+        if count:
+            own, table = slice(first, first + count), block_table[piece : piece + 1]
+            rows = (q[own], gate[own], kv, kv_scale, table, positions[own])
+            out[own] = _attend_windows(*rows, softmax_scale, first_key)
+    return out
+
+
+def _attend_windows(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    softmax_scale: float,
+    first_key: int,
+) -> torch.Tensor:
+    """The operator of as many rows for each request."""
     rows, num_q_heads, hd = q.shape
     num_requests = block_table.shape[0]
     query_len = rows // num_requests

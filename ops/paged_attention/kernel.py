@@ -1,4 +1,4 @@
-"""Paged attention in Triton: a verify route for W <= 8 rows a request, a prefill route above.
+"""Paged attention in Triton: a verify route for W <= 8 rows a request, a prefill route above and for pieces.
 
 Verify: the W * G query rows of a kv head (G query heads share it) lie in tiles of BM rows, whatever W is: one
 tile for most depths, so that keys and values are read once for all of them. Keys are cut into splits at
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 from compiled_mtp.ops.paged_attention.splits import count_splits
@@ -27,6 +28,7 @@ from compiled_mtp.ops.paged_attention.verify_kernel import (
     combine_kernel,
     verify_kernel,
 )
+from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
@@ -36,7 +38,7 @@ FUSION = {"enable_fp_fusion": False}
 # Of 64 dims a program: one warp sums its splits without a barrier.
 COMBINE_WARPS = 1
 # Sizes that differ from call to call: one binary serves them all.
-PREFILL_UNSPECIALIZED = ("query_len", "max_blocks", "first_key", "table_stride")
+PREFILL_UNSPECIALIZED = ("num_pieces", "max_blocks", "first_key", "table_stride")
 
 
 @triton.jit
@@ -56,6 +58,8 @@ def prefill_kernel(
     kv_scale,
     block_table,
     positions,
+    first_row,
+    length,
     out,
     q_row_stride,
     q_head_stride,
@@ -69,7 +73,7 @@ def prefill_kernel(
     scale_half_stride,
     scale_head_stride,
     table_stride,
-    query_len,
+    num_pieces,
     max_blocks,
     block_size,
     first_key,
@@ -81,19 +85,27 @@ def prefill_kernel(
     BN: tl.constexpr,
     IN_ONE_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # The last rows see the most keys: start them first.
+    # The last rows of a piece see the most keys: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
+    piece = piece_of_tile(tile, first_row, num_pieces, BM, MOST)
+    first_of_piece = tl.load(first_row + piece).to(tl.int32)
+    # Rows of the piece before this tile.
+    done = (tile - first_of_piece // BM - piece) * BM
+    num_left = tl.load(length + piece).to(tl.int32) - done
+    if num_left <= 0:
+        return
+    request = piece.to(tl.int64)
     kv_head = (head // GROUP).to(tl.int64)
     row = tl.arange(0, BM)
-    is_row = row < query_len - tile * BM
-    first_row = request * query_len + tile * BM
-    row_position = tl.load(positions + first_row + row, mask=is_row, other=-1).to(tl.int32)
+    is_row = row < num_left
+    first = (first_of_piece + done).to(tl.int64)
+    row_position = tl.load(positions + first + row, mask=is_row, other=-1).to(tl.int32)
     dim = tl.arange(0, HD)
     queries = tl.load(
-        q + first_row * q_row_stride + head * q_head_stride + (row[:, None] * q_row_stride + dim[None, :]),
+        q + first * q_row_stride + head * q_head_stride + (row[:, None] * q_row_stride + dim[None, :]),
         mask=is_row[:, None],
         other=0.0,
     )
@@ -124,8 +136,8 @@ def prefill_kernel(
         False,
     )
     value = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    out += (first_row * (HKV * GROUP) + head) * HD
-    gate += first_row * gate_row_stride + head * gate_head_stride
+    out += (first * (HKV * GROUP) + head) * HD
+    gate += first * gate_row_stride + head * gate_head_stride
     # In halves: the gate of a whole tile would not fit beside its sums.
     left, right = tl.split(tl.permute(tl.reshape(value, (BM, 2, HD // 2)), (0, 2, 1)))
     gate_and_store(left, gate, out, row, is_row, gate_row_stride, HKV * GROUP * HD, HD // 2)
@@ -179,7 +191,10 @@ def launch(args: Any) -> torch.Tensor:
     block_table, positions, first_key = args.block_table, args.positions, args.first_key
     rows, hq, hd = q.shape
     num_requests, max_blocks = block_table.shape
-    out = torch.empty((rows, hq * hd), dtype=q.dtype, device=q.device)
+    first_row, length = args.first_row, args.length
+    # Rows of no piece are 0.
+    make = torch.empty if first_row is None else torch.zeros
+    out = make((rows, hq * hd), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
     # The interpreter runs programs one after another: a few show all there is to show.
@@ -188,11 +203,14 @@ def launch(args: Any) -> torch.Tensor:
     query_len = rows // num_requests
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
-    is_verify = query_len <= MAX_VERIFY_WINDOW
+    is_verify = first_row is None and query_len <= MAX_VERIFY_WINDOW
+    if first_row is None and not is_verify:
+        first_row = torch.arange(0, rows, query_len, device=q.device)
+        length = torch.full_like(first_row, query_len)
     if is_verify:
         config = verify_configuration(q.dtype, kv_scale is not None, hd)
     else:
-        config = prefill_configuration(q.dtype, hq * triton.cdiv(query_len, 128) >= WIDE_PROGRAMS)
+        config = prefill_configuration(q.dtype, hq * triton.cdiv(rows, 128) >= WIDE_PROGRAMS)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
     scale_log2 = args.softmax_scale * math.log2(math.e)
     tiles = {
@@ -206,23 +224,26 @@ def launch(args: Any) -> torch.Tensor:
         "num_stages": config.num_stages,
     }
     if not is_verify:
-        prefill_kernel[(hq, triton.cdiv(query_len, config.BM), num_requests)](
+        prefill_kernel[(hq, rows // config.BM + num_requests)](
             q,
             gate,
             kv,
             scales,
             block_table,
             positions,
+            first_row,
+            length,
             out,
             *q.stride()[:2],
             *gate.stride()[:2],
             *strides,
-            query_len,
+            num_requests,
             max_blocks,
             block_size,
             first_key,
             scale_log2,
             IN_ONE_BLOCK=block_size % config.BN == 0,
+            MOST=max(MAX_PIECES, triton.next_power_of_2(num_requests)),
             **tiles,
             **FUSION,
         )

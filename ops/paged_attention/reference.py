@@ -7,15 +7,18 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.checks import check_pieces, fail, wrong_dtype
 from compiled_mtp.ops.numerics import sigmoid
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Remedy
 
+_PIECES = Remedy("pass one a piece")
+
 
 def _cache_and_rows_fit(
     q: Tensor, kv: Tensor, kv_scale: Tensor | None,
-    M: int, Hq: int, D: int, Hk: int, block_size: int, B: int, first_key: int,
+    M: int, Hq: int, D: int, Hk: int, block_size: int, B: int, first_key: int, first_row: Tensor | None,
+    length: Tensor | None,
 ) -> None:  # fmt: skip
     if D not in (16, 32, 64, 128, 256):
         raise fail("head_dim", "be a power of two from 16 to 256", D, "no kernel covers another size")
@@ -26,7 +29,11 @@ def _cache_and_rows_fit(
     dtype = q.dtype if kv_scale is None else FP8
     if kv.dtype != dtype:
         raise wrong_dtype("kv", kv, (dtype,))
-    if B == 0 or M % B:
+    if (first_row is None) != (length is None):
+        raise fail("first_row and length", "come together", (first_row, length), "pass both or none")
+    if first_row is not None:
+        check_pieces(B)
+    elif B == 0 or M % B:
         raise fail("rows", f"be a multiple of the {B} requests", M, "pass W rows each")
     if first_key < 0:
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
@@ -50,12 +57,15 @@ def paged_attention(
     positions: Annotated[Tensor, "M", I64, Remedy("pass one position a row")],
     softmax_scale: float,
     first_key: int,
+    first_row: Annotated[Tensor, "B", I64, _PIECES] | None = None,
+    length: Annotated[Tensor, "B", I64, _PIECES] | None = None,
 ) -> Annotated[Tensor, "M Hq*D", Like("q")]:
     """softmax(softmax_scale * q k^T) v * sigmoid(gate) over the keys first_key <= j <= position of each row.
 
     q, gate [M, Hq, D] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
-    rows b*W .. b*W + W-1, W = M // B. kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype of
-    q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
+    rows b*W .. b*W + W-1, W = M // B, or length[b] rows from first_row[b] on (see conv_prefill; then rows of
+    nobody give 0 and may hold anything). kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype
+    of q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
     nothing is reserved: such keys are not read. positions [M]. Query head h uses kv head h // (Hq // Hk).
     Returns [M, Hq * D] in the dtype of q; a row with no key gives 0. Keys a row does not see may hold
     anything, NaN included. All arithmetic is float32 with one rounding at the end.
@@ -63,10 +73,14 @@ def paged_attention(
     rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     query_len = rows // block_table.shape[0]
+    if first_row is None or length is None:
+        spans = [(request * query_len, query_len) for request in range(block_table.shape[0])]
+    else:
+        spans = list(zip(first_row.tolist(), length.tolist(), strict=True))
     key = torch.arange(block_table.shape[1] * block_size, device=q.device)
-    out = torch.empty((rows, num_q_heads * head_dim), device=q.device)
-    for request, table in enumerate(block_table.long()):
-        own = slice(request * query_len, (request + 1) * query_len)
+    out = torch.zeros((rows, num_q_heads * head_dim), device=q.device)
+    for (first, count), table in zip(spans, block_table.long(), strict=True):
+        own = slice(first, first + count)
         blocks = table.clamp(min=0)
         stored = torch.stack([kv[block].float() for block in blocks], dim=2)  # [2, Hk, blocks, block_size, D]
         if kv_scale is not None:

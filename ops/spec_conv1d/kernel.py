@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.graphs.buckets import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.pieces_triton import piece_of_row
 
 OPTIONS = {"enable_fp_fusion": True}
-PREFILL_ROWS = 8
+# A program has rows of one piece.
+PREFILL_ROWS = PIECE_MULTIPLE
 
 
 @triton.jit
@@ -140,7 +143,7 @@ def spec_conv1d_kernel(
             tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "num_pieces"])
 def conv_prefill_kernel(
     proj,
     conv_weight,
@@ -150,6 +153,7 @@ def conv_prefill_kernel(
     state_index,
     start,
     length,
+    first_row,
     q,
     k,
     v,
@@ -157,6 +161,7 @@ def conv_prefill_kernel(
     beta,
     proj_stride,
     rows,
+    num_pieces,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -165,14 +170,19 @@ def conv_prefill_kernel(
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
     block = tl.program_id(0)
-    first_row = tl.program_id(1) * ROWS
-    used = tl.load(length).to(tl.int32)
-    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    top = tl.program_id(1) * ROWS
+    piece = piece_of_row(top, first_row, num_pieces, MOST)
+    used = tl.load(length + piece).to(tl.int32)
+    first_of_piece = tl.load(first_row + piece).to(tl.int32)
+    row = (top + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    # Of the piece.
+    step = (top - first_of_piece + tl.arange(0, ROWS))[:, None]
     is_row = row < rows
-    is_used = row < used
+    is_used = step < used
     if block == 2 * NK + NV:
         head = tl.arange(0, BLOCK_HEADS)[None, :]
         is_head = (head < NV) & is_row
@@ -187,18 +197,18 @@ def conv_prefill_kernel(
         tl.store(g + row * NV + head, tl.where(is_used, decay, 0.0), mask=is_head)
         tl.store(beta + row * NV + head, tl.where(is_used, 1.0 / (1.0 + tl.exp(-b)), 0.0), mask=is_head)
     else:
-        begin = tl.load(start)
+        begin = tl.load(start + piece)
         first, width = head_channels(block, NK, DK, DV)
         lane = tl.arange(0, BLOCK)[None, :]
         inside = lane < width
         channel = first + lane
-        ring = conv_ring + tl.load(state_index).to(tl.int64) * RING * CHANNELS + channel
+        ring = conv_ring + tl.load(state_index + piece).to(tl.int64) * RING * CHANNELS + channel
         y = tl.zeros((ROWS, BLOCK), tl.float32)
         for tap in tl.static_range(4):
             back = 3 - tap
-            earlier = begin + row - back
-            in_segment = inside & is_used & (row >= back)
-            in_ring = inside & is_used & (row < back) & (earlier >= 0)
+            earlier = begin + step - back
+            in_segment = inside & is_used & (step >= back)
+            in_ring = inside & is_used & (step < back) & (earlier >= 0)
             new = tl.load(proj + (row - back) * proj_stride + channel, mask=in_segment, other=0.0)
             old = tl.load(ring + (earlier % RING) * CHANNELS, mask=in_ring, other=0.0)
             weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
@@ -213,13 +223,13 @@ def conv_prefill_kernel(
             tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
         else:
             tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
-        if first_row == 0:
+        if top == first_of_piece:
             # The last rows may take the ring rows of the history, which only this program reads: it writes
             # them itself, once it has read.
             tl.debug_barrier()
             last = (used - 3 + tl.arange(0, 4)).to(tl.int64)[:, None]
             kept = (last >= 0) & (last < used) & (lane < width)
-            raw = tl.load(proj + last * proj_stride + channel, mask=kept, other=0.0)
+            raw = tl.load(proj + (first_of_piece + last) * proj_stride + channel, mask=kept, other=0.0)
             tl.store(ring + ((begin + last) % RING) * CHANNELS, raw, mask=kept)
 
 
@@ -268,8 +278,8 @@ def launch_conv_prefill(
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
         proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
-        args.length, *outputs, proj.stride(0), rows,
+        args.length, args.first_row, *outputs, proj.stride(0), rows, args.length.shape[0],
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
-        ROWS=PREFILL_ROWS, num_warps=1, **OPTIONS,
+        ROWS=PREFILL_ROWS, MOST=MAX_PIECES, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outputs

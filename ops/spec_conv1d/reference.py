@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.checks import check_pieces, fail
 from compiled_mtp.ops.numerics import sigmoid, silu, softplus
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
@@ -68,7 +68,7 @@ class GDNInputs(NamedTuple):
 
 
 _SHAPES = Remedy("check the head counts and head dims")
-_ONE = Remedy("prefill one sequence a call")
+_PIECES = Remedy("pass one a piece")
 _CHANNELS = "2*num_k_heads*head_k_dim+num_v_heads*head_v_dim"
 Projection = Annotated[Tensor, "rows columns", ACTIVATION, Remedy("flatten requests and window into rows")]
 ConvWeight = Annotated[Tensor, f"{_CHANNELS} 4", Like("proj"), CONTIGUOUS, _SHAPES]
@@ -98,6 +98,14 @@ def _windows_fit(
         raise fail("proj", "have the same number of rows for each request", (rows, B), "pad windows")
     if rows // B + HISTORY > R:
         raise fail("conv_ring", f"hold a window and {HISTORY} rows", R, "use a longer ring")
+
+
+def _pieces_fit(
+    columns: int, R: int, P: int,
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int,
+) -> None:  # fmt: skip
+    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    check_pieces(P)
 
 
 # in_proj, a fence, is launched right before this and writes neither the ring nor the cursors (gdn_verify).
@@ -147,36 +155,47 @@ def spec_conv1d(
     return GDNInputs(q, k, v, torch.exp(g), beta)
 
 
-@operator(mutates=("conv_ring",), check=_holds_all_columns)
+@operator(mutates=("conv_ring",), check=_pieces_fit)
 def conv_prefill(
     proj: Projection,
     conv_weight: ConvWeight,
     a_log: HeadVector,
     dt_bias: HeadVector,
     conv_ring: ConvRing,
-    state_index: Annotated[Tensor, "1", I32, _ONE],
-    start: Annotated[Tensor, "1", I64, _ONE],
-    length: Annotated[Tensor, "1", I64, _ONE],
+    state_index: Annotated[Tensor, "P", I32, _PIECES],
+    start: Annotated[Tensor, "P", I64, _PIECES],
+    length: Annotated[Tensor, "P", I64, _PIECES],
+    first_row: Annotated[Tensor, "P", I64, _PIECES],
     num_k_heads: int,
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
 ) -> GDNInputs:
-    """`spec_conv1d` over one segment of a prompt: T rows at positions start.. of which `length` are real.
+    """`spec_conv1d` over P pieces of prompts that lie side by side in T rows.
 
-    Arguments as there. The last three real rows are written to conv_ring (mutated); rows that a shorter
-    segment does not reach keep older ones. Returns q, k, v, g (the log decay, not its exponential) and beta;
-    padding rows are zero in all five.
+    Arguments as there, and those of piece p: `length` rows, of positions from `start` on, which lie in the
+    rows from `first_row` on, a multiple of 8. first_row never falls, and pieces of length 0 come last: they
+    touch nothing. At most 16 pieces, and of a slot one. The last three rows of a piece are written to
+    conv_ring (mutated); rows that a shorter one does not reach keep older ones. Returns q, k, v, g (the log
+    decay, not its exponential) and beta; rows of no piece are zero in all five.
     """
-    rows = proj.shape[0]
-    channels = conv_weight.shape[0]
-    steps = torch.arange(rows, device=proj.device)
-    is_padding = (steps >= length)[:, None]
-    raw = proj[:, :channels]
-    window = torch.cat((_history(conv_ring, state_index, start)[0], raw.float()))[None]
-    kept = steps[(steps < length) & (steps >= length - HISTORY)]
-    conv_ring[state_index.long(), (start + kept) % conv_ring.shape[1]] = raw[kept]
-    mixed = _convolve(window, conv_weight)[0].masked_fill(is_padding, 0.0)
-    q, k, v = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    g, beta = _gates(proj, channels + num_v_heads * head_v_dim, a_log, dt_bias)
-    return GDNInputs(q, k, v, g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0))
+    rows, device = proj.shape[0], proj.device
+    channels, first_gate = conv_weight.shape[0], conv_weight.shape[0] + num_v_heads * head_v_dim
+    key = (rows, num_k_heads, head_k_dim)
+    shapes = (key, key, (rows, num_v_heads, head_v_dim), (rows, num_v_heads), (rows, num_v_heads))
+    found = GDNInputs(*(torch.zeros(shape, device=device) for shape in shapes))
+    for piece, (used, first) in enumerate(zip(length.tolist(), first_row.tolist(), strict=True)):
+        if not used:
+            continue
+        begin, slot = start[piece : piece + 1], state_index[piece : piece + 1]
+        own = proj[first : first + used]
+        raw = own[:, :channels]
+        window = torch.cat((_history(conv_ring, slot, begin)[0], raw.float()))[None]
+        kept = torch.arange(max(used - HISTORY, 0), used, device=device)
+        conv_ring[slot.long(), (begin + kept) % conv_ring.shape[1]] = raw[kept]
+        mixed = _convolve(window, conv_weight)[0]
+        heads = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        parts = (*heads, *_gates(own, first_gate, a_log, dt_bias))
+        for whole, part in zip(found, parts, strict=True):
+            whole[first : first + used] = part
+    return found

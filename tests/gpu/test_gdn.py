@@ -192,7 +192,7 @@ def test_conv_equals_float64_and_single_rows(shape: Shape, dtype: torch.dtype) -
         rows = torch.cat((proj[start : start + length], torch.full_like(proj[:5], torch.nan)))
         with poisoned_allocations():
             outputs = conv_prefill(
-                rows, *weights_of(layer, cache), slots_of(2), cuda(start), cuda(length), *shape.dims
+                rows, *weights_of(layer, cache), slots_of(2), cuda(start), cuda(length), cuda(0), *shape.dims
             )
         exact = (*expected[:3], expected[3].log(), expected[4])
         for output, wanted in zip(outputs, exact, strict=True):
@@ -253,9 +253,8 @@ def test_prefill_equals_float64(shape: Shape, dtype: torch.dtype, lengths: tuple
         padded = [torch.cat((t[start : start + length], torch.zeros_like(t[:3]))) for t in prompt]
         padded[5][length:] = torch.nan
         with poisoned_allocations():
-            y = gdn_prefill(
-                *padded, layer.norm_weight, cache.state, slots_of(1), cuda(start), cuda(length), 1e-6, "silu"
-            )
+            cursors = slots_of(1), cuda(start), cuda(length), cuda(0)
+            y = gdn_prefill(*padded, layer.norm_weight, cache.state, *cursors, 1e-6, "silu")
         assert rel_l2(y[:length], expected[start : start + length]) < tolerance
         assert torch.equal(y[length:], torch.zeros_like(y[length:]))
         start += length
@@ -272,7 +271,8 @@ def test_prefill_bits_do_not_depend_on_padding_or_slot() -> None:
     for inputs, slot in ((prompt, 1), (longer, 2)):
         state = make_cache(shape, 3, 8, device="cuda").state
         state[slot] = 0.1
-        y = gdn_prefill(*inputs, layer.norm_weight, state, slots_of(slot), cuda(64), cuda(300), 1e-6, "silu")
+        cursors = slots_of(slot), cuda(64), cuda(300), cuda(0)
+        y = gdn_prefill(*inputs, layer.norm_weight, state, *cursors, 1e-6, "silu")
         results.append((y[:300], state[slot]))
     assert_same_bits(*results)
 
@@ -285,7 +285,7 @@ def test_prefill_repeats_its_bits(shape: Shape, dtype: torch.dtype) -> None:
     results = []
     for _ in range(20):
         current = state.clone()
-        cursors = slots_of(1), cuda(64), cuda(1000)
+        cursors = slots_of(1), cuda(64), cuda(1000), cuda(0)
         y = gdn_prefill(*prompt, layer.norm_weight, current, *cursors, 1e-6, "silu")
         results.append((y, current))
     for result in results[1:]:
@@ -303,7 +303,7 @@ def test_registration(name: str) -> None:
     window = make_window(shape, 6, torch.bfloat16, device="cuda")
     proj = make_proj(shape, 6, torch.bfloat16, device="cuda")
     index, base, pos = slots_of(3, 1), cuda(4, 9), cuda(5, 9)
-    one = slots_of(2), cuda(64), cuda(5)
+    one = slots_of(2), cuda(64), cuda(5), cuda(0)
     norm = 1e-6, "silu"
     arguments: dict[str, tuple[Any, ...]] = {
         "gdn_verify": (*window, layer.norm_weight, cache.state, *rings, index, base, pos, *norm),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
+from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows, place_pieces
 from compiled_mtp.step import Step
 from tests import tiny
 
@@ -22,8 +22,12 @@ def step() -> Step:
 def rows_of(step: Step, start: int, count: int, *, is_prefill: bool) -> Rows:
     """Rows start .. start + count - 1 of the request in slot 1."""
     state_index, first = torch.tensor([1], dtype=torch.int32), torch.tensor([start])
-    length = torch.tensor([count]) if is_prefill else None
-    return step._rows(state_index, state_index.long(), first, count, first, length)
+    if not is_prefill:
+        return step._rows(state_index, state_index.long(), first, count, first)
+    length, first_row, table = torch.tensor([count]), torch.tensor([0]), step.slots.block_table[1:2]
+    place = place_pieces(count, (first, length, first_row), table, step.kv_cache.block_size)
+    at = (place[2], place[2], place[3], table, state_index, first)
+    return PrefillRows(*at, length=length, first_row=first_row)
 
 
 @torch.no_grad()

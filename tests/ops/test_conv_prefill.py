@@ -22,7 +22,7 @@ def segment(
     return (
         make_proj(shape, rows, dtype, seed=start + 1), layer.conv_weight, layer.a_log, layer.dt_bias,
         cache.conv_ring, torch.tensor([slot], dtype=torch.int32), torch.tensor([start]),
-        torch.tensor([length]), *shape.dims,
+        torch.tensor([length]), torch.tensor([0]), *shape.dims,
     )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def test_segments_equal_whole_sequence(shape: Shape, dtype: torch.dtype, lengths
     start = 0
     for length in lengths:
         padded = torch.cat((proj[start : start + length], torch.full_like(proj[:6], torch.nan)))
-        outputs = conv_prefill(padded, *weights, torch.tensor([start]), torch.tensor([length]), *shape.dims)
+        cursors = (torch.tensor([start]), torch.tensor([length]), torch.tensor([0]))
+        outputs = conv_prefill(padded, *weights, *cursors, *shape.dims)
         for parts, output in zip(got, outputs, strict=True):
             assert torch.equal(output[length:], torch.zeros_like(output[length:]))
             parts.append(output[:length])
@@ -63,8 +64,8 @@ def test_registration_and_compilation() -> None:
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
-        (5, lambda t: t.repeat(2), "state_index"),
         (6, lambda t: t.repeat(2), "start"),
+        (8, lambda t: t.repeat(2), "first_row"),
         (7, lambda t: t[:0], "length"),
         (4, lambda t: t[:, :2], "conv_ring"),
         (3, lambda t: t[:1], "dt_bias"),

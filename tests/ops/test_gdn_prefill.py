@@ -43,15 +43,15 @@ def run(
     length: int,
 ) -> torch.Tensor:
     index = torch.tensor([slot], dtype=torch.int32)
-    return gdn_prefill(
-        *prompt, norm_weight, state, index, torch.tensor([start]), torch.tensor([length]), EPS, "silu"
-    )
+    cursors = (torch.tensor([start]), torch.tensor([length]), torch.tensor([0]))
+    return gdn_prefill(*prompt, norm_weight, state, index, *cursors, EPS, "silu")
 
 
 @pytest.mark.parametrize("start, length", [(0, 70), (5, 64), (9, 1)])
 def test_the_cpu_computes_the_specification(start: int, length: int) -> None:
     layer, cache = make_layer(SHAPES[0]), make_cache(SHAPES[0], 3, 16)
-    cursors = (torch.tensor([2], dtype=torch.int32), torch.tensor([start]), torch.tensor([length]))
+    index = torch.tensor([2], dtype=torch.int32)
+    cursors = (index, torch.tensor([start]), torch.tensor([length]), torch.tensor([0]))
     args = (*make_prompt(layer, 70), layer.norm_weight, cache.state, *cursors, EPS, "silu")
     check_equal(gdn_prefill, gdn_prefill.reference, args, rtol=2e-5, atol=2e-5, mutated=(7,))
 
@@ -144,7 +144,7 @@ def test_strong_decay_stays_finite() -> None:
 def arguments(length: int, rows: int) -> tuple[Any, ...]:
     layer, cache = make_layer(SHAPES[0]), make_cache(SHAPES[0], 2, 16)
     index = torch.tensor([1], dtype=torch.int32)
-    cursors = (torch.tensor([64]), torch.tensor([length]))
+    cursors = (torch.tensor([64]), torch.tensor([length]), torch.tensor([0]))
     return *make_prompt(layer, rows), layer.norm_weight, cache.state, index, *cursors, EPS, "silu"
 
 
@@ -160,8 +160,9 @@ def test_registration_and_compilation() -> None:
         (3, lambda t: t[:, :2], "g"),
         (5, lambda t: t[:, :8], "z"),
         (7, lambda t: t.bfloat16(), "state"),
-        (8, lambda t: t.repeat(2), "state_index"),
-        (12, lambda _: "swish", "silu"),
+        (9, lambda t: t.repeat(2), "start"),
+        (11, lambda t: t[:0], "first_row"),
+        (13, lambda _: "swish", "silu"),
     ],
 )
 def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None:
@@ -194,7 +195,7 @@ def test_kernels_in_interpreter(
     for length in lengths:
         segment = [torch.cat((t[start : start + length], torch.zeros_like(t[:1]))) for t in (*inputs, z)]
         segment[5][length:] = torch.nan
-        cursors = torch.tensor([start]), torch.tensor([length])
+        cursors = torch.tensor([start]), torch.tensor([length]), torch.tensor([0])
         with poisoned_allocations():
             y = gdn_prefill.launch(*segment, layer.norm_weight, cache.state, index, *cursors, EPS, "silu")
         assert rel_l2(y[:length], expected[start : start + length]) < tolerance

@@ -118,7 +118,7 @@ def test_opcheck(fp8):
     # The schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     overload = torch.ops.compiled_mtp.paged_attention.default
-    torch.library.opcheck(overload, tuple(args), test_utils=tests if fp8 else "ALL")
+    torch.library.opcheck(overload, (*args, None, None), test_utils=tests if fp8 else "ALL")
 
 
 def test_traces_as_one_graph_at_two_sizes():

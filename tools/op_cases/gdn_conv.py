@@ -27,7 +27,7 @@ def make_inputs(device: str, seed: int, shape: ModelShape, batch: int, rows: int
         normal(rows, channels + nv * dim + 2 * nv).bfloat16(), normal(channels, 4).bfloat16(),
         normal(nv), normal(nv), normal(batch + 1, 16, channels).bfloat16(),
         torch.arange(1, batch + 1, dtype=torch.int32, device=device), cursor(1024),
-        *([cursor(rows)] if prefill else []), nk, nv, dim, dim,
+        *([cursor(rows), cursor(0)] if prefill else []), nk, nv, dim, dim,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def make_inputs(device: str, seed: int, shape: ModelShape, rows: int) -> Any:
         unit(rows, nk, dim) * dim**-0.5, unit(rows, nk, dim), normal(rows, nv, dim),
         -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)), normal(rows, nv * dim).bfloat16(),
         normal(dim), normal(2, nv, dim, dim) * 0.1,
-        cursor(1, torch.int32), cursor(1024), cursor(rows), 1e-6, "silu",
+        cursor(1, torch.int32), cursor(1024), cursor(rows), cursor(0), 1e-6, "silu",
     )  # fmt: skip
 
 
