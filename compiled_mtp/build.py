@@ -45,6 +45,7 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.memory import (
+    SPARE_SLOTS,
     HostPlan,
     MemoryPlan,
     available_bytes,
@@ -428,7 +429,7 @@ def _make_step(
     half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.model, settings.device
-    slots, block_size, mtp_step = config.max_batch + 1, config.block_size, settings.mtp_step
+    slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, settings.mtp_step
     # Before the caches, since making it takes more than it is.
     draft_head = settings.draft_head.make(target.head_weight)
     kv_cache = KVCache(model, num_blocks, block_size, settings.kv_dtype, device, with_draft=draft is not None)
@@ -486,7 +487,9 @@ def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, mos
     other_bytes = draft_head_bytes + half_rows * model.hidden_size * dtype.itemsize
     other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
     # What rounds of depth 0 keep for the draft.
-    other_bytes += (config.max_batch + 1) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
+    other_bytes += (
+        (config.max_batch + SPARE_SLOTS) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
+    )
     block_bytes, free_bytes = shape.block_bytes(config.block_size), _free_bytes(settings.device)
     host_bytes = 0
     if settings.device.type == "cpu":

@@ -9,7 +9,7 @@ from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
 from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.memory import DEFAULT_PREFIX_CACHE_BYTES, CacheShape
+from compiled_mtp.memory import DEFAULT_PREFIX_CACHE_BYTES, SPARE_SLOTS, CacheShape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.paged_attention.splits import count_splits
 
@@ -67,7 +67,9 @@ def length_bytes(
     splits leave of up to most_rows rows; one layer after the other has that.
     """
     tables = longest * model.rotary_dim * torch.float32.itemsize
-    tables += (config.max_batch + 1 + most_rows) * -(-longest // config.block_size) * torch.int32.itemsize
+    tables += (
+        (config.max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * torch.int32.itemsize
+    )
     if device_type == "cpu":
         return tables
     parts = count_splits(longest) * most_rows * model.num_q_heads

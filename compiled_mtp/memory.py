@@ -9,6 +9,9 @@ from pathlib import Path, PurePosixPath
 _FLOAT32_BYTES = 4
 # Of what is packed into flat memory, as `RowLayout` does it.
 _ROW_ALIGNMENT = 64
+SPARE_SLOTS = 2
+"""Rows of what has one a slot that no request owns: the padding's, the first, and the last, in which a launch
+leaves what is to be a checkpoint of a place inside a prompt's piece."""
 # Block 0, and one for a request.
 _LEAST_BLOCKS = 2
 # Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
@@ -71,7 +74,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What to create: num_blocks counts block 0 and num_state_rows row 0, which belong to nobody.
+    """What to create: num_blocks counts block 0 and num_state_rows SPARE_SLOTS, which belong to nobody.
     num_checkpoints are those of the prefix cache. other_bytes: what the engine takes on the device beside
     them and the weights.
     """
@@ -95,7 +98,7 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan in a line, for a log."""
-        counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - 1} slots"
+        counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - SPARE_SLOTS} slots"
         rest = f"{self.num_checkpoints} checkpoints and what else a step needs"
         return f"{self.total_bytes >> 20} MiB for {counts}, {rest}"
 
@@ -121,7 +124,11 @@ def plan_memory(
     fit.
     """
     free_bytes -= other_bytes
-    block_bytes, row_bytes, rows = shape.block_bytes(block_size), shape.state_row_bytes(), max_batch + 1
+    block_bytes, row_bytes, rows = (
+        shape.block_bytes(block_size),
+        shape.state_row_bytes(),
+        max_batch + SPARE_SLOTS,
+    )
     each_bytes = shape.checkpoint_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
     wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
@@ -173,7 +180,7 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
             f"offload_gb must be at most the {free_bytes / 2**30:.2f} GiB of host memory that are free, got "
             f"{offload_bytes / 2**30:.2f}; lower it"
         )
-    records = min(plan.num_state_rows - 1, offload_bytes // 2 // plan.state_row_bytes)
+    records = min(plan.num_state_rows - SPARE_SLOTS, offload_bytes // 2 // plan.state_row_bytes)
     blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
     return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
 

@@ -112,7 +112,9 @@ class Piece(NamedTuple):
     """What a prefill launch takes of one prompt: token_ids stand at positions start, start + 1, ... of a
     prompt of prompt_len tokens.
 
-    is_last: the prompt ends here, and the launch emits its first token too. next_ids: where the prompt's own
+    is_last: the prompt ends here, and the launch emits its first token too. mark: behind so many of its
+    tokens, a multiple of 64, the state is left in the slot behind those of requests, for a checkpoint; 0 for
+    nowhere, and of one piece of a launch at most. next_ids: where the prompt's own
     log probabilities are wanted, the id that follows each of its tokens in the prompt, else empty; such a
     piece goes alone.
     """
@@ -122,6 +124,7 @@ class Piece(NamedTuple):
     prompt_len: int
     is_last: bool = False
     next_ids: tuple[int, ...] = ()
+    mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)

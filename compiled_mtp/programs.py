@@ -34,6 +34,7 @@ from compiled_mtp.graphs.compile import (
     save_program,
     without_collector,
 )
+from compiled_mtp.memory import SPARE_SLOTS
 from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.ops.sample import filter_logits
 from compiled_mtp.plan import Piece
@@ -95,11 +96,11 @@ class Programs:
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
-        self.max_batch = step.slots.pos.shape[0] - 1
+        self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
         # By their number, what `Step.prefill` and `Step.first_token` are told of prompts.
         counts = range(1, self.most_pieces + 1)
-        self._pieces = {n: self._zeros(4 * n, torch.int64).view(4, n) for n in counts}
+        self._pieces = {n: self._zeros(5 * n, torch.int64).view(5, n) for n in counts}
         self._ended = {n: self._zeros(n, torch.int32) for n in counts}
         # A captured graph records no gradients anyhow: only what runs as code has to be told.
         without_gradients = torch.no_grad()
@@ -235,9 +236,10 @@ class Programs:
         num_pieces = piece_limit(length, self.max_batch) if self.is_compiled else len(pieces)
         missing = num_pieces - len(pieces)
         columns = [
-            (s, p.start, len(p.token_ids), r) for s, p, r in zip(slots, pieces, first_rows, strict=True)
+            (s, p.start, len(p.token_ids), r, p.mark)
+            for s, p, r in zip(slots, pieces, first_rows, strict=True)
         ]
-        columns += [(0, 0, 0, end)] * missing
+        columns += [(0, 0, 0, end, 0)] * missing
         table = self._pieces[num_pieces]
         self._upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])
         hidden = self._call(self._prefill[length], (tokens, table))

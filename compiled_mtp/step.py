@@ -292,21 +292,22 @@ class Step(nn.Module):
     def prefill(self, token_ids: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
         """Process the next pieces of P prompts, side by side.
 
-        token_ids [T] int64; pieces [4, P] int64, a column each: slot, position of the first token (a multiple
-        of 64), number of tokens, and the row of the first. Rows are multiples of PIECE_MULTIPLE and never
-        fall; a piece without tokens is of slot 0, and behind all others. Returns the target's hidden states
-        [T, H], which mean something in the pieces' rows. Mutates the caches, and the slots' base, pos and
-        last_hidden.
+        token_ids [T] int64; pieces [5, P] int64, a column each: slot, position of the first token (a multiple
+        of 64), number of tokens, the row of the first, and 0 or, of one piece, a multiple of 64: behind so
+        many of its tokens the last slot is left as this slot then is, as far as a checkpoint has it. Rows are
+        multiples of PIECE_MULTIPLE and never fall; a piece without tokens is of slot 0, and behind all
+        others. Returns the target's hidden states [T, H], which mean something in the pieces' rows. Mutates
+        the caches, and the slots' base, pos and last_hidden.
         """
         slots = self.slots
-        index, start, length, first_row = pieces.unbind()
+        index, start, length, first_row, mark = pieces.unbind()
         table, cut = slots.block_table[index], (start, length, first_row)
         place = place_pieces(token_ids.shape[0], cut, table, self.kv_cache.block_size)
         piece, before, positions, kv_slots = place
         state_index = index.to(torch.int32)
         # What no row writes is read by none: a row of nobody has the last position of the piece before it.
         at = (positions, positions, kv_slots, table, state_index, start)
-        rows = PrefillRows(*at, length=length, first_row=first_row)
+        rows = PrefillRows(*at, length=length, first_row=first_row, mark=mark)
         hidden = self.target(token_ids, rows, self.kv_cache, self.state_cache, self.cos_sin)
         if self.draft is not None:
             # Slot j of the draft's KV is the pair (token j, hidden j - 1): the first hidden of a piece is the
@@ -315,8 +316,11 @@ class Step(nn.Module):
             shifted = torch.cat((hidden[:1], hidden[:-1]))
             shifted = torch.where((before == 0)[:, None], carried[piece], shifted)
             self._draft_forward(token_ids, shifted, rows)
-        last = hidden.index_select(0, (first_row + length - 1).clamp(min=0))
-        slots.last_hidden[index] = torch.where(length[:, None] > 0, last, 0.0)
+        # Nothing goes to slot 0 but zeros.
+        marked = torch.where(mark > 0, slots.pos.shape[0] - 1, 0)
+        for count, target in ((mark, marked), (length, index)):
+            last = hidden.index_select(0, (first_row + count - 1).clamp(min=0))
+            slots.last_hidden[target] = torch.where(count[:, None] > 0, last, 0.0)
         slots.base[index] = start + length
         slots.pos[index] = start + length
         return hidden

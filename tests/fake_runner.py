@@ -344,6 +344,8 @@ class FakeRunner:
         assert 1 <= len(plan.pieces) == len(plan.slots) <= limits.max_pieces
         assert lay_out([len(piece.token_ids) for piece in plan.pieces])[1] <= limits.prefill_chunk
         assert len(plan.pieces) == 1 or not any(piece.next_ids for piece in plan.pieces)
+        assert sum(piece.mark > 0 for piece in plan.pieces) <= 1
+        self.rows.pop(Place("slot", limits.max_batch + 1), None)
         for slot, piece in zip(plan.slots, plan.pieces, strict=True):
             self._process(slot, piece, plan.draft_step if piece.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
@@ -359,6 +361,12 @@ class FakeRunner:
         assert piece.token_ids
         assert (end == piece.prompt_len == request.prompt_len) or not piece.is_last
         row.prompt += piece.token_ids
+        if piece.mark:
+            assert piece.mark % self.scheduler.limits.resume_step == 0
+            assert 0 < piece.mark < len(piece.token_ids)
+            marked = row.prompt[: piece.start + piece.mark]
+            place = Place("slot", self.scheduler.limits.max_batch + 1)
+            self.rows[place] = Row(None, None, marked, len(marked))
         self._read(row, piece.start)
         self._write(row, piece.start, end - 1 + draft_step)
         row.pos = end

@@ -29,14 +29,26 @@ def prompt(slot: int) -> list[int]:
 
 
 @torch.no_grad()
-def launch(step: Step, cuts: Sequence[tuple[int, int, int]], padding: int = 0, unused: int = 0) -> None:
-    """Prefill the tokens (slot, start, end) side by side; rows of nobody, behind and between, have any id."""
+def launch(
+    step: Step,
+    cuts: Sequence[tuple[int, int, int]],
+    padding: int = 0,
+    unused: int = 0,
+    mark: tuple[int, int] = (0, 0),
+) -> None:
+    """Prefill the tokens (slot, start, end) side by side; rows of nobody, behind and between, have any id.
+
+    mark: a slot, and the position at which its state is left in the last slot.
+    """
     first_rows, end = lay_out([last - first for _, first, last in cuts])
     tokens = torch.full((end + padding,), 17)
     for (slot, first, last), row in zip(cuts, first_rows, strict=True):
         tokens[row : row + last - first] = torch.tensor(prompt(slot)[first:last])
-    columns = [(s, first, last - first, row) for (s, first, last), row in zip(cuts, first_rows, strict=True)]
-    columns += [(0, 0, 0, end)] * unused
+    columns = [
+        (s, first, last - first, row, mark[1] - first if s == mark[0] else 0)
+        for (s, first, last), row in zip(cuts, first_rows, strict=True)
+    ]
+    columns += [(0, 0, 0, end, 0)] * unused
     step.prefill(tokens, torch.tensor(columns).t().contiguous())
 
 
@@ -94,6 +106,30 @@ def test_company_changes_no_bit(family: str, num_threads: int) -> None:
             assert not any(
                 int(table[0]) for table in (step.slots.pos, step.slots.base, step.slots.last_token)
             )
+
+
+@pytest.mark.parametrize("marked", [64, 128, 256])
+def test_a_mark_leaves_what_a_piece_that_ends_there_leaves(marked: int) -> None:
+    """As far as a checkpoint has it, in the last slot; nothing else changes by a bit."""
+    ending, marking, plain = (make_step("dense", [3, 5]) for _ in range(3))
+    tiny.poison(marking)
+    for slot in (3, 5):
+        tiny.admit(marking, slot, seed=slot, temperature=0.8)
+    launch(ending, [(5, 0, marked)])
+    launch(plain, [(3, 0, 64), (5, 0, 331)], unused=1)
+    launch(marking, [(3, 0, 64), (5, 0, 331)], unused=1, mark=(5, marked))
+    kept = [entry for entry in marking.slot_tensors if entry.is_in_checkpoint]
+    assert [entry.name for entry in kept] == ["last_hidden", "gdn.state", "gdn.conv_ring"]
+    positions = [position % marking.state_cache.ring_length for position in range(marked - 3, marked)]
+    for entry in kept:
+        one, other = entry.tensor[-1], ending.slot_tensors[entry.name][5]
+        if entry.name == "gdn.conv_ring":
+            one, other = one[:, positions], other[:, positions]
+        assert torch.equal(one, other), entry.name
+    assert not marking.slots.last_hidden[0].any()
+    for slot, length in ((3, 64), (5, 331)):
+        for one, other in zip(left_by(marking, slot, length), left_by(plain, slot, length), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +235,7 @@ def test_prompts_that_arrive_together_share_launches(engines: tuple[Engine, Engi
     assert check_traffic(engines, short) == [3]
     assert check_traffic(engines, [*short, (9, "nothing", 23, 3, 0), (9, "drafts", 24, 3, 0)]) == [4, 1]
     assert check_traffic(engines, [(9, "logprobs", 25, 3, 0), (9, "grammar", 26, 3, 0), *short]) == [4, 1]
-    # The first as far as it goes, with a stop at 192; of others no part, and nobody overtakes.
+    # The first as far as it goes, past the place where it would resume; of others no part, and nobody overtakes.
     sizes = [(200, "nothing", 30, 3, 0), (20, "nothing", 31, 3, 0), (60, "nothing", 32, 3, 0), *short]
-    assert check_traffic(engines, sizes) == [1, 2, 4, 1]
+    assert check_traffic(engines, sizes) == [1, 2, 4]
     assert check_traffic(engines, [short[0], (9, "prompt", 33, 3, 0), *short[1:]]) == [1, 1, 2]

@@ -118,8 +118,8 @@ def build_step(
         target,
         draft,
         KVCache(config, max_batch * blocks_each + 1, BLOCK_SIZE, dtype, place, with_draft=draft is not None),
-        StateCache(config, max_batch + 1, mtp_step if ring_step is None else ring_step, dtype, place),
-        SlotState(max_batch + 1, mtp_step, blocks_each, config.hidden_size, config.vocab_size, dtype, place),
+        StateCache(config, max_batch + 2, mtp_step if ring_step is None else ring_step, dtype, place),
+        SlotState(max_batch + 2, mtp_step, blocks_each, config.hidden_size, config.vocab_size, dtype, place),
         rotary_table(config, max_model_len, place),
         mtp_step,
         config.vocab_size,
@@ -176,7 +176,7 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_ste
     index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
         part = torch.tensor(prompt[start : start + chunk], device=device)
-        pieces = torch.tensor([[slot], [start], [len(part)], [0]], device=device)
+        pieces = torch.tensor([[slot], [start], [len(part)], [0], [0]], device=device)
         step.prefill(part, pieces)
     packed = step.first_token(index, step.mtp_step if draft_step is None else draft_step)
     return StepOutput.unpack(packed, 1)[0].tokens[0]

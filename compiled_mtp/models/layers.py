@@ -197,9 +197,9 @@ class GatedDeltaNet(nn.Module):
         last = (self.eps, self.gate_activation)
         if isinstance(rows, PrefillRows):
             pieces = (rows.start, rows.length, rows.first_row)
-            q, k, v, g, beta = conv_prefill(*gates, *pieces, *self.heads)
+            q, k, v, g, beta = conv_prefill(*gates, *pieces, *self.heads, rows.mark)
             state = (cache.state, rows.state_index, *pieces)
-            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last)
+            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last, rows.mark)
         else:
             assert isinstance(rows, DecodeRows)
             q, k, v, exp_g, beta = spec_conv1d(*gates, rows.start, *self.heads)

@@ -45,12 +45,14 @@ class DecodeRows(Rows):
 class PrefillRows(Rows):
     """Rows of pieces of prompts, side by side: request b has the length[b] rows from first_row[b] on.
 
-    Both [B] int64; first_row holds multiples of PIECE_MULTIPLE and never falls, and what has no rows comes
-    last. Rows of nobody lie in between and behind.
+    All [B] int64; first_row holds multiples of PIECE_MULTIPLE and never falls, and what has no rows comes
+    last. Rows of nobody lie in between and behind. The GDN state after the first mark[b] rows is kept in the
+    last slot; 0 for no such place.
     """
 
     length: torch.Tensor
     first_row: torch.Tensor
+    mark: torch.Tensor
 
 
 def place_pieces(

@@ -198,19 +198,21 @@ class PrefixCache:
             return 0
         return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
 
-    def next_stop(self, holding: Holding, end: int) -> int:
-        """Where a launch that would go on to `end` stops first: where an earlier prompt parted from this one,
-        and at the last place where this one could resume if it came again, unless that saves too little."""
+    def places(self, holding: Holding, end: int) -> list[int]:
+        """The positions before `end`, in their order, at which a launch that goes on to there is to leave a
+        checkpoint: where an earlier prompt parted from this one, and the last place where this one could
+        resume if it came again, unless that saves too little."""
         trail, start = self._trails.get(holding), holding.num_prefilled
         if trail is None:
-            return end
+            return []
         branch, rest = trail.branch * self.chunk, trail.rest * self.chunk
-        places = (branch, rest if rest - start >= self.least_saved else 0)
-        return min((place for place in places if start < place < end), default=end)
+        places = {branch, rest if rest - start >= self.least_saved else 0}
+        return sorted(place for place in places if start < place < end)
 
-    def take_checkpoint(self, holding: Holding) -> int | None:
-        """Where the state is to be copied that a chunk leaves which is planned now; None: nowhere."""
-        trail, (number, tail) = self._trails.get(holding), divmod(holding.num_prefilled, self.chunk)
+    def take_checkpoint(self, holding: Holding, position: int) -> int | None:
+        """Where the state at a position is to be copied which a piece leaves that is planned now; None:
+        nowhere."""
+        trail, (number, tail) = self._trails.get(holding), divmod(position, self.chunk)
         if trail is None or tail:
             return None
         key = trail.keys[number - 1]

@@ -110,17 +110,28 @@ class Prompts:
             launch.moves += self._start_slot(holding)
             launch.block_updates += block_table_row(holding.slot, holding.block_ids)
         prefix, request, start = self._holdings.prefix, holding.request, holding.num_prefilled
-        end = prefix.next_stop(holding, min(start + num_rows, request.prompt_len))
+        end = min(start + num_rows, request.prompt_len)
+        places = prefix.places(holding, end)
+        # A launch leaves one state beside those at the ends of its pieces: others end where it is wanted.
+        has_mark = any(piece.mark for piece in launch.pieces)
+        marked = places.pop(0) if places and not has_mark else 0
+        end = places[0] if places else end
         holding.num_prefilled, holding.is_told = end, True
-        if (checkpoint := prefix.take_checkpoint(holding)) is not None:
-            launch.saves.append(self.copy(Place("slot", holding.slot), Place("checkpoint", checkpoint)))
+        slots = {marked: self._holdings.limits.max_batch + 1, end: holding.slot}
+        for position in sorted(slots.keys() - {0}):
+            if (checkpoint := prefix.take_checkpoint(holding, position)) is not None:
+                source, target = Place("slot", slots[position]), Place("checkpoint", checkpoint)
+                launch.saves.append(self.copy(source, target))
+            elif position == marked:
+                marked = 0
         # Its first token is a plan of its own where something is to be done with its logits.
         is_last = end == request.prompt_len and not request.is_halved
         # The last row of a piece gives the first token of the next, that of the prompt nothing of it.
         next_ids = request.prompt_token_ids[start + 1 : end + 1] if request.wants_prompt_logprobs else ()
         token_ids = tuple(request.prompt_token_ids[start:end])
         launch.members.append(holding)
-        launch.pieces.append(Piece(token_ids, start, request.prompt_len, is_last, tuple(next_ids)))
+        mark = marked - start if marked else 0
+        launch.pieces.append(Piece(token_ids, start, request.prompt_len, is_last, tuple(next_ids), mark))
 
     def _start_slot(self, holding: Holding) -> list[Move]:
         """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""

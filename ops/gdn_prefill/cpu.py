@@ -31,16 +31,19 @@ def gdn_prefill(
     first_row: torch.Tensor,
     eps: float,
     gate_activation: str,
+    mark: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, num_v_heads, head_v_dim = v.shape
     y = z.new_zeros((rows, num_v_heads * head_v_dim))
-    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row)), strict=True)
-    for slot, begin, used, first in pieces:
+    marks = torch.zeros_like(length) if mark is None else mark
+    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
+    for slot, begin, used, first, marked in pieces:
         if used:
             own = slice(first, first + used)
             inputs = (q[own], k[own], v[own], g[own], beta[own])
             initial = state[slot] if begin else torch.zeros_like(state[slot])
-            out, state[slot] = _walk(*inputs, initial)
+            marked_state = state[-1] if marked else None
+            out, state[slot] = _walk(*inputs, initial, marked // CHUNK, marked_state)
             y[own] = gated_norm(out, z[own], norm_weight, eps, gate_activation)
     return y
 
@@ -52,8 +55,11 @@ def _walk(
     g: torch.Tensor,
     beta: torch.Tensor,
     current: torch.Tensor,
+    marked_chunks: int,
+    marked_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule over one piece, before the norm, and the state behind it."""
+    """The rule over one piece, before the norm, and the state behind it; the one behind marked_chunks goes to
+    marked_state, if given."""
     used, num_v_heads, head_v_dim = v.shape
     group = num_v_heads // k.shape[1]
     chunks = -(-used // CHUNK)
@@ -81,4 +87,6 @@ def _walk(
         x = fixed[chunk] - reading[chunk] @ current.transpose(-1, -2)
         out[chunk] = queries[chunk] @ current.transpose(-1, -2) + scores[chunk] @ x
         current = current * from_start[chunk, :, -1:] + x.transpose(-1, -2) @ keys[chunk]
+        if marked_state is not None and chunk + 1 == marked_chunks:
+            marked_state.copy_(current)
     return out.transpose(1, 2).reshape(chunks * CHUNK, num_v_heads, head_v_dim)[:used], current

@@ -126,7 +126,7 @@ def gdn_prefill_solve_kernel(
         store_split(inverse_high, inverse_low, at, solved * rate[None, :], None, PRECISE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_slot"])
 def gdn_prefill_chunk_kernel(
     q,
     q_low,
@@ -142,6 +142,8 @@ def gdn_prefill_chunk_kernel(
     start,
     length,
     first_row,
+    mark,
+    last_slot,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -161,10 +163,11 @@ def gdn_prefill_chunk_kernel(
     step = tl.arange(0, CHUNK)
     key_lane = tl.arange(0, DK)
     value_lane = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    state_at = (
-        state + (tl.load(state_index + piece).to(tl.int64) * NV + head) * DV * DK
-        + value_lane[None, :] * DK + key_lane[:, None]
-    )  # fmt: skip
+    tile_at = head * DV * DK + value_lane[None, :] * DK + key_lane[:, None]
+    state_at = state + tl.load(state_index + piece).to(tl.int64) * (NV * DV * DK) + tile_at
+    if mark is not None:
+        marked = tl.load(mark + piece).to(tl.int32)
+        marked_at = state + last_slot.to(tl.int64) * (NV * DV * DK) + tile_at
     is_continued = tl.full((DK, BLOCK_V), tl.load(start + piece), tl.int64) > 0
     current = tl.load(state_at, mask=is_continued, other=0.0)  # [DK, BLOCK_V]
     causal = step[:, None] >= step[None, :]
@@ -204,6 +207,10 @@ def gdn_prefill_chunk_kernel(
         to_end = x * tl.exp(total - decay)[:, None]
         current = current * tl.exp(total)
         current += product(tl.trans(keys), tl.trans(keys_low), to_end, PRECISE)
+        if mark is not None:
+            # A mask, not a branch, which would stand in the way of loads for the next chunk.
+            is_marked = tl.full((DK, BLOCK_V), (chunk + 1) * CHUNK, tl.int32) == marked
+            tl.store(marked_at, current, mask=is_marked)
     tl.store(state_at, current)
 
 
@@ -236,7 +243,7 @@ def launch(args: Any) -> torch.Tensor:
     block_v = chunk_block_v(num_v_heads, head_v_dim, precise)
     gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads, num_pieces)](
         split_q[0], split_q[-1], split_k[0], split_k[-1], v, log_decay, inverse[0], inverse[-1],
-        out, args.state, args.state_index, args.start, length, first_row,
+        out, args.state, args.state_index, args.start, length, first_row, args.mark, args.state.shape[0] - 1,
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, DV=head_v_dim, CHUNK=CHUNK,
         BLOCK_V=block_v, PRECISE=precise, num_warps=NUM_WARPS, num_stages=CHUNK_STAGES, **OPTIONS,
     )  # fmt: skip

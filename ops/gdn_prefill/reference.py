@@ -37,20 +37,23 @@ def gdn_prefill(
     first_row: Annotated[Tensor, "P", I64, _PIECES],
     eps: float,
     gate_activation: str,
+    mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
 ) -> Annotated[Tensor, "T Hv*Dv", Like("z")]:
     """The gated delta rule over pieces of prompts.
 
     q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] as conv_prefill returns them; z [T, nv*dv] (row stride
     free); norm_weight [dv]. Piece p is `length` rows from `first_row` on (see conv_prefill). state [slots,
     nv, dv, dk], mutated: read at state_index[p] unless start[p] is 0 (then the initial state is zero and the
-    slot is not read), written with the state after the piece. Per token and norm: see gdn_verify, with exp(g)
+    slot is not read), written with the state after the piece. Where mark[p], a multiple of 64 of at most one
+    piece, is not 0, the state after so many of its rows is written to the last row of state. Per token and norm: see gdn_verify, with exp(g)
     of the log decay g. Returns y [T, nv*dv] in z's dtype, 0 in rows of no piece.
     Source: Gated Delta Networks, arXiv 2412.06464, whose section 3.3 is the chunked form of kernel and CPU.
     """
     group = v.shape[1] // k.shape[1]
     y = torch.zeros_like(z, memory_format=torch.contiguous_format)
-    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row)), strict=True)
-    for slot, begin, used, first in pieces:
+    marks = torch.zeros_like(length) if mark is None else mark
+    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
+    for slot, begin, used, first, marked in pieces:
         if not used:
             continue
         current = state[slot].clone() if begin > 0 else torch.zeros_like(state[slot])
@@ -61,6 +64,8 @@ def gdn_prefill(
             read = exp_g[:, None] * torch.einsum("hvk,hk->hv", current, key)
             apply_record(current, key, beta[row, :, None] * (v[row] - read), exp_g)
             out[index] = torch.einsum("hvk,hk->hv", current, query)
+            if index + 1 == marked:
+                state[-1] = current
         state[slot] = current
         y[own] = gated_norm(out, z[own], norm_weight, eps, gate_activation)
     return y

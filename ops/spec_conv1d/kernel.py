@@ -143,7 +143,7 @@ def spec_conv1d_kernel(
             tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "num_pieces"])
+@triton.jit(do_not_specialize=["rows", "num_pieces", "last_slot"])
 def conv_prefill_kernel(
     proj,
     conv_weight,
@@ -159,9 +159,11 @@ def conv_prefill_kernel(
     v,
     g,
     beta,
+    mark,
     proj_stride,
     rows,
     num_pieces,
+    last_slot,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -231,6 +233,12 @@ def conv_prefill_kernel(
             kept = (last >= 0) & (last < used) & (lane < width)
             raw = tl.load(proj + (first_of_piece + last) * proj_stride + channel, mask=kept, other=0.0)
             tl.store(ring + ((begin + last) % RING) * CHANNELS, raw, mask=kept)
+            if mark is not None:
+                last = (tl.load(mark + piece) - 3 + tl.arange(0, 4))[:, None]
+                kept = (last >= 0) & (tl.arange(0, 4)[:, None] < 3) & (lane < width)
+                raw = tl.load(proj + (first_of_piece + last) * proj_stride + channel, mask=kept, other=0.0)
+                marked_ring = conv_ring + last_slot.to(tl.int64) * RING * CHANNELS + channel
+                tl.store(marked_ring + ((begin + last) % RING) * CHANNELS, raw, mask=kept)
 
 
 def _outputs(
@@ -278,7 +286,8 @@ def launch_conv_prefill(
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
         proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
-        args.length, args.first_row, *outputs, proj.stride(0), rows, args.length.shape[0],
+        args.length, args.first_row, *outputs, args.mark, proj.stride(0), rows, args.length.shape[0],
+        args.conv_ring.shape[0] - 1,
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         ROWS=PREFILL_ROWS, MOST=MAX_PIECES, num_warps=1, **OPTIONS,
     )  # fmt: skip

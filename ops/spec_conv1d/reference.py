@@ -170,13 +170,15 @@ def conv_prefill(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
 ) -> GDNInputs:
     """`spec_conv1d` over P pieces of prompts that lie side by side in T rows.
 
     Arguments as there, and those of piece p: `length` rows, of positions from `start` on, which lie in the
     rows from `first_row` on, a multiple of 8. first_row never falls, and pieces of length 0 come last: they
     touch nothing. At most 16 pieces, and of a slot one. The last three rows of a piece are written to
-    conv_ring (mutated); rows that a shorter one does not reach keep older ones. Returns q, k, v, g (the log
+    conv_ring (mutated); rows that a shorter one does not reach keep older ones. The last three of the first
+    mark[p] rows, a number of at least 3 where it is not 0, are written to the last slot too. Returns q, k, v, g (the log
     decay, not its exponential) and beta; rows of no piece are zero in all five.
     """
     rows, device = proj.shape[0], proj.device
@@ -193,6 +195,9 @@ def conv_prefill(
         window = torch.cat((_history(conv_ring, slot, begin)[0], raw.float()))[None]
         kept = torch.arange(max(used - HISTORY, 0), used, device=device)
         conv_ring[slot.long(), (begin + kept) % conv_ring.shape[1]] = raw[kept]
+        if mark is not None and (marked := int(mark[piece])):
+            kept = torch.arange(marked - HISTORY, marked, device=device)
+            conv_ring[-1, (begin + kept) % conv_ring.shape[1]] = raw[kept]
         mixed = _convolve(window, conv_weight)[0]
         heads = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
         parts = (*heads, *_gates(own, first_gate, a_log, dt_bias))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,9 @@ from tests.ops.attention_cases import make
 from tests.ops.gdn_cases import Shape, make_cache, make_layer, make_proj, make_prompt
 from tests.ops.harness import assert_same_bits
 
-SLOTS = 8
+# The last is nobody's: what is marked goes there.
+SLOTS = 9
+MARKED = 64
 Cut = tuple[int, int, int]
 CUTS: tuple[Cut, ...] = ((3, 0, 70), (1, 64, 9), (4, 0, 1), (2, 128, 64), (7, 192, 2), (5, 64, 150))
 """(slot, start, length): short and long, new and going on, each end of a tile."""
@@ -43,6 +45,14 @@ def spread(parts: Sequence[torch.Tensor], pieces: Pieces, value: float) -> torch
     return whole
 
 
+def marks_of(pieces: Pieces, marked: int | None, count: int = MARKED) -> torch.Tensor:
+    """`mark` of a call in which the piece `marked` has one after `count` rows."""
+    marks = torch.zeros_like(pieces.arguments[2])
+    if marked is not None:
+        marks[marked] = count
+    return marks
+
+
 def check_rows(y: torch.Tensor, alone: Sequence[torch.Tensor], pieces: Pieces) -> None:
     """`y` has in each piece's rows what it has alone, and zeros elsewhere."""
     assert_same_bits([y], [spread(alone, pieces, 0.0)])
@@ -64,18 +74,24 @@ def check_gdn(
     prompt = make_prompt(layer, sum(length for *_, length in cuts), dtype, device)
     parts = [tensor.split([length for *_, length in cuts]) for tensor in prompt]
 
-    def run(inputs: Sequence[torch.Tensor], state: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        return call(*inputs, layer.norm_weight, state, *pieces.arguments, 1e-6, "silu")
+    def run(inputs: Sequence[torch.Tensor], state: torch.Tensor, pieces: Pieces, *mark: Any) -> torch.Tensor:
+        return call(*inputs, layer.norm_weight, state, *pieces.arguments, 1e-6, "silu", *mark)
 
     expected, alone = state.clone(), []
+    marked = next((index for index, cut in enumerate(cuts) if cut[2] > MARKED), None)
     for index, cut in enumerate(cuts):
         own = [split[index].contiguous() for split in parts]
+        if index == marked:
+            before, (slot, start, _) = expected.clone(), cut
+            run([x[:MARKED].contiguous() for x in own], before, lay([(slot, start, MARKED)], device))
         alone.append(run(own, expected, lay([cut], device)))
+    if marked is not None:
+        expected[-1] = before[cuts[marked][0]]
     assert all(y.isfinite().all() for y in alone)
     for padding, unused in ((0, 0), (21, 3)):
         pieces, together = lay(cuts, device, padding, unused), state.clone()
         inputs = [spread(split, pieces, torch.nan if i == 5 else 0.0) for i, split in enumerate(parts)]
-        check_rows(run(inputs, together, pieces), alone, pieces)
+        check_rows(run(inputs, together, pieces, marks_of(pieces, marked)), alone, pieces)
         assert_same_bits([together], [expected])
 
 
@@ -94,16 +110,21 @@ def check_conv(
             ring[slot, position % 8] = 0.01 * position + 0.1 * slot
     parts = [make_proj(shape, length, dtype, seed=slot, device=device) for slot, _, length in cuts]
 
-    def run(proj: torch.Tensor, ring: torch.Tensor, pieces: Pieces) -> Sequence[torch.Tensor]:
+    def run(proj: torch.Tensor, ring: torch.Tensor, pieces: Pieces, *mark: Any) -> Sequence[torch.Tensor]:
         weights = (layer.conv_weight, layer.a_log, layer.dt_bias)
-        return call(proj, *weights, ring, *pieces.arguments, *shape.dims)
+        return call(proj, *weights, ring, *pieces.arguments, *shape.dims, *mark)
 
     expected = ring.clone()
     alone = [run(part, expected, lay([cut], device)) for part, cut in zip(parts, cuts, strict=True)]
+    marked, last = next(((i, cut[2] - 1) for i, cut in enumerate(cuts) if cut[2] > 4), (None, 0))
+    if marked is not None:
+        for row in range(last - 3, last):
+            expected[-1, (cuts[marked][1] + row) % 8] = parts[marked][row, : expected.shape[2]]
     assert all(y.isfinite().all() for results in alone for y in results)
     for padding, unused in ((0, 0), (21, 3)):
         pieces, together = lay(cuts, device, padding, unused), ring.clone()
-        results = run(spread(parts, pieces, torch.nan), together, pieces)
+        mark = marks_of(pieces, marked, last)
+        results = run(spread(parts, pieces, torch.nan), together, pieces, mark)
         for index, y in enumerate(results):
             check_rows(y, [one[index] for one in alone], pieces)
         assert_same_bits([together], [expected])
