@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import lay_out
+from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
@@ -94,6 +95,35 @@ def test_company_changes_no_bit(family: str, num_threads: int) -> None:
             assert not any(
                 int(table[0]) for table in (step.slots.pos, step.slots.base, step.slots.last_token)
             )
+
+
+@torch.no_grad()
+def test_compiled_launches_leave_what_uncompiled_ones_leave() -> None:
+    """One program, of 128 rows and four pieces, however many there are."""
+    step, twin = (make_step("dense", list(PROMPTS)) for _ in range(2))
+    tokens, pieces = torch.zeros(128, dtype=torch.int64), torch.zeros((4, 4), dtype=torch.int64)
+    mark_static([*step.parameters(), *step.buffers(), tokens, pieces])
+    plain = twin.prefill
+    with compiler_settings():
+        program = compile_program(step.prefill, "packed", None)
+        program(tokens, pieces)
+
+        def both(*given: torch.Tensor) -> torch.Tensor:
+            for static, value in zip((tokens, pieces), given, strict=True):
+                static.copy_(value)
+            program(tokens, pieces)
+            return plain(*given)
+
+        twin.prefill = both  # type: ignore[method-assign]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for cuts in ([(2, 0, 1), (4, 0, 9), (3, 0, 64)], [(1, 0, 128)], [(1, 128, 150)]):
+                _, end = lay_out([last - first for _, first, last in cuts])
+                launch(twin, cuts, padding=128 - end, unused=4 - len(cuts))
+    for slot in (1, 2, 3, 4):
+        for one, other in zip(
+            left_by(step, slot, PROMPTS[slot]), left_by(twin, slot, PROMPTS[slot]), strict=True
+        ):
+            assert torch.equal(one, other)
 
 
 @pytest.fixture(scope="module")
