@@ -406,7 +406,7 @@ class Programs:
             yield Shape(verify_step, name, Step.verify_half, (state_index, verify_step), self._verify, key)
         for first in self._first_token:
             draft_step, count = first
-            name, ended = "first_token" if count == 1 else f"first_{count}", (self._ended[count], draft_step)
+            name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)
             name = f"{name}_{draft_step}_drafts"
             yield Shape(draft_step, name, Step.first_token, ended, self._first_token, first)
         for length in reversed(self.lengths):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import lay_out
+from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
@@ -129,6 +130,35 @@ def test_a_mark_leaves_what_a_piece_that_ends_there_leaves(marked: int) -> None:
     assert not marking.slots.last_hidden[0].any()
     for slot, length in ((3, 64), (5, 331)):
         for one, other in zip(left_by(marking, slot, length), left_by(plain, slot, length), strict=True):
+            assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_compiled_launches_leave_what_uncompiled_ones_leave() -> None:
+    """One program, of 128 rows and four pieces, however many there are."""
+    step, twin = (make_step("dense", list(PROMPTS)) for _ in range(2))
+    tokens, pieces = torch.zeros(128, dtype=torch.int64), torch.zeros((5, 4), dtype=torch.int64)
+    mark_static([*step.parameters(), *step.buffers(), tokens, pieces])
+    plain = twin.prefill
+    with compiler_settings():
+        program = compile_program(step.prefill, "packed", None)
+        program(tokens, pieces)
+
+        def both(*given: torch.Tensor) -> torch.Tensor:
+            for static, value in zip((tokens, pieces), given, strict=True):
+                static.copy_(value)
+            program(tokens, pieces)
+            return plain(*given)
+
+        twin.prefill = both  # type: ignore[method-assign]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for cuts in ([(2, 0, 1), (4, 0, 9), (3, 0, 64)], [(1, 0, 128)], [(1, 128, 150)]):
+                _, end = lay_out([last - first for _, first, last in cuts])
+                launch(twin, cuts, padding=128 - end, unused=4 - len(cuts))
+    for slot in (1, 2, 3, 4):
+        for one, other in zip(
+            left_by(step, slot, PROMPTS[slot]), left_by(twin, slot, PROMPTS[slot]), strict=True
+        ):
             assert torch.equal(one, other)
 
 

@@ -21,13 +21,33 @@ def test_a_parting_within_a_launch_is_a_place_to_resume_at(chunk: int) -> None:
     assert cached == [0, 16 if chunk == 8 else 0, 20, 20, 20]
 
 
-def test_a_launch_ends_early_only_where_that_saves_enough() -> None:
+def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> None:
+    """And never ends because of it."""
     scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=16)
-    for length, stops in ((15, []), (18, [16]), (40, [32]), (51, [32, 48])):
+    for length, marks in ((15, [0]), (18, [16]), (40, [0, 0]), (51, [0, 16])):
         before = len(runner.plans)
         run(scheduler, runner, request_of(str(length), [length] * length))
-        chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
-        assert [plan.pieces[0].start for plan in chunks] == [0, *stops]
+        chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+        assert [piece.start for piece in chunks] == list(range(0, length, 32))
+        assert [piece.mark for piece in chunks] == marks
+
+
+def test_a_launch_has_one_mark() -> None:
+    """A second place in a piece ends it, and so does a place in the piece of another prompt."""
+    scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_pieces=3)
+    common = list(range(100, 120))
+    run(scheduler, runner, request_of("0", [*common, *[0] * 9]))
+    before = len(runner.plans)
+    assert run(scheduler, runner, request_of("1", [*common, *[1] * 9])) == [0]
+    chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+    assert [(piece.start, len(piece.token_ids), piece.mark) for piece in chunks] == [(0, 28, 20), (28, 1, 0)]
+    before = len(runner.plans)
+    for n in (2, 3):
+        scheduler.add(request_of(str(n), [n] * 21))
+    stream(scheduler, runner)
+    plans = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
+    pieces = [[(one.start, len(one.token_ids), one.mark) for one in plan.pieces] for plan in plans]
+    assert pieces == [[(0, 21, 20), (0, 20, 0)], [(20, 1, 0)]]
 
 
 def test_who_shares_little_does_not_wait_for_it() -> None:
@@ -48,13 +68,13 @@ def test_who_shares_little_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("length", [1, 4, 5, 15, 16, 17, 30, 33])
 def test_where_prefill_goes_by_position_a_prompt_resumes_at_any_step(length: int, delay: int) -> None:
-    """Chunks of 16 tokens, steps of 4: a launch ends where the prompt would resume if it came again."""
+    """Chunks of 16 tokens, steps of 4."""
     scheduler, runner = make(delay, prefill_chunk=16, prefix_step=4)
     assert run(scheduler, runner, make_request("a", length, 6, 1)) == [0]
     assert run(scheduler, runner, make_request("b", length, 6, 2)) == [(length - 1) // 4 * 4]
     starts = [plan.pieces[0].start for plan in runner.plans if plan.kind == "prefill"]
     rest = (length - 1) // 4 * 4
-    assert starts == [*sorted({*range(0, rest, 16), rest}), rest]
+    assert starts == [*range(0, length, 16), rest]
     assert scheduler.pool.num_used == 0
 
 

@@ -64,6 +64,7 @@ class Planner:
     def __init__(self, holdings: Holdings, depth: Depth | None, is_halved: IsHalved | None) -> None:
         self.limits = holdings.limits
         self.holdings = holdings
+        self.max_pieces = self.limits.max_pieces
         self._depth = depth
         self._is_halved = is_halved
         self._context_tokens = 0
@@ -345,7 +346,8 @@ class Planner:
         self._restore_install()
         has_round = self._open_round is not None or bool(self.decoding_slots)
         most = self.limits.busy_chunk if has_round else 0
-        launch = self.prompts.plan(most or self.limits.prefill_chunk, self._admit_beside)
+        most = most or self.limits.prefill_chunk
+        launch = self.prompts.plan(most, self.max_pieces, self._admit_beside)
         self._block_updates += launch.block_updates
         for holding in launch.ended:
             self._end_prefill(holding)

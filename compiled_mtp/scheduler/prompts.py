@@ -76,16 +76,16 @@ class Prompts:
             return False
         return request.prompt_len - prefix.foresee(holding) <= num_rows
 
-    def plan(self, most: int, admit: Admitter) -> Launch:
+    def plan(self, most: int, max_pieces: int, admit: Admitter) -> Launch:
         """Take pieces for a launch of at most `most` rows; those who join, by `admit`, are members then."""
-        limits, launch, resuming = self._holdings.limits, Launch(), list[Holding]()
+        launch, resuming = Launch(), list[Holding]()
         holding: Holding | None = self.members[0]
         while holding is not None:
             is_resuming = not holding.is_told and holding.resumption is not None
             self._take(holding, most - launch.num_rows, launch)
             if is_resuming:
                 resuming.append(holding)
-            is_full = len(launch.pieces) == limits.max_pieces or holding.request.wants_prompt_logprobs
+            is_full = len(launch.pieces) == max_pieces or holding.request.wants_prompt_logprobs
             holding = None if is_full else self._next(launch, most - launch.num_rows, admit)
         for holding in resuming:
             # Not before: what checkpoints push out is copied first, and would go where this lies.

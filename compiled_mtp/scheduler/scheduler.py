@@ -107,6 +107,11 @@ class Scheduler:
         for holding in self._find_choices(request_id):
             self._end(holding, "abort")
 
+    def share_launches(self, most: int) -> None:
+        """Let at most `most` prompts share a launch from now on, no more than limits.max_pieces; to measure
+        what it gives."""
+        self._planner.max_pieces = min(most, self.limits.max_pieces)
+
     def forget(self, request_ids: Collection[str]) -> None:
         """End those of the requests that have not finished, now and without an output."""
         for request_id in request_ids:

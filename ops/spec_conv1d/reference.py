@@ -178,8 +178,8 @@ def conv_prefill(
     rows from `first_row` on, a multiple of 8. first_row never falls, and pieces of length 0 come last: they
     touch nothing. At most 16 pieces, and of a slot one. The last three rows of a piece are written to
     conv_ring (mutated); rows that a shorter one does not reach keep older ones. The last three of the first
-    mark[p] rows, a number of at least 3 where it is not 0, are written to the last slot too. Returns q, k, v, g (the log
-    decay, not its exponential) and beta; rows of no piece are zero in all five.
+    mark[p] rows, a number of at least 3 where it is not 0, are written to the last slot too. Returns q, k, v,
+    g (the log decay, not its exponential) and beta; rows of no piece are zero in all five.
     """
     rows, device = proj.shape[0], proj.device
     channels, first_gate = conv_weight.shape[0], conv_weight.shape[0] + num_v_heads * head_v_dim

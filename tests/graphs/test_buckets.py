@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.graphs.buckets import Bucket, ladder, ladders, pick, pick_prefill_length, prefill_lengths
+from compiled_mtp.graphs.buckets import (
+    MAX_PIECES,
+    PIECE_MULTIPLE,
+    Bucket,
+    ladder,
+    ladders,
+    lay_out,
+    pick,
+    pick_prefill_length,
+    piece_limit,
+    prefill_lengths,
+)
 
 
 @given(unit=st.integers(1, 16), mtp_step=st.integers(0, 8), max_batch=st.integers(1, 300))
@@ -51,10 +62,30 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
     assert lengths[0] == 64
     assert lengths[-1] == 64 * chunks
     assert all(length % 64 == 0 for length in lengths)
-    num_tokens = data.draw(st.integers(1, 64 * chunks))
-    length = pick_prefill_length(lengths, num_tokens)
-    assert num_tokens <= length
-    assert length == 64 or length < 2 * num_tokens
+    num_rows = data.draw(st.integers(1, 64 * chunks))
+    length = pick_prefill_length(lengths, num_rows, 1, 8)
+    assert num_rows <= length
+    assert length == 64 or length < 2 * num_rows
+
+
+@given(counts=st.lists(st.integers(1, 100), min_size=1, max_size=MAX_PIECES))
+def test_pieces_lie_side_by_side(counts: list[int]) -> None:
+    first_rows, end = lay_out(counts)
+    assert all(row % PIECE_MULTIPLE == 0 for row in first_rows)
+    ends = [row + count for row, count in zip(first_rows, counts, strict=True)]
+    assert end == ends[-1]
+    gaps = [row - last for row, last in zip(first_rows, [0, *ends[:-1]], strict=True)]
+    assert all(0 <= gap < PIECE_MULTIPLE for gap in gaps)
+    lengths = prefill_lengths(2048)
+    length = pick_prefill_length(lengths, end, len(counts), MAX_PIECES)
+    assert piece_limit(length, MAX_PIECES) >= len(counts)
+    shorter = [other for other in lengths if other < length]
+    assert all(other < end or piece_limit(other, MAX_PIECES) < len(counts) for other in shorter)
+
+
+def test_a_launch_has_as_many_pieces_as_its_rows_and_the_batch_allow() -> None:
+    assert [piece_limit(length, 32) for length in (16, 64, 256, 512, 2048)] == [1, 2, 8, 16, MAX_PIECES]
+    assert [piece_limit(2048, max_batch) for max_batch in (1, 3, 100)] == [1, 3, MAX_PIECES]
 
 
 def test_buckets_of_several_depths_are_told_apart() -> None:
@@ -85,5 +116,9 @@ def test_bad_numbers_are_refused() -> None:
             ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"
         ):
             prefill_lengths(chunk)
-    with pytest.raises(ValueError, match=r"^num_tokens must be at most 64, got 65"):
-        pick_prefill_length((64,), 65)
+    for num_rows, num_pieces in ((65, 1), (64, 3)):
+        with pytest.raises(
+            ValueError,
+            match=rf"^num_rows and num_pieces must be at most 64 and 2, got {num_rows} and {num_pieces}; ",
+        ):
+            pick_prefill_length((64,), num_rows, num_pieces, 8)
