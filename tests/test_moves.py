@@ -84,6 +84,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
     driver.offload("a", 1)
     driver.decode("b")
     driver.bring_back("a", 1, 3)
+    driver.decode("b")
     driver.decode("a", "b")
     driver.offload("b", 0)
     driver.offload("a", 1)
@@ -93,7 +94,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
         driver.decode("b", "a")
     check(driver, streams)
     done = [copy_id for result in driver.results for copy_id in result.copies_done]
-    assert done == [101, 201, 100, 101, 200, 201]
+    assert done == list(range(6))
     assert all(result.plan.kind == "move" for result in driver.results if result.copies_done)
 
 
