@@ -120,8 +120,9 @@ class Driver:
         draft_step: int = 3,
         sampling: SlotSampling | None = None,
         is_first_apart: bool = False,
+        chunk: int = 64,
     ) -> None:
-        """Give `name` a slot and the lowest free blocks, and prefill its prompt.
+        """Give `name` a slot and the lowest free blocks, and prefill its prompt, `chunk` tokens a launch.
 
         is_first_apart: its first token is left to a plan of its own.
         """
@@ -133,10 +134,10 @@ class Driver:
             sampling = SlotSampling(7 + len(prompt), temperature, 40, 0.95, 0.0)
         moves: tuple[Move, ...] = (Release(slot), Admit(slot, sampling))
         updates = self.updates(name)
-        for begin in range(0, len(prompt), 64):
-            chunk = tuple(prompt[begin : begin + 64])
-            is_last = begin + 64 >= len(prompt) and not is_first_apart
-            where = {"token_ids": chunk, "start": begin, "prompt_len": len(prompt), "is_last": is_last}
+        for begin in range(0, len(prompt), chunk):
+            token_ids = tuple(prompt[begin : begin + chunk])
+            is_last = begin + chunk >= len(prompt) and not is_first_apart
+            where = {"token_ids": token_ids, "start": begin, "prompt_len": len(prompt), "is_last": is_last}
             depth = draft_step if is_last else 0
             self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, **where)
             moves, updates = (), ()

@@ -13,20 +13,20 @@ from tests import tiny
 PROMPT = [(7 * i + i * i) % 96 for i in range(331)]
 
 
-def left_by(step: Step) -> list[torch.Tensor]:
+def left_by(step: Step, prompt_len: int) -> list[torch.Tensor]:
     """What slot 1 holds after its prompt: states, conv inputs, keys and values, the last hidden."""
     slots = step.slots
-    kept = [slots.last_hidden[1], slots.pos[1], slots.last_token[1]]
+    kept = [slots.last_hidden[1].clone(), slots.pos[1].clone(), slots.last_token[1].clone()]
     for layer in step.state_cache.layers:
         # Of the conv inputs those that the next rows need; older ones depend on who else wrote the ring.
         ring = layer.conv_ring.shape[1]
-        recent = [position % ring for position in range(len(PROMPT) - 3, len(PROMPT))]
-        kept += [layer.state[1], layer.conv_ring[1][recent]]
+        recent = [position % ring for position in range(prompt_len - 3, prompt_len)]
+        kept += [layer.state[1].clone(), layer.conv_ring[1][recent]]
     blocks = slots.block_table[1][slots.block_table[1] >= 0].long()
     draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
     for pages in [*step.kv_cache.layers, *draft]:
         # [blocks, 2, heads, block_size, dim] to what the prompt's positions hold.
-        kept.append(pages.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : len(PROMPT) - 1].clone())
+        kept.append(pages.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : prompt_len - 1].clone())
     return kept
 
 
@@ -40,7 +40,7 @@ def test_chunks_change_no_bit(family: str, num_threads: int) -> None:
             step = tiny.build_step(tiny.tiny_config(**changes), 3, max_model_len=512)
             tiny.admit(step, 1, seed=1, temperature=0.8)
             tiny.prefill(step, 1, PROMPT, chunk)
-            results.append((chunk, left_by(step)))
+            results.append((chunk, left_by(step, len(PROMPT))))
     _, wanted = results[0]
     for chunk, got in results[1:]:
         for index, (one, other) in enumerate(zip(got, wanted, strict=True)):

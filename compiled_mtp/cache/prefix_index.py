@@ -76,11 +76,14 @@ class PrefixIndex:
         self.shelf = shelf
         self.num_evictions = 0
         self.clock = 0
+        # How often what can be found has changed.
+        self._num_changes = 0
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything; from here on over the blocks of `pool`, of which none is kept."""
         self._pool = pool
         pool.reclaim = self.reclaim
+        self._num_changes += 1
         self._chunks: dict[bytes, Chunk] = {}
         # Who has which checkpoint, entered or not.
         self._holders: dict[int, Chunk] = {}
@@ -90,6 +93,11 @@ class PrefixIndex:
     def num_checkpoints_used(self) -> int:
         """Checkpoints that somebody has."""
         return len(self._holders)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever `count_held` may have another answer."""
+        return self._num_changes, self._pool.num_turns
 
     def find(self, key: bytes) -> Chunk | None:
         """The chunk of this key, if it is entered."""
@@ -219,6 +227,7 @@ class PrefixIndex:
         self._pool.keep(block_ids)
         chunk.parent, chunk.block_ids, chunk.is_entered = parent, block_ids, True
         self._chunks[chunk.key] = chunk
+        self._num_changes += 1
         if parent is not None:
             parent.num_children += 1
 
@@ -228,10 +237,12 @@ class PrefixIndex:
         if chunk.checkpoint is None and place is not None:
             chunk.checkpoint, brought.checkpoint = place, None
             self._holders[place] = chunk
+            self._num_changes += 1
         self._free_place(brought)
 
     def _give_up(self, chunk: Chunk) -> None:
         """Take a chunk's checkpoint back, and remove what is of no use without it."""
+        self._num_changes += 1
         if chunk.is_entered and chunk.checkpoint is not None:
             state = (chunk.checkpoint, _worth(chunk))
             self.shelf.spill(chunk.key, chunk.number, chunk.last_use, state)

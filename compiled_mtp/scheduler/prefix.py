@@ -66,12 +66,16 @@ class PrefixCache:
         self.num_hits = 0
         self.num_host_hits = 0
         self._trails: dict[Holding, _Trail] = {}
+        # Who was asked about last, the index's version then, and the answer: whoever is next in line is asked
+        # about at every step, and a long prompt has thousands of chunks.
+        self._counted: tuple[Holding, tuple[int, int], int] | None = None
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything, and every request; from here on over the blocks of `pool`."""
         self.index.reset(pool)
         self.shelf.reset()
         self._trails.clear()
+        self._counted = None
 
     def resume(self, holding: Holding) -> Resumption | None:
         """A request that holds no blocks begins: give it those of the prefix behind which it resumes, as far
@@ -81,6 +85,7 @@ class PrefixCache:
         and num_prefilled, and the request's cached_tokens.
         """
         assert not holding.block_ids
+        self._counted = None
         request, is_first = holding.request, holding.replay is None
         if is_first:
             request.history.cached_tokens = 0
@@ -167,10 +172,14 @@ class PrefixCache:
 
     def count_held(self, holding: Holding) -> int:
         """Blocks of its prefix that it would share with requests that have a place."""
-        request = holding.request
-        if request.wants_prompt_logprobs:
+        version = self.index.version
+        if holding.request.wants_prompt_logprobs:
             return 0
-        return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
+        if self._counted is not None and self._counted[0] is holding and self._counted[1] == version:
+            return self._counted[2]
+        count = self._count_held(holding)
+        self._counted = (holding, version, count)
+        return count
 
     def next_stop(self, holding: Holding, end: int) -> int:
         """Where a launch that would go on to `end` stops first: where an earlier prompt parted from this one,
@@ -217,6 +226,13 @@ class PrefixCache:
         self.index.check_integrity([chunk for trail in self._trails.values() for chunk in trail.chunks])
         self.shelf.check_integrity([item for trail in self._trails.values() for item in trail.items])
         assert all(holding.block_ids for holding in self._trails), "a trail of a request that holds nothing"
+        if self._counted is not None and self._counted[1] == self.index.version:
+            holding, _, count = self._counted
+            assert self._count_held(holding) == count, "what others hold of a prefix is not what it was"
+
+    def _count_held(self, holding: Holding) -> int:
+        rest = (holding.request.prompt_len - 1) // self.chunk
+        return self.index.count_held(self._keys_of(holding)[:rest])
 
     def _keys_of(self, holding: Holding) -> list[bytes]:
         """The keys of a prompt's whole chunks, computed once."""
