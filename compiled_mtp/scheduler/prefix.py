@@ -87,6 +87,8 @@ class PrefixCache:
         assert not holding.block_ids
         self._counted = None
         request, is_first = holding.request, holding.replay is None
+        # Whoever loses its place before its first token begins twice.
+        is_counted, holding.is_looked_up = holding.is_looked_up, True
         if is_first:
             request.history.cached_tokens = 0
         keys = self._keys_of(holding)
@@ -98,7 +100,7 @@ class PrefixCache:
         self._trails[holding] = trail = _Trail(keys, rest, len(known) if leaves_a_way else 0)
         if request.wants_prompt_logprobs:
             return None
-        self.num_lookups += is_first
+        self.num_lookups += not is_counted
         end = self._last_end(known[:rest], keys[:rest])
         if not end:
             return None
@@ -110,6 +112,7 @@ class PrefixCache:
         is_from_device = len(path) == end and path[-1].checkpoint is not None
         if is_first:
             request.history.cached_tokens = holding.num_prefilled
+        if not is_counted:
             self.num_hits += 1
             self.num_host_hits += not is_from_device
         if is_from_device:
