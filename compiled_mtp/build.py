@@ -26,7 +26,6 @@ from compiled_mtp.cache_sizes import (
     cache_shape,
     length_bytes,
     prefix_cache_bytes,
-    shelf_bytes,
     staging_bytes,
 )
 from compiled_mtp.config import EngineConfig
@@ -44,14 +43,13 @@ from compiled_mtp.graphs.buckets import Bucket, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.graphs.maker import ProgramMaker
+from compiled_mtp.host_memory import OFFLOAD_SHARE, plan_host_memory
 from compiled_mtp.memory import (
     SPARE_SLOTS,
     HostPlan,
     MemoryPlan,
     available_bytes,
-    plan_host,
     plan_memory,
-    plan_shelf,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.draft_head import DraftHeadPlan
@@ -74,10 +72,6 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
-# Of the host's free memory, for requests that must leave the device.
-_OFFLOAD_SHARE = 0.1
-# Of a prompt, for each state that the prefix cache keeps in host memory.
-_SHELF_TOKENS = 512
 # Of stored weights. Below, waiting for each other at every operator costs threads more than they save: the
 # checkpoint that ships, of 22 MB, decodes at 1.6 times the speed with one thread as with two on two idle
 # cores, and on busy ones at many times.
@@ -195,7 +189,8 @@ def build(
     half_rows = most_rows if features.with_halves else 0
     draft_head_bytes = settings.draft_head.num_bytes(target.head_weight)
     memory = _plan_memory(settings, draft_head_bytes, half_rows, most_rows)
-    num_blocks, host, shelf = memory.num_blocks, _plan_host(settings, memory), _plan_shelf(settings, memory)
+    num_blocks = memory.num_blocks
+    host, shelf = plan_host_memory(config, features, settings.device.type, memory, available_bytes())
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
@@ -499,7 +494,7 @@ def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, mos
         if config.offload_gb is not None:
             host_bytes += int(config.offload_gb * 2**30)
         elif not settings.features.host_records:
-            host_bytes += int(free_bytes * _OFFLOAD_SHARE)
+            host_bytes += int(free_bytes * OFFLOAD_SHARE)
         if settings.cache is None and _later_depths(settings):
             host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
     else:
@@ -509,7 +504,7 @@ def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, mos
     most_blocks = num_blocks - 1 if num_blocks else free_bytes // block_bytes
     longest = min(settings.max_model_len, most_blocks * config.block_size)
     return plan_memory(
-        int(free_bytes * _CACHE_SHARE) - host_bytes,
+        int(free_bytes * _CACHE_SHARE),
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
@@ -517,26 +512,9 @@ def _plan_memory(settings: _Settings, draft_head_bytes: int, half_rows: int, mos
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config),
         blocks_per_chunk=config.resume_step // config.block_size,
+        host_bytes=host_bytes,
         other_bytes=other_bytes + length_bytes(config, model, settings.device.type, longest, most_rows),
     )
-
-
-def _plan_host(settings: _Settings, memory: MemoryPlan) -> HostPlan:
-    """Room in host memory for requests that leave the device."""
-    features, asked = settings.features, settings.config.offload_gb
-    if features.host_records:
-        return HostPlan(features.host_records, features.host_blocks)
-    if asked is None:
-        return plan_host(int(available_bytes() * _OFFLOAD_SHARE), memory)
-    return plan_host(int(asked * 2**30), memory, available_bytes())
-
-
-def _plan_shelf(settings: _Settings, memory: MemoryPlan) -> HostPlan:
-    """Room in host memory for what the prefix cache gives up on the device."""
-    config = settings.config
-    shelf = shelf_bytes(config, settings.device.type, int(available_bytes() * _OFFLOAD_SHARE))
-    # A launch's worth of blocks to a state.
-    return plan_shelf(shelf, memory, max(_SHELF_TOKENS, config.resume_step) // config.block_size)
 
 
 def _early_key(settings: _Settings) -> dict[str, Any]:

@@ -114,8 +114,10 @@ def plan_memory(
     prefix_cache_bytes: int | None = 0,
     blocks_per_chunk: int = 1,
     other_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> MemoryPlan:
-    """Return how many blocks, state rows and checkpoints to create in `free_bytes` beside other_bytes.
+    """Return how many blocks, state rows and checkpoints to create in `free_bytes` beside other_bytes, and on
+    a CPU beside the host_bytes that requests which leave, and others, may take of the same memory.
 
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
     checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
@@ -123,12 +125,9 @@ def plan_memory(
     ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
     fit.
     """
-    free_bytes -= other_bytes
-    block_bytes, row_bytes, rows = (
-        shape.block_bytes(block_size),
-        shape.state_row_bytes(),
-        max_batch + SPARE_SLOTS,
-    )
+    free_bytes -= other_bytes + host_bytes
+    rows = max_batch + SPARE_SLOTS
+    block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
     each_bytes = shape.checkpoint_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
     wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
@@ -139,10 +138,12 @@ def plan_memory(
     needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
     if needed > free_bytes:
         checkpoints = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
+        beside = f", beside {_mib(host_bytes)} for those who leave" if host_bytes else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{checkpoints}), got {_mib(free_bytes)}; lower max_batch"
-            f"{', prefix_cache_gb' if wanted else ''} or num_blocks"
+            f"{count} blocks of {_mib(block_bytes)}{checkpoints}){beside}, got {_mib(free_bytes)}; lower "
+            f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
+            "num_blocks"
         )
     num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
     return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)

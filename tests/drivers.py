@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,12 @@ def make_runner(directory: Path, features: Features | None = None, **options: An
 
 @dataclass
 class Driver:
-    """Keeps who owns which slot and blocks; `tokens` of each request are those whose results were read."""
+    """Keeps who owns which slot and blocks; `tokens` of each request are those whose results were read.
+
+    A copy to or from host memory may run beside the launches behind it, on a GPU: until a result says that it
+    is done its source is nobody's and keeps what it holds, and its target is not used. Launches of others go
+    on meanwhile; whoever needs one of the two waits for results. So does the scheduler.
+    """
 
     runner: Runner
     slots: dict[str, int] = field(default_factory=dict)
@@ -58,13 +65,19 @@ class Driver:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     results: list[StepResult] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    # By the id of a copy under way: the slot, blocks and record of a request that leaves, and who comes back.
+    leaving: dict[int, tuple[int, list[int], int]] = field(default_factory=dict)
+    coming: dict[int, str] = field(default_factory=dict)
+    step_ids: Iterator[int] = field(default_factory=itertools.count)
+    copy_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, kind: PlanKind, names: tuple[str, ...] = (), **fields: Any) -> None:
         """Launch a plan of the requests `names` and take the result that is due."""
+        self.wait(copy_id for copy_id, name in self.coming.items() if name in names)
         slots = tuple(self.slots[name] for name in names)
         # A request's number is its generation: results come after it may have moved.
         generations = tuple(self.names.index(name) for name in names)
-        plan = StepPlan(len(self.results), kind, slots, generations, **fields)
+        plan = StepPlan(next(self.step_ids), kind, slots, generations, **fields)
         self.take(self.runner.run(plan))
 
     def take(self, result: StepResult | None) -> None:
@@ -74,6 +87,23 @@ class Driver:
         self.results.append(result)
         for generation, new in zip(result.plan.generations, result.token_ids, strict=True):
             self.tokens[self.names[generation]] += new
+        for copy_id in result.copies_done:
+            self.coming.pop(copy_id, None)
+            if copy_id in self.leaving:
+                slot, blocks, _ = self.leaving.pop(copy_id)
+                self.poison(slot, blocks)
+
+    def wait(self, copy_ids: Iterable[int]) -> None:
+        """Take results until these copies are done."""
+        wanted = set(copy_ids)
+        while not wanted.isdisjoint((*self.leaving, *self.coming)):
+            result = self.runner.run(None)
+            assert result is not None, "a copy is never done"
+            self.take(result)
+
+    def wait_for_place(self, slot: int, record: int = -1) -> None:
+        """Take results until nobody is on the way out of the slot, or to the record."""
+        self.wait(c for c, (source, _, target) in self.leaving.items() if slot == source or record == target)
 
     def drain(self) -> dict[str, list[int]]:
         """Read every result; the tokens of all requests."""
@@ -91,11 +121,13 @@ class Driver:
         draft_step: int = 3,
         sampling: SlotSampling | None = None,
         is_first_apart: bool = False,
+        chunk: int = 64,
     ) -> None:
-        """Give `name` a slot and the lowest free blocks, and prefill its prompt.
+        """Give `name` a slot and the lowest free blocks, and prefill its prompt, `chunk` tokens a launch.
 
         is_first_apart: its first token is left to a plan of its own.
         """
+        self.wait_for_place(slot)
         self.names.append(name)
         self.slots[name], self.tokens[name] = slot, []
         self.blocks[name] = self.free_blocks()
@@ -103,10 +135,10 @@ class Driver:
             sampling = SlotSampling(7 + len(prompt), temperature, 40, 0.95, 0.0)
         moves: tuple[Move, ...] = (Release(slot), Admit(slot, sampling))
         updates = self.updates(name)
-        for begin in range(0, len(prompt), 64):
-            chunk = tuple(prompt[begin : begin + 64])
-            is_last = begin + 64 >= len(prompt) and not is_first_apart
-            pieces = (Piece(chunk, begin, len(prompt), is_last),)
+        for begin in range(0, len(prompt), chunk):
+            token_ids = tuple(prompt[begin : begin + chunk])
+            is_last = begin + chunk >= len(prompt) and not is_first_apart
+            pieces = (Piece(token_ids, begin, len(prompt), is_last),)
             depth = draft_step if is_last else 0
             self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, pieces=pieces)
             moves, updates = (), ()
@@ -115,8 +147,9 @@ class Driver:
         self.run("decode", names, verify_step=verify_step, draft_step=draft_step, **fields)
 
     def free_blocks(self) -> list[int]:
-        """Blocks that no request owns, the lowest last: tables are not in order."""
-        used = {block for blocks in self.blocks.values() for block in blocks}
+        """Blocks that no request owns or leaves, the lowest last: tables are not in order."""
+        leaving = [blocks for _, blocks, _ in self.leaving.values()]
+        used = {block for blocks in (*self.blocks.values(), *leaving) for block in blocks}
         free = [block for block in range(1, self.runner.num_blocks) if block not in used]
         return free[:BLOCKS_EACH][::-1]
 
@@ -125,30 +158,35 @@ class Driver:
         return tuple(BlockUpdate(self.slots[name], column, block) for column, block in own)
 
     def move(self, name: str, slot: int, *, with_blocks: bool) -> None:
-        """Move a request to another slot, with or without its blocks; poison what it leaves."""
+        """Move a request to another slot, with or without its blocks; poison what it leaves, behind the copy:
+        both stand in the order of launches.
+        """
+        self.wait_for_place(slot)
         source, old = self.slots[name], self.blocks[name]
         new = self.free_blocks() if with_blocks else old
         pairs = tuple(zip(old, new, strict=True)) if with_blocks else ()
-        copy = Copy(len(self.results), Place("slot", source), Place("slot", slot), pairs)
+        copy = Copy(next(self.copy_ids), Place("slot", source), Place("slot", slot), pairs)
         self.slots[name], self.blocks[name] = slot, new
         self.run("move", moves=(copy, Release(source)), block_updates=self.updates(name))
         self.poison(source, old if with_blocks else [])
 
     def offload(self, name: str, record: int) -> None:
-        """Move a request to host memory; poison what it leaves."""
+        """Move a request to host memory; what it leaves is poisoned once the copy is done."""
         source, old = self.slots.pop(name), self.blocks.pop(name)
         pairs = tuple((block, record * BLOCKS_EACH + index) for index, block in enumerate(old))
-        copy = Copy(100 + record, Place("slot", source), Place("host", record), pairs)
+        copy = Copy(next(self.copy_ids), Place("slot", source), Place("host", record), pairs)
+        self.leaving[copy.copy_id] = (source, old, record)
         self.run("move", moves=(copy, Release(source)))
-        self.poison(source, old)
 
     def bring_back(self, name: str, record: int, slot: int) -> None:
         """Move a request from host memory to a slot and to blocks that it has not had before."""
+        self.wait_for_place(slot, record)
         self.blocks[name] = self.free_blocks()
         self.slots[name] = slot
         own = self.blocks[name]
         pairs = tuple((record * BLOCKS_EACH + index, block) for index, block in enumerate(own))
-        copy = Copy(200 + record, Place("host", record), Place("slot", slot), pairs)
+        copy = Copy(next(self.copy_ids), Place("host", record), Place("slot", slot), pairs)
+        self.coming[copy.copy_id] = name
         self.run("move", moves=(copy,), block_updates=self.updates(name))
 
     def poison(self, slot: int, blocks: list[int]) -> None:

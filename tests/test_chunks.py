@@ -16,12 +16,12 @@ PROMPT = [(7 * i + i * i) % 96 for i in range(331)]
 def left_by(step: Step, slot: int, length: int) -> list[torch.Tensor]:
     """What a slot holds after a prompt: states, conv inputs, keys and values, the last hidden."""
     slots = step.slots
-    kept = [slots.last_hidden[slot], slots.pos[slot], slots.last_token[slot]]
+    kept = [tensor[slot].clone() for tensor in (slots.last_hidden, slots.pos, slots.last_token)]
     for layer in step.state_cache.layers:
         # Of the conv inputs those that the next rows need; older ones depend on who else wrote the ring.
         ring = layer.conv_ring.shape[1]
         recent = [position % ring for position in range(max(length - 3, 0), length)]
-        kept += [layer.state[slot], layer.conv_ring[slot][recent]]
+        kept += [layer.state[slot].clone(), layer.conv_ring[slot][recent]]
     blocks = slots.block_table[slot][slots.block_table[slot] >= 0].long()
     draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
     for pages in [*step.kv_cache.layers, *draft]:

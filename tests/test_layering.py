@@ -63,6 +63,7 @@ FLOORS = {
     "compiled_mtp.draft_vocabulary": 0,
     "compiled_mtp.draft_choice": 5,
     "compiled_mtp.graph_choice": 3,
+    "compiled_mtp.host_memory": 7,
     "compiled_mtp.build": 8,
     "compiled_mtp.make_depths": 9,
     "compiled_mtp.runner": 9,

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_mtp.build_order import Features
 from compiled_mtp.cache_sizes import length_bytes, shelf_bytes
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.host_memory import plan_host_memory
 from compiled_mtp.memory import (
     CacheShape,
     HostPlan,
@@ -155,6 +157,41 @@ def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> N
 def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
     config = EngineConfig(**options)
     assert shelf_bytes(config, device, 10 << 30) == gib << 30
+
+
+def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    gib = 1 << 30
+    plan = MemoryPlan(1001, 9, 1 << 23, 1 << 27, 8, 1 << 26)
+
+    def sizes(**given: Any) -> list[float]:
+        caplog.clear()
+        config = EngineConfig(block_size=64, **given)
+        host, shelf = plan_host_memory(config, Features(), "cuda", plan, 40 * gib)
+        host_bytes = host.num_records * plan.state_row_bytes + host.num_blocks * plan.block_bytes
+        shelf_sum = shelf.num_records * plan.checkpoint_bytes + shelf.num_blocks * plan.block_bytes
+        return [host_bytes / gib, shelf_sum / gib]
+
+    with caplog.at_level("INFO"):
+        assert sizes() == [4, 4]
+        (message,) = caplog.messages
+        assert message.startswith("up to 8192 MiB of the host's memory")
+        # All that is on the device may go there; the rest is the cache's.
+        plan = replace(plan, num_blocks=10**4)
+        assert sizes(offload_gb=38, prefix_cache_gb=4) == [38, 2]
+        assert "free: the prefix cache gets 2048 MiB; lower offload_gb or prefix_cache_gb" in caplog.text
+        assert sizes(offload_gb=38, prefix_cache=False) == [38, 0]
+        assert "lower" not in caplog.text
+    with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
+        sizes(offload_gb=41)
+
+
+def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
+    numbers: dict[str, Any] = {"block_size": 64, "max_batch": 1, "max_model_len": 512}
+    text = r"7168\.0 MiB for those who leave, got 1024\.0 MiB; lower max_batch, offload_gb or num_blocks$"
+    with pytest.raises(ValueError, match=text):
+        plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, num_blocks=10**4, **numbers)
+    plan = plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, **numbers)
+    assert plan == plan_memory(1 << 30, SHAPE_27B, **numbers)
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 376 * 128 * 24)])

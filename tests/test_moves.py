@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.build_order import Features
 from compiled_mtp.cache.host_tier import _powers_of_two
+from compiled_mtp.cache.lane import Lane
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
 from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
@@ -84,6 +87,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
     driver.offload("a", 1)
     driver.decode("b")
     driver.bring_back("a", 1, 3)
+    driver.decode("b")
     driver.decode("a", "b")
     driver.offload("b", 0)
     driver.offload("a", 1)
@@ -93,7 +97,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
         driver.decode("b", "a")
     check(driver, streams)
     done = [copy_id for result in driver.results for copy_id in result.copies_done]
-    assert done == [101, 201, 100, 101, 200, 201]
+    assert done == list(range(6))
     assert all(result.plan.kind == "move" for result in driver.results if result.copies_done)
 
 
@@ -234,14 +238,23 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -
         assert text in result.error
 
 
+@pytest.mark.parametrize("short", ["_allocate", "Staging.reserve"], ids=["host", "device"])
+@pytest.mark.parametrize("tier", ["host", "shelf"])
 def test_a_copy_without_memory_fails_alone(
-    checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    streams: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tier: Literal["host", "shelf"],
+    short: str,
 ) -> None:
     driver = begin(checkpoint)
     assert driver.runner.moves.host_bytes == 0
-    monkeypatch.setattr("compiled_mtp.cache.host_tier._allocate", _refuse)
+    driver.runner.moves.allocate_checkpoints(1)
+    driver.runner.moves.allocate_shelf(1, BLOCKS_EACH)
+    monkeypatch.setattr(f"compiled_mtp.cache.host_tier.{short}", _refuse)
     pairs = tuple((block, index) for index, block in enumerate(driver.blocks["a"]))
-    copy = Copy(7, Place("slot", driver.slots["a"]), Place("host", 0), pairs)
+    source = Place("slot", driver.slots["a"]) if tier == "host" else Place("checkpoint", 0)
+    copy = Copy(7, source, Place(tier, 0), pairs)
     driver.decode("b", moves=(copy,))
     driver.decode("b", "a")
     (result,) = (result for result in driver.results if result.copies_failed)
@@ -251,8 +264,23 @@ def test_a_copy_without_memory_fails_alone(
         assert tokens == streams[name][: len(tokens)]
 
 
-def _refuse(num_bytes: int, is_pinned: bool) -> None:
-    raise RuntimeError("no memory")
+def _refuse(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is freed a device gives to others at once."""
+    runner = make_runner(checkpoint, HOST)
+    caches = (runner.step.kv_cache, runner.step.slots)
+    memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]
+    seen = []
+    monkeypatch.setattr(Lane, "wait", lambda *_: seen.append([one.expired() for one in memory]))
+    del runner, caches
+    gc.collect()
+    assert seen == [[False, False]] * 2
+    assert [one.expired() for one in memory] == [True, True]
 
 
 def test_uploaded_drafts_are_verified(checkpoint: Path, streams: dict[str, list[int]]) -> None:

@@ -265,7 +265,7 @@ def test_prompts_that_arrive_together_share_launches(engines: tuple[Engine, Engi
     assert check_traffic(engines, short) == [3]
     assert check_traffic(engines, [*short, (9, "nothing", 23, 3, 0), (9, "drafts", 24, 3, 0)]) == [4, 1]
     assert check_traffic(engines, [(9, "logprobs", 25, 3, 0), (9, "grammar", 26, 3, 0), *short]) == [4, 1]
-    # The first as far as it goes, past the place where it would resume; of others no part, and nobody overtakes.
+    # The first as far as it goes, past where it would resume; of others no part, and nobody overtakes.
     sizes = [(200, "nothing", 30, 3, 0), (20, "nothing", 31, 3, 0), (60, "nothing", 32, 3, 0), *short]
     assert check_traffic(engines, sizes) == [1, 2, 4]
     assert check_traffic(engines, [short[0], (9, "prompt", 33, 3, 0), *short[1:]]) == [1, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -223,6 +224,31 @@ def test_a_prefix_that_is_shared_takes_room_once() -> None:
         most = max(most, scheduler.num_running)
     assert most == 3
     assert scheduler.num_withdrawn == 0
+
+
+def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step somebody may ask how much of a prompt of thousands of chunks others hold."""
+    scheduler, runner = make(1, num_blocks=20, max_batch=2)
+    index, counts = scheduler.prefix.index, list[int]()
+    count_held = index.count_held
+
+    def note(keys: Sequence[bytes]) -> int:
+        counts.append(count_held(keys))
+        return counts[-1]
+
+    monkeypatch.setattr(index, "count_held", note)
+    # Which asks too.
+    monkeypatch.setattr(scheduler.prefix, "check_integrity", lambda: None)
+    scheduler.add(request_of("a", list(range(100, 120)), 50, 1))
+    scheduler.add(request_of("b", [*range(100, 120), *range(40)], 4, 2))
+    steps = 0
+    while scheduler.is_live("a"):
+        step(scheduler, runner)
+        steps += scheduler.num_waiting > 0
+    # Nothing is shared at first; then the blocks of the first chunks, once they can be found.
+    assert counts == [0, 4]
+    assert steps > 10
+    stream(scheduler, runner)
 
 
 def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:

@@ -261,7 +261,9 @@ def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_their_order(
 
 
 def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -> None:
-    scheduler, runner = start(12, [(20, 120), (90, 5)], max_in_flight=0)
+    # The second takes all that is free, and the first soon needs a block.
+    chunks = {"prefill_chunk": 16, "num_checkpoints": 2}
+    scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
     scheduler._planner._admission.tokens_ahead = -200
     while scheduler.phase("1") is not RequestPhase.PREFILLING:
         step(scheduler, runner)
@@ -272,6 +274,8 @@ def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -
     log.take(stream(scheduler, runner))
     assert [len(log.tokens[name]) for name in "01"] == [len(log.tokens["0"]), 5]
     assert runner.num_uploaded == 0
+    # The prefix cache counts it once.
+    assert (scheduler.num_withdrawn, scheduler.prefix.num_lookups) == (1, 2)
 
 
 def test_many_that_ask_for_much_and_need_little_run_together() -> None:

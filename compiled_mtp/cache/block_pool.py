@@ -30,6 +30,8 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._kept: set[int] = set()
         self._num_idle = 0
+        # How often a kept block got its first holder, or lost its last.
+        self.num_turns = 0
 
     @property
     def num_free(self) -> int:
@@ -74,7 +76,9 @@ class BlockPool:
         """Give blocks that are held or kept to one holder more."""
         for block_id in block_ids:
             assert self.is_held(block_id) or block_id in self._kept, f"block {block_id} holds nothing"
-            self._num_idle -= not self.is_held(block_id)
+            if not self.is_held(block_id):
+                self._num_idle -= 1
+                self.num_turns += 1
             self._holders[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -117,5 +121,6 @@ class BlockPool:
         """Nobody holds the block any more."""
         if block_id in self._kept:
             self._num_idle += 1
+            self.num_turns += 1
         else:
             self._empty.append(block_id)

@@ -42,6 +42,11 @@ class HostTier:
         self._records: dict[int, list[torch.Tensor]] = {}
         self._segments: dict[int, torch.Tensor] = {}
 
+    @property
+    def most_bytes_at_once(self) -> int:
+        """Bytes of a row, or of a segment of blocks: the most that one copy takes."""
+        return max(sum(self._piece_bytes), self._segment * self._block_bytes)
+
     def reserve(self, record: int | None, block_ids: Iterable[int]) -> None:
         """Have the memory of a record, if one is given, and blocks. Raises RuntimeError or MemoryError if it
         cannot be had.
@@ -80,12 +85,17 @@ class Staging:
     """Brings packed rows from a device to host memory and back.
 
     Between a GPU and host memory only what is flat on both sides is copied at once, so that rows are packed
-    into a buffer there, which grows to what was needed most. On a CPU they are packed where they go.
+    into a buffer there. On a CPU they are packed where they go.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have a buffer for so many bytes at once. Raises RuntimeError if the device has no memory for it."""
+        if self._device.type != "cpu" and num_bytes > self._buffer.numel():
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def store(self, pack: Callable[[torch.Tensor], None], pieces: Sequence[torch.Tensor]) -> None:
         """Have `pack` fill flat memory of the device, and copy that to `pieces`."""
@@ -104,8 +114,7 @@ class Staging:
             (piece,) = pieces
             return piece
         size = sum(piece.numel() for piece in pieces)
-        if size > self._buffer.numel():
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        assert size <= self._buffer.numel(), f"{size} bytes to pack, {self._buffer.numel()} were reserved"
         return self._buffer[:size]
 
 

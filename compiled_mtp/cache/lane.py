@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,13 @@ class Lane:
         # Something was queued that launches do not wait for yet.
         self._is_ahead = False
         self._under_way: list[_UnderWay] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the buffer for so many bytes at once, and of the lane's own memory, which others get only
+        behind what is queued here. Raises RuntimeError if there is none.
+        """
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self.staging.reserve(num_bytes)
 
     @contextmanager
     def queue(self) -> Iterator[None]:

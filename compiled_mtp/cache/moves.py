@@ -8,6 +8,7 @@ that would write what it reads, or read what it writes.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -40,6 +41,9 @@ class Moves:
         # Of host memory, by the name of the tier. A request that leaves takes longer than a hit may wait.
         self._tiers: dict[str, HostTier] = {}
         self._lanes = {name: Lane(block_table.device) for name in ("host", "shelf")}
+        # An engine may be dropped and not closed: the device's memory goes to others at once, those of its
+        # pages and rows that a lane still reads or writes too. At the interpreter's end as well.
+        weakref.finalize(self, _wait_for_all, tuple(self._lanes.values()))
         self._record_layout = RowLayout({})
         # What checkpoints hold [checkpoints, row_bytes] uint8.
         self._checkpoint_layout = RowLayout({})
@@ -231,11 +235,15 @@ class Moves:
             copy.target.number if copy.has_rows else None,
             [target for _, target in copy.blocks],
         )
+        tier, lane = self._tiers[copy.target.tier], self._lanes[copy.target.tier]
         try:
-            self._tiers[copy.target.tier].reserve(record, block_ids)
+            # All that later copies need too, on their way back among them.
+            lane.reserve(tier.most_bytes_at_once)
+            tier.reserve(record, block_ids)
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "host memory could not be had, with %d MiB taken (%s); lower offload_gb or prefix_cache_gb",
+                "memory for what leaves the device could not be had, with %d MiB of the host's taken (%s); "
+                "lower offload_gb or prefix_cache_gb",
                 self.host_bytes >> 20,
                 error,
             )
@@ -279,3 +287,8 @@ class Moves:
             # The caching host allocator keeps a pinned block until the copy that reads it has run.
             return host.pin_memory().to(self.block_table.device, non_blocking=True)
         return host
+
+
+def _wait_for_all(lanes: Iterable[Lane]) -> None:
+    for lane in lanes:
+        lane.wait()

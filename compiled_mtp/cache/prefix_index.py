@@ -76,12 +76,17 @@ class PrefixIndex:
         self.shelf = shelf
         self.num_evictions = 0
         self.clock = 0
+        # How often what can be found has changed.
+        self._num_changes = 0
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything; from here on over the blocks of `pool`, of which none is kept."""
         self._pool = pool
         pool.reclaim = self.reclaim
+        self._num_changes += 1
         self._chunks: dict[bytes, Chunk] = {}
+        # In the order in which they became leaves: there are never more of them than checkpoints.
+        self._leaves: dict[Chunk, None] = {}
         # Who has which checkpoint, entered or not.
         self._holders: dict[int, Chunk] = {}
         self._free_places = list(range(self.num_checkpoints - 1, -1, -1))
@@ -90,6 +95,11 @@ class PrefixIndex:
     def num_checkpoints_used(self) -> int:
         """Checkpoints that somebody has."""
         return len(self._holders)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever `count_held` may have another answer."""
+        return self._num_changes, self._pool.num_turns
 
     def find(self, key: bytes) -> Chunk | None:
         """The chunk of this key, if it is entered."""
@@ -173,7 +183,7 @@ class PrefixIndex:
         """
         wanted = self._pool.num_empty + count
         order = itertools.count()
-        leaves = [self._turn(chunk, order) for chunk in self._chunks.values() if not chunk.num_children]
+        leaves = [self._turn(leaf, order) for leaf in self._leaves]
         heapq.heapify(leaves)
         while self._pool.num_empty < wanted:
             leaf = heapq.heappop(leaves)[-1]
@@ -214,12 +224,17 @@ class PrefixIndex:
             assert chunk.number == (1 if parent is None else parent.number + 1)
         assert len(kept) == len(set(kept)) == self._pool.num_kept, "a block is of two chunks, or of none"
         assert all(c.num_children == children.get(id(c), 0) for c in self._chunks.values())
+        leaves = {id(c) for c in self._chunks.values() if not c.num_children}
+        assert {id(leaf) for leaf in self._leaves} == leaves, "a leaf is lost"
 
     def _insert(self, chunk: Chunk, parent: Chunk | None, block_ids: tuple[int, ...]) -> None:
         self._pool.keep(block_ids)
         chunk.parent, chunk.block_ids, chunk.is_entered = parent, block_ids, True
         self._chunks[chunk.key] = chunk
+        self._num_changes += 1
+        self._leaves[chunk] = None
         if parent is not None:
+            self._leaves.pop(parent, None)
             parent.num_children += 1
 
     def _merge(self, chunk: Chunk, brought: Chunk) -> None:
@@ -228,23 +243,27 @@ class PrefixIndex:
         if chunk.checkpoint is None and place is not None:
             chunk.checkpoint, brought.checkpoint = place, None
             self._holders[place] = chunk
+            self._num_changes += 1
         self._free_place(brought)
 
     def _give_up(self, chunk: Chunk) -> None:
         """Take a chunk's checkpoint back, and remove what is of no use without it."""
+        self._num_changes += 1
         if chunk.is_entered and chunk.checkpoint is not None:
             state = (chunk.checkpoint, _worth(chunk))
             self.shelf.spill(chunk.key, chunk.number, chunk.last_use, state)
         self._free_place(chunk)
         last: Chunk | None = chunk
         while last is not None and last.is_entered and not last.num_children and last.checkpoint is None:
-            del self._chunks[last.key]
+            del self._chunks[last.key], self._leaves[last]
             last.is_entered = False
             self.shelf.spill(last.key, last.number, last.last_use, block_ids=last.block_ids)
             self._pool.drop(last.block_ids)
             last = last.parent
             if last is not None:
                 last.num_children -= 1
+                if not last.num_children:
+                    self._leaves[last] = None
 
     def _free_place(self, chunk: Chunk) -> None:
         if chunk.checkpoint is not None:

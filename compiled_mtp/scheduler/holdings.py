@@ -36,7 +36,8 @@ class Holding:
 
     arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
     goes before all others. resumption: what its slot is filled from at its first launch; None: it begins at
-    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_told: the device knows who
+    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_looked_up: the prefix cache
+    has counted it. is_told: the device knows who
     owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
     what was drafted for its next round, where its grammar or caller asks for it. num_kept: its rounds without
     drafts since the draft model has last read what they keep. is_parked: it stays in host memory until it is
@@ -54,6 +55,7 @@ class Holding:
     num_prefilled: int = 0
     resumption: Resumption | None = None
     prefix_keys: list[bytes] | None = None
+    is_looked_up: bool = False
     is_told: bool = False
     is_first_token_due: bool = False
     is_in_open_round: bool = False

@@ -68,12 +68,16 @@ class PrefixCache:
         self.num_hits = 0
         self.num_host_hits = 0
         self._trails: dict[Holding, _Trail] = {}
+        # Who was asked about last, the index's version then, and the answer: whoever is next in line is asked
+        # about at every step, and a long prompt has thousands of chunks.
+        self._counted: tuple[Holding, tuple[int, int], int] | None = None
 
     def reset(self, pool: BlockPool) -> None:
         """Forget everything, and every request; from here on over the blocks of `pool`."""
         self.index.reset(pool)
         self.shelf.reset()
         self._trails.clear()
+        self._counted = None
 
     def resume(self, holding: Holding) -> Resumption | None:
         """A request that holds no blocks begins: give it those of the prefix behind which it resumes, as far
@@ -83,7 +87,10 @@ class PrefixCache:
         and num_prefilled, and the request's cached_tokens.
         """
         assert not holding.block_ids
+        self._counted = None
         request, is_first = holding.request, holding.replay is None
+        # Whoever loses its place before its first token begins twice.
+        is_counted, holding.is_looked_up = holding.is_looked_up, True
         if is_first:
             request.history.cached_tokens = 0
         keys = self._keys_of(holding)
@@ -95,7 +102,7 @@ class PrefixCache:
         self._trails[holding] = trail = _Trail(keys, rest, len(known) if leaves_a_way else 0)
         if request.wants_prompt_logprobs:
             return None
-        self.num_lookups += is_first
+        self.num_lookups += not is_counted
         end = self._last_end(known[:rest], keys[:rest])
         if not end:
             return None
@@ -107,6 +114,7 @@ class PrefixCache:
         is_from_device = len(path) == end and path[-1].checkpoint is not None
         if is_first:
             request.history.cached_tokens = holding.num_prefilled
+        if not is_counted:
             self.num_hits += 1
             self.num_host_hits += not is_from_device
         if is_from_device:
@@ -193,10 +201,14 @@ class PrefixCache:
 
     def count_held(self, holding: Holding) -> int:
         """Blocks of its prefix that it would share with requests that have a place."""
-        request = holding.request
-        if request.wants_prompt_logprobs:
+        version = self.index.version
+        if holding.request.wants_prompt_logprobs:
             return 0
-        return self.index.count_held(self._keys_of(holding)[: (request.prompt_len - 1) // self.chunk])
+        if self._counted is not None and self._counted[0] is holding and self._counted[1] == version:
+            return self._counted[2]
+        count = self._count_held(holding)
+        self._counted = (holding, version, count)
+        return count
 
     def places(self, holding: Holding, end: int) -> list[int]:
         """The positions before `end`, in their order, at which a launch that goes on to there is to leave a
@@ -245,6 +257,13 @@ class PrefixCache:
         self.index.check_integrity([chunk for trail in self._trails.values() for chunk in trail.chunks])
         self.shelf.check_integrity([item for trail in self._trails.values() for item in trail.items])
         assert all(holding.block_ids for holding in self._trails), "a trail of a request that holds nothing"
+        if self._counted is not None and self._counted[1] == self.index.version:
+            holding, _, count = self._counted
+            assert self._count_held(holding) == count, "what others hold of a prefix is not what it was"
+
+    def _count_held(self, holding: Holding) -> int:
+        rest = (holding.request.prompt_len - 1) // self.chunk
+        return self.index.count_held(self._keys_of(holding)[:rest])
 
     def _keys_of(self, holding: Holding) -> list[bytes]:
         """The keys of a prompt's whole chunks, computed once."""

@@ -284,7 +284,10 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
 
 
 def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
-    """Rounds of depths 1 and 3, whole and halved by turns, while one request goes to the host and back."""
+    """Rounds of depths 1 and 3, whole and halved by turns, while one request goes to the host and back.
+
+    Behind every copy comes a round of the others, which runs beside it.
+    """
     prompts = {name: prompt_of(length, length, 512) for name, length in (("a", 20), ("b", 70), ("c", 65))}
     driver.start("a", 1, prompts["a"], draft_step=1)
     driver.decode("a", verify_step=1, draft_step=3)
@@ -299,10 +302,13 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     driver.offload("a", 0)
     driver.decode("c", "b")
     driver.bring_back("a", 0, 1)
+    driver.decode("b", "c")
     driver.decode("a", "b", "c")
     driver.offload("c", 1)
+    driver.decode("b", "a")
     driver.move("a", 3, with_blocks=True)
     driver.bring_back("c", 1, 1)
+    driver.decode("a", "b")
     for _ in range(3):
         driver.decode("c", "a", "b")
     return driver.drain()

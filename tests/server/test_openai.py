@@ -12,10 +12,12 @@ import openai
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.engine import EngineStats
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
 from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, Stats, make_family, running
 
@@ -433,6 +435,16 @@ def test_drafts_are_those_that_were_verified() -> None:
     assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
     metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
+
+
+def test_metrics_tell_what_memory_does() -> None:
+    names = ("prefix_hits", "prefix_lookups", "prefix_evictions", "prefix_bytes", "cached_tokens")
+    names += ("prefix_host_hits", "prefix_host_bytes", "offloads", "withdrawals")
+    counts = {name: 3 + index for index, name in enumerate(names)}
+    metrics = Metrics()
+    metrics.set_stats(EngineStats(1, 0, 0, 1, 64, 0, 0, SpeculationStats.empty(3), **counts))  # type: ignore[arg-type]
+    lines = metrics.text().decode().splitlines()
+    assert {f"compiled_mtp_engine_{name} {float(count)}" for name, count in counts.items()} <= {*lines}
 
 
 def test_metrics_count(scripted: Any) -> None:
