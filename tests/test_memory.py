@@ -100,7 +100,7 @@ def test_given_num_blocks_is_taken_or_refused_with_the_numbers() -> None:
 
 
 def test_host_memory_holds_at_most_what_the_device_does() -> None:
-    plan = MemoryPlan(num_blocks=41, num_state_rows=5, block_bytes=1000, state_row_bytes=3000)
+    plan = MemoryPlan(num_blocks=41, num_state_rows=6, block_bytes=1000, state_row_bytes=3000)
     assert plan_host(10**6, plan) == HostPlan(4, 40)
     # Half for rows, the rest for blocks.
     assert plan_host(20_000, plan) == HostPlan(3, 11)
@@ -137,7 +137,7 @@ def _anonymous_bytes() -> int:
 
 
 def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
-    sizes = {"num_blocks": 41, "num_state_rows": 5, "block_bytes": 1000, "state_row_bytes": 3000}
+    sizes = {"num_blocks": 41, "num_state_rows": 6, "block_bytes": 1000, "state_row_bytes": 3000}
     plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
     assert plan_shelf(43_000, plan, 4) == HostPlan(7, 28)
     assert plan_shelf(5999, plan, 4) == HostPlan(0, 0)
@@ -199,7 +199,7 @@ def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int)
     # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
     config: Any = SimpleNamespace(max_batch=32, block_size=64)
-    tables = 2**18 * 64 * 4 + (33 + 128) * 4096 * 4
+    tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
     assert length_bytes(config, model, device, 2**18, 128) == tables + parts * 258 * 4
 
 
@@ -334,7 +334,7 @@ def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
     with pytest.raises(
         ValueError,
-        match=r"9589.2 MiB of .* 60 checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
+        match=r"9752.8 MiB of .* 60 checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
     ):
         plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
     with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):
