@@ -27,7 +27,8 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> Path:
     """Where the plot goes; the flags are set."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     monkeypatch.setattr(tool, "CHECKED_TOKENS", 6)
-    monkeypatch.setattr(tool, "CHANGE_ROUNDS", 8)
+    for name, value in {"CHANGE_ROUNDS": 8, "AUTO_ROUNDS": 4, "FIXED_ROUNDS": 3, "BLOCK_TURNS": 2}.items():
+        monkeypatch.setattr(tool, name, value)
     plot = tmp_path / "depth.png"
     flags = [f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--rounds=24"]
     flags += ["--graph-mode=uncompiled", "--device=cpu", f"--plot={plot}"]
@@ -38,42 +39,68 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> Path:
 def test_cases_end_in_one_line_and_a_plot(
     tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[Any, Any, Any]] = []
-    decode = tool.Bench.decode
+    made: list[tuple[Any, Any]] = []
+    advance = tool.Bench.advance
 
-    def note(self: Any, way: Any, case: Any, *given: Any) -> Any:
-        made.append((way, case, decode(self, way, case, *given)))
-        return made[-1][-1]
+    def note(self: Any, way: str, **given: Any) -> Any:
+        made.append((way, given | {"found": advance(self, way, **given)}))
+        return made[-1][-1]["found"]
 
-    monkeypatch.setattr(tool.Bench, "decode", note)
+    monkeypatch.setattr(tool.Bench, "advance", note)
     tool.main()
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["case"] for row in last["cases"]] == ["change", "accept 2.6"]
+    assert [row["case"] for row in last["cases"]] == ["accept change", "accept 2.6"]
     for row in last["cases"]:
         assert row["tokens_per_s"].keys() == {"auto", "0", "1"}
-        assert min(row["auto_over_best"], row["auto_over_none"]) > 0
+        assert row["turns"] == 6
+        for over in (row["auto_over_best"], row["auto_over_none"]):
+            low, high = over["interval_95"]
+            assert 0 < low <= over["ratio"] <= high
         assert sum(row["rounds_by_depth"].values()) >= 24
     assert flags.stat().st_size > 1000
     # What is computed of fixed depths is what they give.
-    fixed = [one for one in made if one[1].rates and one[0].depth is not None]
-    assert {(way.depth, case.name) for way, case, _ in fixed} == {(0, "change"), (1, "change")}
-    for way, case, block in fixed:
-        assert (
-            tool.tokens_a_round(case, way.depth, block) == sum(e - s for s, e in block.spans) / block.rounds
-        )
+    fixed = [(int(way), given) for way, given in made if "rate" in given and way != "auto"]
+    rates = [tool.rate_for(accept, 3) for accept in (1.1, 2.6, 3.3)]
+    assert {(way, given["rate"]) for way, given in fixed} == {(way, rate) for way in (0, 1) for rate in rates}
+    for depth, given in fixed:
+        found = given["found"]
+        assert found.rounds == 3
+        assert tool.rounds_of(depth, given["rate"], found.spans) == found.rounds * len(found.spans)
+
+
+def test_ways_take_turns_on_the_same_texts(
+    tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["--accept=", "--fixed=1", "--max-tokens=8", "--seconds=0"]
+    monkeypatch.setattr(tool, "TURN_TOKENS", 4)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *texts])
+    case = tool.Case("random ids", 1, lambda block: [[block, 2, 3]])
+    monkeypatch.setattr(tool, "make_case", lambda name, batch, arguments: replace(case, name=name))
+    tool.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert [(row["case"], row["turns"]) for row in rows] == [("code", 2), ("prose", 2), ("random ids", 2)]
+    assert all(row["tokens_per_s"].keys() == {"auto", "1"} for row in rows)
+
+
+def test_a_ratio_counts_every_turn(tool: Any) -> None:
+    turns = tool.Turns([24] * 20, {"auto": [1.0] * 18 + [3.0] * 2, "3": [1.0] * 20})
+    found = turns.ratio("3")
+    assert found["ratio"] == round(20 / 24, 3)
+    assert found["median_turn"] == 1.0
+    low, high = found["interval_95"]
+    assert 0.6 < low < found["ratio"] < high <= 1.0
 
 
 def test_nothing_is_printed_for_tokens_that_depend_on_the_depth(
     tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = tool.Bench.decode
+    token_ids = tool.Bench.token_ids
 
-    def wrong(self: Any, way: Any, *given: Any) -> Any:
-        block = decode(self, way, *given)
-        tokens = [[*block.token_ids[0][:-1], -1 if way.depth is None else block.token_ids[0][-1]]]
-        return replace(block, token_ids=tokens)
+    def wrong(self: Any) -> Any:
+        first, *others = token_ids(self)
+        return [[-1 if self.way == "auto" else first[0], *first[1:]], *others]
 
-    monkeypatch.setattr(tool.Bench, "decode", wrong)
+    monkeypatch.setattr(tool.Bench, "token_ids", wrong)
     with pytest.raises(AssertionError, match="tokens depend on the depth"):
         tool.main()
     assert capsys.readouterr().out == ""

@@ -1,32 +1,37 @@
 """Throughput of mtp_step "auto" over the best fixed depth and over none.
 
-    python tools/bench_depth.py --seconds 300 --plot depth.png            # the checkpoint that ships
+    python tools/bench_depth.py --cpu-time --seconds 300 --plot depth.png     # the checkpoint that ships
     python tools/bench_depth.py --shape 4b --accept 1.1,2.1,2.6,3.3,change --batches 1,8,32     # a GPU
 
-Texts are code, prose and random ids, greedy. A block decodes a batch to the end of --max-tokens; blocks of
-auto and of each fixed depth take turns, and every ratio is of two blocks of the same turn.
+Texts are code, prose and random ids, greedy. Each way, auto and the fixed depths, has an engine of its own,
+as its user would; they take turns of TURN_TOKENS tokens of the same text, so that what a neighbour of the
+machine slows down is all of them. Every block of --max-tokens is another text.
 
---accept names synthetic acceptances instead, as mean tokens a round at depth 3, all on one engine; "change"
-goes from 3.3 to 1.1 and back every 200 rounds. A round of a fixed depth takes as long whatever is kept, so
-fixed depths are timed once a batch, for --rounds rounds, and auto for as many at each acceptance ("change":
-600). The tokens that a fixed depth has in a round are computed: over the text that auto has decoded, from the
-hash that decides what is kept. Where a round of auto verified what was no draft, nothing beyond its drafts
-counts. On a GPU --graph-mode uncompiled captures the rounds as they are: the start takes seconds where
-compiling five depths takes minutes, and every depth pays for it alike.
+--accept names synthetic acceptances instead, as mean tokens a round at depth 3, on one engine; "change" goes
+from 3.3 to 1.1 and back every 200 rounds. In a turn auto has 25 rounds and every fixed depth 5, after two
+that do not count; --rounds is how many auto has in a case. How long a fixed depth would have taken for the
+text that auto decoded in the turn is computed, from its rounds' time there and then and the hash that decides
+what is kept. Where a round of auto verified what was no draft, nothing beyond its drafts counts. On a GPU
+--graph-mode uncompiled captures the rounds as they are: the start takes seconds where compiling five depths
+takes minutes, and every depth pays for it alike.
 
-Before anything is timed the tokens of auto must be those of depth 0; else nothing is printed. Every record is
-printed when it is made. Ends in one JSON line: medians, and the ratios' medians.
+In either case auto learns first, for rounds that do not count. --seconds bounds the whole run, its start
+included: cases share what is left. A ratio is of all turns' seconds, with the interval that 95 % of
+resampled turns give; the median turn is printed beside it, but is not to be quoted: what auto loses in few
+turns is no part of it. Before anything is timed the tokens of auto must be those of depth 0; else nothing is
+printed. Every record is printed when it is made. Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +46,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.compile import compile_program, compiler_settings
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.window.reference import position_hash
+from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner import Runner
 from compiled_mtp.scheduler import Scheduler
@@ -49,54 +55,81 @@ from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+AUTO = "auto"
 CHANGE_ROUNDS, CHANGE_ACCEPTS, NUM_CHANGES = 200, (3.3, 1.1), 3
 PROMPT_TOKENS, CHECKED_TOKENS, WARM_UP_ROUNDS = 48, 40, 64
-
-
-@dataclass
-class Way:
-    """One way to choose depths: a fixed one, or None for auto; tokens a second of each of its blocks."""
-
-    depth: int | None
-    speeds: list[float] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return "auto" if self.depth is None else str(self.depth)
+# Of texts, the tokens of a request in a turn.
+TURN_TOKENS = 24
+# Of synthetic acceptance, rounds of a turn; after so many turns other requests begin, so that contexts stay
+# in the shortest class.
+AUTO_ROUNDS, FIXED_ROUNDS, SKIPPED_ROUNDS, BLOCK_TURNS = 25, 5, 2, 8
+RESAMPLED = 2000
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded: prompts of a text, or rates of synthetic acceptance, each for some rounds in turn."""
+    """What is decoded: prompts by the number of the block, or rates of synthetic acceptance, each for some
+    rounds in turn."""
 
     name: str
-    prompts: list[list[int]]
+    batch: int
+    prompts: Callable[[int], list[list[int]]]
     rates: tuple[float, ...] = ()
 
-    def rate(self, number: int) -> float:
-        """The rate of a round."""
-        return self.rates[number // CHANGE_ROUNDS % len(self.rates)]
+    def rate(self, rounds: int) -> float:
+        """The rate after so many rounds of auto."""
+        return self.rates[rounds // CHANGE_ROUNDS % len(self.rates)]
 
 
 @dataclass(frozen=True)
-class Block:
-    """What came of decoding a case: rounds, their seconds and tokens; of each request all its tokens, and the
-    positions of the last one before the first round and after the last."""
+class Stretch:
+    """What one way did in a turn: rounds, seconds, tokens that count, and (slot, position before, position
+    after) of each request."""
 
     rounds: int
     seconds: float
     num_tokens: int
-    token_ids: list[list[int]]
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int, int]]
 
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return self.num_tokens / self.seconds
+
+@dataclass
+class Turns:
+    """Of every turn the tokens of its text, and each way's seconds for it."""
+
+    tokens: list[int]
+    seconds: dict[str, list[float]]
+
+    def ratio(self, way: str) -> dict[str, Any]:
+        """The throughput of auto over that of `way`."""
+        pairs = list(zip(self.seconds[way], self.seconds[AUTO], strict=True))
+        chance, found = random.Random(0), []
+        for _ in range(RESAMPLED):
+            theirs, mine = zip(*chance.choices(pairs, k=len(pairs)), strict=True)
+            found.append(sum(theirs) / sum(mine))
+        found.sort()
+        whole = sum(theirs for theirs, _ in pairs) / sum(mine for _, mine in pairs)
+        interval = [round(found[round(share * (RESAMPLED - 1))], 3) for share in (0.025, 0.975)]
+        median = statistics.median(theirs / mine for theirs, mine in pairs)
+        return {"ratio": round(whole, 3), "interval_95": interval, "median_turn": round(median, 3)}
+
+    def row(self, case: Case) -> dict[str, Any]:
+        """The record of a case."""
+        totals = {way: sum(seconds) for way, seconds in self.seconds.items()}
+        best = min((way for way in totals if way != AUTO), key=totals.__getitem__)
+        row = {
+            "case": case.name,
+            "batch": case.batch,
+            "turns": len(self.tokens),
+            "tokens_per_s": {way: round(sum(self.tokens) / total, 1) for way, total in totals.items()},
+            "best": best,
+            "auto_over_best": self.ratio(best),
+        }
+        return row | ({"auto_over_none": self.ratio("0")} if "0" in totals else {})
 
 
 class Bench:
-    """A runner with every depth ready, and a scheduler whose depths come from the way that is tried."""
+    """A runner with every depth of its config ready, and a scheduler whose depths come from the way that is
+    tried: the number of drafts, or AUTO."""
 
     def __init__(
         self, config: EngineConfig, shape: str | None, clock: Callable[[], float], *, is_plain: bool = False
@@ -107,7 +140,7 @@ class Bench:
         with mock.patch("compiled_mtp.programs.compile_program", make):
             self.runner = Runner(config, model, model.vocab_size, fill=fill)
         programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
-        if programs.is_compiled:
+        if programs.is_compiled and len(depths) > 1:
             if self.runner.later is not None:
                 self.runner.later.close()
             later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
@@ -119,7 +152,7 @@ class Bench:
         self._depths, self._sizes = depths, sizes
         self.clock = clock
         self.policy = DepthPolicy(depths, sizes, clock)
-        self.way = Way(None)
+        self.way = AUTO
         self.scheduler = Scheduler(
             max_batch=config.max_batch,
             num_blocks=self.runner.num_blocks,
@@ -130,63 +163,95 @@ class Bench:
             max_in_flight=self.runner.max_in_flight,
             depth=self._choose,
         )
-        self.num_rounds = 0
+        self.requests: list[Request] = []
+        self._rounds = self._num_tokens = 0
         self._rate: float | None = config.synthetic_acceptance
 
-    def begin_case(self) -> None:
-        """Forget what was learnt."""
+    def forget_what_was_learnt(self) -> None:
+        """Let auto begin anew."""
         self.policy = DepthPolicy(self._depths, self._sizes, self.clock)
 
-    def decode(self, way: Way, case: Case, rounds: int | None, max_tokens: int) -> Block:
-        """Decode the case's prompts together until one ends, or for `rounds`."""
-        self.way, self.num_rounds = way, 0
-        requests = []
-        for index, prompt in enumerate(case.prompts):
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=index)
-            requests.append(Request(f"{index}", prompt, params))
-            self.scheduler.add(requests[-1])
-        while len(self.scheduler.running) < len(requests):
-            self._step(case)
-        self.num_rounds = num_tokens = 0
-        starts = [one.prompt_len + len(one.output_token_ids) - 1 for one in requests]
-        begin = self.clock()
-        while all(one.finish_reason is None for one in requests) and self.num_rounds != rounds:
-            num_tokens += self._step(case)
-        seconds = self.clock() - begin
-        num_rounds, tokens = self.num_rounds, [list(one.output_token_ids) for one in requests]
-        ends = [one.prompt_len + len(one.output_token_ids) - 1 for one in requests]
+    def begin(self, way: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Prefill requests in the place of those before; they are to be left before they have max_tokens."""
         self.scheduler.forget_all()
-        while (result := self.runner.run(None)) is not None:
-            self.scheduler.update(result)
+        self._drain()
         self.policy.forget_launches()
         self.scheduler.take_outputs()
-        return Block(num_rounds, seconds, num_tokens, tokens, list(zip(starts, ends, strict=True)))
+        self.way, self.requests = way, []
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=index)
+            self.requests.append(Request(f"{index}", list(prompt), params))
+            self.scheduler.add(self.requests[-1])
+        while len(self.scheduler.running) < len(self.requests):
+            self._step()
+        self._drain()
 
-    def _step(self, case: Case) -> int:
-        """One step as `Engine` makes it; tokens of the round whose result has come."""
-        rate = case.rate(self.num_rounds) if case.rates else None
+    def advance(
+        self,
+        way: str,
+        *,
+        rounds: int | None = None,
+        num_tokens: int = 0,
+        skipped: int = 0,
+        rate: float | None = None,
+    ) -> Stretch:
+        """Decode in one way: `rounds` behind those that are skipped, with the next one launched meanwhile; or
+        until there are so many tokens, with nothing left in flight."""
         if rate != self._rate:
             self.runner.step.accept_at(rate)
             self._rate = rate
+        self.way, self._rounds = way, 0
+        while self._rounds < skipped:
+            self._step()
+        self._rounds = self._num_tokens = 0
+        before, begin = self._positions(), self.clock()
+        while self._rounds < rounds if rounds is not None else self._num_tokens < num_tokens:
+            self._step()
+        if rounds is None:
+            self._drain()
+        seconds, after = self.clock() - begin, self._positions()
+        spans = [(slot, pos, after[slot]) for slot, pos in before.items()]
+        found = Stretch(self._rounds, seconds, self._num_tokens, spans)
+        self._drain()
+        return found
+
+    def token_ids(self) -> list[list[int]]:
+        """All tokens of each request so far."""
+        return [list(one.output_token_ids) for one in self.requests]
+
+    def _positions(self) -> dict[int, int]:
+        """Of each slot's last token."""
+        running = self.scheduler.running.items()
+        found = {slot: one.prompt_len + len(one.output_token_ids) - 1 for slot, one in running}
+        assert len(found) == len(self.requests), "requests ended before they were to"
+        return found
+
+    def _step(self) -> None:
+        """One step as `Engine` makes it."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.policy.launch(plan)
         result = self.runner.run(plan)
-        if result is None:
-            return 0
+        if result is not None:
+            self._take(result)
+
+    def _drain(self) -> None:
+        while (result := self.runner.run(None)) is not None:
+            self._take(result)
+
+    def _take(self, result: StepResult) -> None:
         assert result.error is None, result.error
-        if self.way.depth is None:
+        if self.way == AUTO:
             self.policy.read(result)
         self.scheduler.update(result)
-        if result.plan.kind != "decode":
-            return 0
-        self.num_rounds += 1
-        most = result.plan.num_drafts + 1 if case.rates else 99
-        return sum(min(len(new), most) for new in result.token_ids)
+        if result.plan.kind == "decode":
+            self._rounds += 1
+            most = result.plan.num_drafts + 1 if self._rate is not None else 99
+            self._num_tokens += sum(min(len(new), most) for new in result.token_ids)
 
     def _choose(self, num_requests: int, context_tokens: int, is_halved: bool) -> int:
-        if self.way.depth is not None:
-            return self.way.depth
+        if self.way != AUTO:
+            return int(self.way)
         return self.policy.choose(num_requests, context_tokens, is_halved)
 
 
@@ -205,12 +270,12 @@ def main() -> None:
     parser.add_argument(
         "--fixed", help="depths to compare with, by commas; default: 0,3 for texts, else --depths"
     )
-    parser.add_argument("--rounds", type=int, default=200, help="of a block of synthetic acceptance")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of a block of a text")
+    parser.add_argument("--rounds", type=int, default=200, help="of auto in a case of synthetic acceptance")
+    parser.add_argument("--max-tokens", type=int, default=240, help="of a block of a text")
     parser.add_argument(
         "--cpu-time", action="store_true", help="count the process's time, on a CPU that others use too"
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="for all blocks of texts together")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run, its start included")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     arguments = parser.parse_args()
     rows = run(arguments)
@@ -222,48 +287,63 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Check, time every case, and return a record of each."""
+    end_s = time.perf_counter() + arguments.seconds
     accepts = [one for one in arguments.accept.split(",") if one]
-    batches, depths = numbers(arguments.batches), numbers(arguments.depths)
+    depths = numbers(arguments.depths)
     fixed = numbers(arguments.fixed) if arguments.fixed else depths if accepts else [0, 3]
-    width, is_plain = max(depths) + 1, arguments.graph_mode == "uncompiled"
-    rounds = max(arguments.rounds, NUM_CHANGES * CHANGE_ROUNDS * ("change" in accepts))
-    most = rounds * width if accepts else arguments.max_tokens
+    names = accepts or ["code", "prose", "random ids"]
+    cases = [make_case(name, batch, arguments) for batch in numbers(arguments.batches) for name in names]
+    benches = {AUTO: make_bench("auto", arguments)}
+    check(benches[AUTO], make_case("random ids", 1, arguments), depths)
+    if not accepts:
+        benches |= {str(depth): make_bench(depth, arguments) for depth in fixed}
+    rows: list[dict[str, Any]] = []
+    for number, case in enumerate(cases):
+        share_s = (end_s - time.perf_counter()) / (len(cases) - number)
+        bench = benches[AUTO]
+        bench.forget_what_was_learnt()
+        if accepts:
+            rounds = arguments.rounds if len(case.rates) == 1 else NUM_CHANGES * CHANGE_ROUNDS
+            turns, found = time_acceptance(bench, case, fixed, rounds, share_s)
+        else:
+            turns, found = time_texts(benches, case, arguments.max_tokens, share_s), {}
+        rows.append(turns.row(case) | found | what_auto_chose(bench))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def make_bench(mtp_step: int | str, arguments: argparse.Namespace) -> Bench:
+    """The engine of one way, or of all of them."""
+    batches, width = numbers(arguments.batches), max(numbers(arguments.depths)) + 1
+    is_plain, is_synthetic = arguments.graph_mode == "uncompiled", bool(arguments.accept)
+    max_model_len, block_size = most_tokens(arguments) + PROMPT_TOKENS + 2 * width, EngineConfig().block_size
     given: dict[str, Any] = {
-        "mtp_step": "auto",
+        "mtp_step": mtp_step,
         "mtp_depths": arguments.depths,
         "device": arguments.device,
         "compile": "on" if is_plain else arguments.compile,
         "max_batch": max(batches),
-        "max_model_len": most + PROMPT_TOKENS * (max(batches) + 1) + 2 * width,
+        "max_model_len": max_model_len,
+        # No more than they need, for engines stand side by side.
+        "num_blocks": max(batches) * (max_model_len // block_size + 2) + 1,
         "prefill_chunk": 64,
-        "synthetic_acceptance": 0.0 if accepts else None,
+        "synthetic_acceptance": 0.0 if is_synthetic else None,
     }
     if torch.cuda.is_available():
         given |= {"batch_sizes": arguments.batches, "graph_mode": "replay"}
     given |= {"model": arguments.model} if arguments.shape is None else {"model": Path(__file__)}
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    bench = Bench(EngineConfig(**given), arguments.shape, clock, is_plain=is_plain)
-    check(bench, arguments)
-    rows: list[dict[str, Any]] = []
+    return Bench(EngineConfig(**given), arguments.shape, clock, is_plain=is_plain)
 
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
 
-    if not accepts:
-        todo = [(name, batch) for name in ("code", "prose", "random ids") for batch in batches]
-        ways, share_s = [Way(None), *map(Way, fixed)], arguments.seconds / len(todo)
-        for name, batch in todo:
-            case = make_case(name, batch, arguments)
-            keep(time_texts(bench, case, [Way(way.depth) for way in ways], most, share_s) | {"batch": batch})
-        return rows
-    for batch in batches:
-        seconds = time_fixed(bench, make_case(accepts[0], batch, arguments), fixed, arguments.rounds, most)
-        for accept in accepts:
-            case = make_case(accept, batch, arguments)
-            count = arguments.rounds if accept != "change" else NUM_CHANGES * CHANGE_ROUNDS
-            keep(time_auto(bench, case, seconds, count, most) | {"batch": batch})
-    return rows
+def most_tokens(arguments: argparse.Namespace) -> int:
+    """What no request of a block reaches; the earlier ones decode while later ones are prefilled."""
+    batch, width = max(numbers(arguments.batches)), max(numbers(arguments.depths)) + 1
+    if not arguments.accept:
+        return 2 * arguments.max_tokens + batch * width
+    ways = len(numbers(arguments.fixed or arguments.depths))
+    turn = AUTO_ROUNDS + ways * (FIXED_ROUNDS + 1) + (ways + 1) * (SKIPPED_ROUNDS + 1)
+    return (WARM_UP_ROUNDS + BLOCK_TURNS * turn + batch) * width
 
 
 def numbers(text: str) -> list[int]:
@@ -271,91 +351,118 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def check(bench: Bench, arguments: argparse.Namespace) -> None:
+def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:
     """Raise AssertionError unless auto gives depth 0's tokens, also with another depth every second round."""
-    case = make_case("random ids", 1, arguments)
-    expected = bench.decode(Way(0), case, None, CHECKED_TOKENS).token_ids
-    found = bench.decode(Way(None), case, None, CHECKED_TOKENS).token_ids
-    assert found == expected, "tokens depend on the depth"
-    steps, depths = iter(range(1 << 20)), numbers(arguments.depths)
+
+    def decode(way: str) -> list[int]:
+        bench.begin(way, case.prompts(0), 2 * CHECKED_TOKENS)
+        bench.advance(way, num_tokens=CHECKED_TOKENS - 1)
+        return bench.token_ids()[0][:CHECKED_TOKENS]
+
+    expected = decode("0")
+    assert decode(AUTO) == expected, "tokens depend on the depth"
+    steps = iter(range(1 << 20))
     bench.policy.controller.choose = lambda bucket, context: depths[next(steps) // 2 % len(depths)]  # type: ignore[method-assign]
-    found = bench.decode(Way(None), case, None, CHECKED_TOKENS).token_ids
-    assert found == expected, "tokens depend on switches"
+    assert decode(AUTO) == expected, "tokens depend on switches"
 
 
 def make_case(name: str, batch: int, arguments: argparse.Namespace) -> Case:
     """The case of a text or of a synthetic acceptance."""
     vocab_size = 1000 if arguments.shape else read_model_config(arguments.model).vocab_size
-    generator = torch.Generator().manual_seed(batch)
-    random_ids = torch.randint(0, vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-    if name == "change":
-        return Case(name, random_ids, tuple(rate_for(accept, 3) for accept in CHANGE_ACCEPTS))
-    if name == "random ids":
-        return Case(name, random_ids)
     if name in ("code", "prose"):
         file = ROOT / "compiled_mtp" / "engine.py" if name == "code" else ROOT / "docs" / "design.md"
         ids = Tokenizer(arguments.model).encode(file.read_text(encoding="utf-8"))
-        return Case(name, [ids[40 * i : 40 * i + PROMPT_TOKENS] for i in range(batch)])
-    return Case(f"accept {name}", random_ids, (rate_for(float(name), 3),))
+        starts = range(0, len(ids) - PROMPT_TOKENS, 40)
+
+        def cut(block: int) -> list[list[int]]:
+            chosen = [starts[(block * batch + index) % len(starts)] for index in range(batch)]
+            return [ids[start : start + PROMPT_TOKENS] for start in chosen]
+
+        return Case(name, batch, cut)
+
+    def draw(block: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1000 * block + batch)
+        drawn = torch.randint(0, vocab_size, (batch, PROMPT_TOKENS), generator=generator)
+        ids: list[list[int]] = drawn.tolist()
+        return ids
+
+    if name == "random ids":
+        return Case(name, batch, draw)
+    accepts = CHANGE_ACCEPTS if name == "change" else (float(name),)
+    return Case(f"accept {name}", batch, draw, tuple(rate_for(accept, 3) for accept in accepts))
 
 
-def time_fixed(
-    bench: Bench, case: Case, depths: Sequence[int], rounds: int, max_tokens: int
-) -> dict[int, float]:
-    """Seconds of a round of each depth: means over `rounds` rounds, in two blocks."""
-    spent = dict.fromkeys(depths, 0.0)
-    for _ in range(2):
-        for depth in depths:
-            block = bench.decode(Way(depth), case, -(-rounds // 2), max_tokens)
-            spent[depth] += block.seconds / block.rounds / 2
-    return spent
+def time_texts(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds: float) -> Turns:
+    """Every way decodes the same texts, by turns; no new text once the time would be over."""
+    turns = Turns([], {way: [] for way in benches})
+    begin, block = time.perf_counter(), 0
+    # The first text is not timed: auto learns what the machine takes.
+    while block < 2 or (time.perf_counter() - begin) * (block + 1) / block < seconds:
+        for way, bench in benches.items():
+            bench.begin(way, case.prompts(block), 2 * max_tokens + case.batch)
+        for turn in range(max_tokens // TURN_TOKENS):
+            names = list(benches)
+            for way in names[turn % len(names) :] + names[: turn % len(names)]:
+                found = benches[way].advance(way, num_tokens=TURN_TOKENS * case.batch)
+                if block:
+                    # What a round gives beyond the turn's text costs its part of the time.
+                    share = TURN_TOKENS * case.batch / found.num_tokens
+                    turns.seconds[way].append(found.seconds * share)
+            turns.tokens += [TURN_TOKENS * case.batch] * (block > 0)
+        for streams in zip(*(bench.token_ids() for bench in benches.values()), strict=True):
+            least = min(map(len, streams))
+            assert len({tuple(stream[:least]) for stream in streams}) == 1, "tokens depend on the depth"
+        block += 1
+    return turns
 
 
-def time_auto(
-    bench: Bench, case: Case, seconds: Mapping[int, float], rounds: int, max_tokens: int
-) -> dict[str, Any]:
-    """A block of auto beside fixed depths, of which `seconds` of a round are known, on the same text."""
-    bench.begin_case()
-    # Untimed: the rounds in which it learns what the machine takes.
-    bench.decode(Way(None), case, min(rounds, WARM_UP_ROUNDS), max_tokens)
-    block = bench.decode(Way(None), case, rounds, max_tokens)
-    batch, speeds = len(case.prompts), {"auto": block.speed}
-    for depth, spent in seconds.items():
-        speeds[str(depth)] = batch * tokens_a_round(case, depth, block) / spent
-    best = max(seconds, key=lambda depth: speeds[str(depth)])
-    found = {
-        "case": case.name,
-        "tokens_per_s": {name: round(speed, 1) for name, speed in speeds.items()},
-        "best": str(best),
-        "auto_over_best": round(block.speed / speeds[str(best)], 3),
-        "ms_by_depth": {depth: round(1e3 * spent, 3) for depth, spent in seconds.items()},
-        "tokens_a_round": round(block.num_tokens / block.rounds / batch, 3),
-    }
-    found |= {"auto_over_none": round(block.speed / speeds["0"], 3)} if 0 in seconds else {}
-    return found | what_auto_chose(bench)
+def time_acceptance(
+    bench: Bench, case: Case, fixed: Sequence[int], rounds: int, seconds: float
+) -> tuple[Turns, dict[str, Any]]:
+    """Turns of auto and of every fixed depth, until auto has had its rounds or the time would be over; and
+    the milliseconds of the fixed depths' rounds."""
+    turns, spent = Turns([], {AUTO: [], **{str(depth): [] for depth in fixed}}), dict.fromkeys(fixed, 0.0)
+    begin, done, most = time.perf_counter(), 0, 10**6
+    bench.begin(AUTO, case.prompts(0), most)
+    bench.advance(AUTO, rounds=min(WARM_UP_ROUNDS, rounds), rate=case.rate(0))
+    while done * AUTO_ROUNDS < rounds:
+        if done and (time.perf_counter() - begin) * (done + 1) / done > seconds:
+            break
+        if done and done % BLOCK_TURNS == 0:
+            bench.begin(AUTO, case.prompts(done), most)
+        rate = case.rate(done * AUTO_ROUNDS)
+        found = bench.advance(AUTO, rounds=AUTO_ROUNDS, skipped=SKIPPED_ROUNDS, rate=rate)
+        text = sum(after - before for _, before, after in found.spans)
+        turns.tokens.append(text)
+        # Positions that a round has gained by what was no draft are text that is still to be decoded.
+        turns.seconds[AUTO].append(found.seconds * text / found.num_tokens)
+        for depth in fixed:
+            one = bench.advance(str(depth), rounds=FIXED_ROUNDS, skipped=SKIPPED_ROUNDS, rate=rate)
+            round_s = one.seconds / one.rounds
+            spent[depth] += round_s
+            turns.seconds[str(depth)].append(round_s * rounds_of(depth, rate, found.spans) / case.batch)
+        done += 1
+    return turns, {"ms_by_depth": {depth: round(1e3 * sum_s / done, 3) for depth, sum_s in spent.items()}}
 
 
-def tokens_a_round(case: Case, depth: int, block: Block) -> float:
-    """What a fixed depth gives one request: over the text of a block, where rates change over its rounds."""
-    is_changing, most = len(case.rates) > 1, block.rounds * (depth + 1)
-    last = max(max(end, start + most) for start, end in block.spans) + depth + 1
-    hashes = position_hash(torch.arange(last + 1)).tolist()
-    num_tokens = num_rounds = 0
-    for start, end in block.spans:
-        at, number = start, 0
-        while number < block.rounds if is_changing else at < end:
-            limit, kept = round(case.rate(number) * 2**16), 0
+def rounds_of(depth: int, rate: float, spans: Sequence[tuple[int, int, int]]) -> float:
+    """Rounds that requests of a fixed depth need for texts, all together; the last ones in part."""
+    total, limit = 0.0, round(rate * 2**16)
+    for slot, start, end in spans:
+        hashes = position_hash(torch.arange(start, end + depth + 1), slot).tolist()
+        at = rounds = 0
+        while at < end - start:
+            kept = 0
             while kept < depth and hashes[at + kept + 1] < limit:
                 kept += 1
             at += kept + 1
-            number += 1
-        num_tokens += at - start
-        num_rounds += number
-    return num_tokens / num_rounds
+            rounds += 1
+        total += rounds * (end - start) / at
+    return total
 
 
 def what_auto_chose(bench: Bench) -> dict[str, Any]:
-    """Of the case so far."""
+    """Of the case so far, what it learnt from included."""
     counts, controller = bench.policy.rounds(), bench.policy.controller
     return {
         "rounds_by_depth": {depth: sum(why.values()) for depth, why in counts.items()},
@@ -365,38 +472,7 @@ def what_auto_chose(bench: Bench) -> dict[str, Any]:
     }
 
 
-def time_texts(bench: Bench, case: Case, ways: list[Way], max_tokens: int, seconds: float) -> dict[str, Any]:
-    """Blocks of every way by turns, at least one turn, and no new turn once the time would be over."""
-    bench.begin_case()
-    for way in ways:
-        # Untimed, and of auto not the rounds in which it learns what the machine takes.
-        bench.decode(way, case, WARM_UP_ROUNDS, max_tokens)
-    begin, turns = time.perf_counter(), 0
-    while not turns or (time.perf_counter() - begin) * (turns + 1) / turns < seconds:
-        for index in range(len(ways)):
-            way = ways[(index + turns) % len(ways)]
-            way.speeds.append(bench.decode(way, case, None, max_tokens).speed)
-        turns += 1
-    auto, *fixed = ways
-    medians = {way.name: statistics.median(way.speeds) for way in ways}
-    best = max(fixed, key=lambda way: medians[way.name])
-    row = {
-        "case": case.name,
-        "tokens_per_s": {name: round(speed, 1) for name, speed in medians.items()},
-        "best": best.name,
-        "auto_over_best": _ratio(auto, best),
-        "turns": turns,
-    }
-    none = [way for way in fixed if way.depth == 0]
-    row |= {"auto_over_none": _ratio(auto, none[0])} if none else {}
-    return row | what_auto_chose(bench)
-
-
-def _ratio(one: Way, other: Way) -> float:
-    return round(statistics.median(a / b for a, b in zip(one.speeds, other.speeds, strict=True)), 3)
-
-
-def plot(rows: list[Mapping[str, Any]] | list[dict[str, Any]], file: Path) -> None:
+def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw the tokens a second of every case as bars, a colour a way."""
     import matplotlib as mpl
 
@@ -408,7 +484,7 @@ def plot(rows: list[Mapping[str, Any]] | list[dict[str, Any]], file: Path) -> No
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         speeds = [row["tokens_per_s"][name] / max(row["tokens_per_s"].values()) for row in rows]
-        label = name if name == "auto" else f"depth {name}"
+        label = name if name == AUTO else f"depth {name}"
         axes.bar([place + index * width for place in range(len(rows))], speeds, width, label=label)
     labels = [f"{row['case']}\nbatch {row['batch']}" for row in rows]
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], labels)

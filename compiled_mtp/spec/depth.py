@@ -54,11 +54,12 @@ _HELD_ROUNDS, _TRIED_ROUNDS = 8, 2
 _PROBE_ROUNDS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 1024
 _MOST_PROBES = 0.01
-# A retry is as many rounds as are taken in together; the interval between two doubles. Beside their share of
-# all rounds retries have some at the start, when most is to be learnt.
+# A retry is as many rounds as are taken in together; every interval between two is so many times the last.
 _RETRY_ROUNDS = _TRIES
-_FIRST_RETRY, _LAST_RETRY = 32, 512
-_MOST_RETRIES, _EARLY_RETRIES = 0.01, 9
+_FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 32, 1024, 4
+# What retries may lose, in rounds of the chosen depth, is a share of all rounds and some at the start, when
+# most is to be learnt. A time far too long would never be measured again, were its loss not bounded.
+_MOST_LOST, _EARLY_LOST, _LARGEST_LOSS = 0.01, 1.0, 0.5
 
 
 class _Rate:
@@ -171,10 +172,12 @@ def _believed(times: Mapping[int, _Time]) -> list[tuple[int, float, int]]:
     """Depths, the deepest first, with their seconds and weights: those that are believed, or if there is
     none, those that there are. Fewer drafts never take longer: a time that says so was measured wrongly."""
     found, most = [], math.inf
-    for depth in sorted([one for one, known in times.items() if known.tries >= _TRIES], reverse=True):
+    for depth in sorted(times, reverse=True):
         known = times[depth]
-        most = min(most, known.seconds)
-        found.append((depth, most, known.count))
+        if known.tries >= _TRIES:
+            if known.seconds < most:
+                most = known.seconds
+            found.append((depth, most, known.count))
     return found or [(depth, known.seconds, known.count) for depth, known in times.items() if known.tries]
 
 
@@ -200,7 +203,9 @@ class DepthController:
         # The tokens of rounds that are not yet taken in, by their number of drafts.
         self._rounds_of: dict[int, list[Sequence[Sequence[int]]]] = {}
         self._held = 0
+        # Where rounds are now, and the times that were taken there.
         self._place: _Class | None = None
+        self._times_here: dict[int, _Time] = {}
         # The depth that promises most, and the neighbour that rounds have instead while it is retried.
         self.depth = first_depth(self.depths)
         self._retried: int | None = None
@@ -208,6 +213,7 @@ class DepthController:
         self._rounds = self._since_draft = self._probe_left = 0
         self._probe_after = _FIRST_PROBE
         self._retry_after, self._retry_at = _FIRST_RETRY, _FIRST_RETRY
+        self._lost = 0.0
         self.num_probes = self.num_retries = self.num_switches = 0
 
     def add_depth(self, depth: int) -> None:
@@ -227,9 +233,8 @@ class DepthController:
     def record_time(self, depth: int, bucket: Hashable, context: int, seconds: float) -> None:
         """Take the time of a round that verified and drafted at `depth`, with no other launch beside it."""
         place = (bucket, context)
-        times = self._times.get(place)
-        if times is None:
-            times = self._times[place] = {}
+        # Of the same place as the last comparison, nearly always: comparing is quicker than looking up.
+        times = self._times_here if place == self._place else self._times.setdefault(place, {})
         known = times.get(depth)
         if known is None:
             known = times[depth] = _Time()
@@ -255,7 +260,7 @@ class DepthController:
         if self._held and place == self._place:
             self._held -= 1
         else:
-            self._place = place
+            self._place, self._times_here = place, self._times.setdefault(place, {})
             self._learn()
             self._held = self._compare(place) - 1
         if self._retried is not None:
@@ -286,7 +291,7 @@ class DepthController:
 
     def _compare(self, place: _Class) -> int:
         """Go over to the depth that promises most, or retry another; for how many rounds."""
-        self._retried = None
+        self._retried, times = None, self._times_here
         if len(self.depths) == 1:
             self.depth, self.reason = self.depths[0], "only"
             return _HELD_ROUNDS
@@ -299,7 +304,9 @@ class DepthController:
                 best, most = depth, speed
         if best:
             self._since_draft, self._probe_after, self._probe_left = 0, _FIRST_PROBE, 0
-        known = self._times.setdefault(place, {}).setdefault(best, _Time())
+        known = times.get(best)
+        if known is None:
+            known = times[best] = _Time()
         if best != self.depth:
             self.depth = best
             self.num_switches += 1
@@ -308,17 +315,20 @@ class DepthController:
         if known.tries < _TRIES:
             known.hopes -= 1
             return _TRIED_ROUNDS
-        return self._retry(place) if best and self._rounds >= self._retry_at else _HELD_ROUNDS
+        return self._retry(place, speeds) if best and self._rounds >= self._retry_at else _HELD_ROUNDS
 
-    def _retry(self, place: _Class) -> int:
+    def _retry(self, place: _Class, speeds: Mapping[int, float]) -> int:
         """Let the next rounds have the neighbour of the chosen depth that was not timed for longest, if that
-        is not too often: a time that was measured wrongly would never be measured again."""
-        if self.num_retries + _RETRY_ROUNDS > _EARLY_RETRIES + _MOST_RETRIES * self._rounds:
-            return _HELD_ROUNDS
+        does not cost too much: a time that was measured wrongly would never be measured again."""
         at, times = self.depths.index(self.depth), self._times[place]
         neighbours = self.depths[max(at - 1, 0) : at] + self.depths[at + 1 : at + 2]
-        self._retried = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
-        self._retry_after = min(2 * self._retry_after, _LAST_RETRY)
+        other = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
+        loss = _RETRY_ROUNDS * min(max(1 - speeds[other] / speeds[self.depth], 0.0), _LARGEST_LOSS)
+        if self._lost + loss > _EARLY_LOST + _MOST_LOST * self._rounds:
+            return _HELD_ROUNDS
+        self._lost += loss
+        self._retried = other
+        self._retry_after = min(_RETRY_GROWTH * self._retry_after, _LAST_RETRY)
         self._retry_at = self._rounds + self._retry_after
         self.reason = "retry"
         return _RETRY_ROUNDS
@@ -343,13 +353,13 @@ class DepthController:
                 total += reached
                 drafts += 1
             seconds, known = base + slope * depth, here.get(depth)
-            if known is None:
-                seconds *= _HOPE
-            elif known.tries < _TRIES:
-                seconds = min(seconds, known.seconds) * (_HOPE if known.hopes > 0 else 1.0)
-            else:
+            if known is not None and known.tries >= _TRIES:
                 own, count = believed_s[depth]
                 seconds = (count * own + _LINE_WEIGHT * seconds) / (count + _LINE_WEIGHT)
+            elif known is None:
+                seconds *= _HOPE
+            else:
+                seconds = min(seconds, known.seconds) * (_HOPE if known.hopes > 0 else 1.0)
             speeds[depth] = total / seconds
         return speeds
 

@@ -32,8 +32,9 @@ class DepthPolicy:
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
         # The class of the contexts' length, and the lengths that have it: above the first, up to the second.
         self._context, self._context_span = 0, (-1, 0)
-        # Of each number of requests, in whole rounds and in halves.
+        # Of each number of requests, in whole rounds and in halves; and of the last round that was planned.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
+        self._planned, self._planned_bucket = (0, False), (0, False)
         self._launched_s: dict[int, float] = {}
         # The number of the last launch that was no round.
         self._other_step_id = -1
@@ -54,7 +55,10 @@ class DepthPolicy:
         above, most = self._context_span
         if not above < context_tokens <= most:
             self._context, self._context_span = context_class(context_tokens), context_span(context_tokens)
-        depth = controller.choose(self._bucket(num_requests, is_halved), self._context)
+        planned = (num_requests, is_halved)
+        if planned != self._planned:
+            self._planned, self._planned_bucket = planned, self._bucket(planned)
+        depth = controller.choose(self._planned_bucket, self._context)
         self._counts[depth][controller.reason] += 1
         return depth
 
@@ -74,26 +78,27 @@ class DepthPolicy:
         half, self._half, self._last_s = self._half, None, now_s
         if result.error is not None:
             return
-        if plan.kind == "verify":
-            self._half = (plan.step_id + 1, begin_s, _replayed(plan))
-            return
         replayed = _replayed(plan) if plan.moves else _NOBODY
-        if plan.kind == "accept":
+        # The usual kind is asked for first.
+        if plan.kind != "decode":
+            if plan.kind == "verify":
+                self._half = (plan.step_id + 1, begin_s, replayed)
+            if plan.kind != "accept":
+                return
             # With a chunk between the halves the time is not the round's.
             is_next = half is not None and half[0] == plan.step_id
             begin_s, replayed = half[1:] if half is not None and is_next else (now_s, replayed)
-        elif plan.kind != "decode":
-            return
         token_ids = result.token_ids
         if replayed:
             rows = zip(plan.slots, token_ids, strict=True)
             token_ids = [new for slot, new in rows if slot not in replayed]
         self.controller.record_round(plan.num_drafts, token_ids)
         # Most plans have neither.
-        is_disturbed = (plan.moves or plan.catches_up) and _is_disturbed(plan)
-        is_disturbed = is_disturbed or self._other_step_id > plan.step_id
-        if now_s > begin_s and not is_disturbed:
-            bucket = self._bucket(len(plan.slots), plan.kind == "accept")
+        if (plan.moves or plan.catches_up) and _is_disturbed(plan):
+            return
+        if now_s > begin_s and self._other_step_id < plan.step_id:
+            read = (len(plan.slots), plan.kind == "accept")
+            bucket = self._planned_bucket if read == self._planned else self._bucket(read)
             self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
 
     def forget_launches(self) -> None:
@@ -105,12 +110,12 @@ class DepthPolicy:
         """Rounds by depth and reason."""
         return {depth: dict(counts) for depth, counts in self._counts.items()}
 
-    def _bucket(self, num_requests: int, is_halved: bool) -> tuple[int, bool]:
-        key = (num_requests, is_halved)
-        bucket = self._buckets.get(key)
+    def _bucket(self, batch: tuple[int, bool]) -> tuple[int, bool]:
+        """Of a number of requests, in a whole round or in halves."""
+        bucket = self._buckets.get(batch)
         if bucket is None:
-            size = self._sizes[bisect_left(self._sizes, num_requests)]
-            bucket = self._buckets[key] = (size, is_halved)
+            size = self._sizes[bisect_left(self._sizes, batch[0])]
+            bucket = self._buckets[batch] = (size, batch[1])
         return bucket
 
 

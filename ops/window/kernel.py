@@ -144,7 +144,7 @@ def accept_window_kernel(
     is_wrong = is_draft & (drafted != drawn)
     if hash_limit is not None:
         limit = tl.load(hash_limit)
-        word = (wanted + 1) * HASH_FACTOR & 0xFFFFFFFF
+        word = (wanted + 1 + slot * MIX_FACTOR) * HASH_FACTOR & 0xFFFFFFFF
         word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
         is_wrong = tl.where(limit < 0, is_wrong, is_draft & ((word >> 16) >= limit))
     num_accepted = tl.min(tl.where(is_wrong, lane, query_len - 1), 0)

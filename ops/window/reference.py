@@ -17,9 +17,10 @@ MAX_MTP_STEP = 7
 HASH_FACTOR, MIX_FACTOR = 2654435761, 0x45D9F3B
 
 
-def position_hash(positions: Tensor) -> Tensor:
-    """16 bits that look drawn at random, of each position int64: below a share of 65536 as often as that."""
-    word = positions * HASH_FACTOR & 0xFFFFFFFF
+def position_hash(positions: Tensor, slots: Tensor | int) -> Tensor:
+    """16 bits that look drawn at random, of each position of a slot, both int64: below a share of 65536 as
+    often as that. Each slot has a stretch of the sequence of its own, or all would keep as many drafts."""
+    word = (positions + slots * MIX_FACTOR) * HASH_FACTOR & 0xFFFFFFFF
     word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
     return word >> 16
 
@@ -199,7 +200,7 @@ def accept_window(
     agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
     if hash_limit is not None:
         places = start[:, None] + torch.arange(1, query_len, device=start.device)
-        agrees = torch.where(hash_limit < 0, agrees, position_hash(places) < hash_limit)
+        agrees = torch.where(hash_limit < 0, agrees, position_hash(places, index[:, None]) < hash_limit)
     num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_new = torch.where(is_live, num_accepted + 1, 0)
     by_row = outcome.view(batch, query_len)

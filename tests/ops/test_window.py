@@ -63,7 +63,7 @@ def test_the_leading_right_drafts_are_committed(
         pos, table = int(before["pos"][slot]), before["block_table"][slot].tolist()
         kept = 0
         while kept < mtp_step:
-            hashed = int(position_hash(torch.tensor(pos + kept + 1)))
+            hashed = int(position_hash(torch.tensor(pos + kept + 1), slot))
             is_right = tokens[request, kept + 1] == drawn[request, kept]
             if not (is_right if hash_limit in (None, -1) else hashed < hash_limit):
                 break
@@ -97,7 +97,9 @@ def test_the_leading_right_drafts_are_committed(
 
 def test_hashes_of_neighbours_have_nothing_to_do_with_each_other() -> None:
     """So that synthetic drafts are kept as a model's are: each with the same chance, whatever came before."""
-    is_kept = position_hash(torch.arange(1, 60_001)) < 0.7 * 65536
+    positions = torch.arange(1, 60_001)
+    is_kept, is_kept_beside = (position_hash(positions, slot) < 0.7 * 65536 for slot in (1, 2))
+    assert abs(float((is_kept & is_kept_beside).float().mean()) - 0.49) < 0.012
     for count in range(1, 6):
         share = is_kept[: 60_000 // count * count].view(-1, count).all(1).float().mean()
         assert abs(float(share) - 0.7**count) < 0.012
