@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_op import ROTATED_BYTES, read_bandwidth, time_us
 from op_cases import SHAPES
-from op_cases.linear import projections
+from op_cases.linear import BEFORE_NORM, projections
 
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts
@@ -41,7 +41,6 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import part_counts, share_count
 
-BEFORE_NORM = ("gdn_out", "o", "down")
 NOT_TIMED = ("router", "mtp_fc")
 CHECKED_ROWS = (1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
 # By the most rows they are meant for.
