@@ -56,6 +56,8 @@ W8A8_TILES = {
         W8A8Config(64, 128, 8, 4),
         W8A8Config(64, 64, 4, 5),
         W8A8Config(128, 64, 8, 4),
+        W8A8Config(128, 64, 4, 6),
+        W8A8Config(128, 128, 8, 3),
         W8A8Config(128, 128, 8, 4),
     ],
 }
