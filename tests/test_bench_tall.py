@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,19 @@ def test_27b_gate_up_has_one_round_of_programs(tool: Any) -> None:
     programs = -(-17408 // (best.block_n + best.rest_n))
     assert 120 <= programs <= 132
     assert all(tile.specialized for tile in tool.specialized_tiles(gate_up, 128))
+
+
+@pytest.mark.kernels
+@pytest.mark.timeout(600)
+def test_the_candidate_compiles_to_one_class_of_product() -> None:
+    """Warp-group products whatever the tile, and no spills."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    flags = ["--compile-only", "--workers=2", "--rows=128", "--weights=gate|up"]
+    command = [sys.executable, str(TOOLS / "bench_tall.py"), *flags]
+    out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    lines = [line for line in out.splitlines() if " rows " in line and "in use" not in line]
+    assert len(lines) > 4
+    assert all(re.search(r" 0 spilled, .*\{'HGMMA': \d+\}$", line) for line in lines), "\n".join(lines)
 
 
 def test_a_line_says_what_was_found(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
