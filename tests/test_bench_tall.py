@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -106,6 +107,38 @@ def test_the_candidate_compiles_to_one_class_of_product() -> None:
     lines = [line for line in out.splitlines() if " rows " in line and "in use" not in line]
     assert len(lines) > 4
     assert all(re.search(r" 0 spilled, .*\{'HGMMA': \d+\}$", line) for line in lines), "\n".join(lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    "name, chains, split", [("gate|up", 1, 1), ("qkvz|ba", 2, 1), ("down", 4, 1), ("down", 4, 2)]
+)
+def test_a_job_is_checked_and_timed(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, name: str, chains: int, split: int
+) -> None:
+    """All but the times, which a call stands for here."""
+    called = []
+    monkeypatch.setattr(tool, "DEVICE", "cpu")
+    monkeypatch.setattr(tool, "ROTATED_BYTES", 1)
+    monkeypatch.setattr(tool, "bandwidth", lambda: 1e9)
+    monkeypatch.setattr(tool, "time_us", lambda calls: called.append(calls[-1]()) or 50.0)
+    weight, rows = tool.Weight(name, 96, 512, chains), 20
+    tile = tool.TallTile(32, 32, 16, 64, 4, 3, split)
+    for job in (
+        tool.Job(weight, rows, is_cublas=True),
+        tool.Job(weight, rows),
+        tool.Job(weight, rows, 1, tile),
+    ):
+        found = json.loads(tool.time_job(job))
+        assert found["us"] == 50.0
+        assert found["floor_us"] == pytest.approx(96 * 512 * 2 / 1e3)
+        assert ("with_norm_us" in found) == (name == "down" and not job.is_cublas)
+        # In the interpreter a product rounds as the CPU does: of a wrong tile no value would be near.
+        assert found["same_bits"] in ({None} if job.is_cublas else {True, False})
+    x, wanted = tool.wanted_of(weight, rows)
+    got = tool.sums_of(own, x, tool.sets_of(weight)[0])
+    torch.testing.assert_close(got, wanted, rtol=1.6e-2, atol=2e-3)
+    assert len(called) == (5 if name == "down" else 3)
 
 
 def test_a_line_says_what_was_found(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:

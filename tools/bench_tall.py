@@ -40,6 +40,7 @@ from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 
 ARCH, CAPABILITY, SHARED_BYTES = "sm_90", 90, 227 * 1024
+DEVICE = "cuda"
 NOT_TIMED = ("router", "mtp_fc")
 # Of a thread; what a tile needs beside its sums takes the rest.
 MOST_SUM_REGISTERS = 190
@@ -205,7 +206,7 @@ def distinct(jobs: list[Job]) -> list[Job]:
 def make_weight(weight: Weight) -> list[torch.Tensor]:
     """Sets that together are larger than L2."""
     count = max(2, int(ROTATED_BYTES // (weight.n * weight.k * 2)) + 1)
-    made = (torch.randn(weight.n, weight.k, dtype=torch.bfloat16, device="cuda") for _ in range(count))
+    made = (torch.randn(weight.n, weight.k, dtype=torch.bfloat16, device=DEVICE) for _ in range(count))
     return [w.mul_(weight.k**-0.5) for w in made]
 
 
@@ -224,8 +225,8 @@ def sums_of(job: Job, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4)
 def wanted_of(weight: Weight, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows, and what the product in use makes of the first FEW_ROWS of them and of all."""
-    generator = torch.Generator("cuda").manual_seed(rows)
-    x = torch.randn(rows, weight.k, dtype=torch.bfloat16, device="cuda", generator=generator)
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    x = torch.randn(rows, weight.k, dtype=torch.bfloat16, device=DEVICE, generator=generator)
     job = Job(weight, rows)
     wanted = sums_of(job, x, sets_of(weight)[0])
     assert torch.equal(sums_of(job, x[:FEW_ROWS], sets_of(weight)[0]), wanted[:FEW_ROWS]), "rows depend on M"
@@ -249,8 +250,8 @@ def time_job(job: Job) -> str:
     us = time_us([functools.partial(call, job, x, w) for w in sets] * rounds)
     found = {"us": us, "floor_us": weight.n * weight.k * 2 / bandwidth() * 1e6, "same_bits": same}
     if weight.is_before_norm and not job.is_cublas:
-        residual = torch.randn(job.rows, weight.n, dtype=torch.bfloat16, device="cuda")
-        factor = torch.zeros(weight.n, dtype=torch.bfloat16, device="cuda")
+        residual = torch.randn(job.rows, weight.n, dtype=torch.bfloat16, device=DEVICE)
+        factor = torch.zeros(weight.n, dtype=torch.bfloat16, device=DEVICE)
 
         def with_norm(w: torch.Tensor) -> Any:
             return add_rms_norm(call(job, x, w), residual, factor, 1e-6)
