@@ -124,11 +124,8 @@ def test_a_job_is_checked_and_timed(
     monkeypatch.setattr(tool, "time_us", lambda calls: called.append(calls[-1]()) or 50.0)
     weight, rows = tool.Weight(name, 96, 512, chains), 20
     tile = tool.TallTile(32, 32, 16, 64, 4, 3, split)
-    for job in (
-        tool.Job(weight, rows, is_cublas=True),
-        tool.Job(weight, rows),
-        tool.Job(weight, rows, 1, tile),
-    ):
+    own = tool.Job(weight, rows, 1, tile)
+    for job in (tool.Job(weight, rows, is_cublas=True), tool.Job(weight, rows), own):
         found = json.loads(tool.time_job(job))
         assert found["us"] == 50.0
         assert found["floor_us"] == pytest.approx(96 * 512 * 2 / 1e3)
