@@ -1,6 +1,7 @@
 """Time one operator at the shapes of a model, beside the obvious alternative, in units of the memory's speed.
 
-    python tools/bench_op.py --op linear --shape 27b --rows 1,4,16,32
+    python tools/bench_op.py --op linear,linear_w8a8,rms_norm --shape 27b
+    python tools/bench_op.py --op linear --rows 512,2048 --set prefill=1 --set fp8=0
 
 Prints a table and one JSON line a row. Each case is first checked for correctness; one that fails gets no
 number and the exit status is 1. Times are medians over replays of a CUDA graph that holds one call for each
@@ -100,7 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--op", required=True, help="comma-separated modules of tools/op_cases")
     parser.add_argument("--shape", default="27b", help=f"comma-separated of {', '.join(SHAPES)}")
-    parser.add_argument("--rows", default="1,4,16,32", help="comma-separated row counts")
+    parser.add_argument("--rows", default="1,4,16,32,64,128,256", help="comma-separated row counts")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=INTEGER", help="a module's setting"
     )

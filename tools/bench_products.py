@@ -1,7 +1,7 @@
 """Time the products of a decode step by recipe: shares in 1 to 8 programs, W8A16 beside W8A8 and its tiles.
 
     python tools/bench_products.py                        # 27B and 4B at 4, 32, 128 and 256 rows
-    python tools/bench_products.py --shapes 27b --rows 4 --seconds 120
+    python tools/bench_products.py --shapes 27b --weights down,gate|up --dtypes fp8 --rows 4,128 --seconds 120
 
 First the bits (every number of programs, row counts 1 to 256) and the errors are checked; a failure ends the
 run with status 1. Then a line for each way to run a weight, in microseconds a call on weights rotated beyond
@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import multiprocessing
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from bench_op import ROTATED_BYTES, read_bandwidth, time_us
+from deadlines import run_jobs
 from op_cases import SHAPES
-from op_cases.linear import projections
+from op_cases.linear import BEFORE_NORM, projections
+from record_launches import Launch, record
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts
-from compiled_mtp.ops.linear.config import LinearConfig
+from compiled_mtp.ops.linear import linear, linear_parts
+from compiled_mtp.ops.linear.config import LinearConfig, shared_split
 from compiled_mtp.ops.linear.kernel import launch_config as launch_linear
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8_parts
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
@@ -41,8 +42,10 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import part_counts, share_count
 
-BEFORE_NORM = ("gdn_out", "o", "down")
 NOT_TIMED = ("router", "mtp_fc")
+# Other GPUs have no entry in the table, nor products in FP8 of this kind.
+ARCH, CAPABILITY = "sm_90", 90
+COMPILE_SECONDS = 60
 CHECKED_ROWS = (1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
 # By the most rows they are meant for.
 W8A8_TILES = {
@@ -57,6 +60,8 @@ W8A8_TILES = {
         W8A8Config(64, 128, 8, 4),
         W8A8Config(64, 64, 4, 5),
         W8A8Config(128, 64, 8, 4),
+        W8A8Config(128, 64, 4, 6),
+        W8A8Config(128, 128, 8, 3),
         W8A8Config(128, 128, 8, 4),
     ],
 }
@@ -107,8 +112,7 @@ def linear_ways(n: int, k: int, fp8: bool, is_before_norm: bool) -> Iterator[Way
     if not is_before_norm:
         yield Way(recipe, lambda x, _, w, s: linear(x, w, s, False, False, n, k), recipe)
         return
-    empty = torch.empty(n, k, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="cuda")
-    chosen = count_parts(empty)
+    chosen = shared_split(ARCH, n, k, torch.float8_e4m3fn if fp8 else torch.bfloat16)
     for count in part_counts(k, k):
 
         def call(x: torch.Tensor, _: Any, w: torch.Tensor, s: Any, count: int = count) -> torch.Tensor:
@@ -208,45 +212,75 @@ def check(n: int, k: int, fp8: bool) -> None:
         assert rel_l2(largest, wanted) < most, f"{recipe} {n}x{k} is wrong"
 
 
-def wanted_cases(shapes: list[str]) -> Iterator[tuple[str, str, int, int, bool]]:
-    """Shape, name, N, K and FP8 of each weight; one of those that are of one size."""
-    done = set(NOT_TIMED)
+@dataclass(frozen=True)
+class Case:
+    """A weight of a shape, [n, k], in bf16 or FP8."""
+
+    shape: str
+    name: str
+    n: int
+    k: int
+    fp8: bool
+
+    @property
+    def is_before_norm(self) -> bool:
+        return self.name in BEFORE_NORM
+
+    def ways(self, rows: int) -> list[Way]:
+        return ways(self.n, self.k, rows, self.fp8, self.is_before_norm)
+
+
+def wanted_cases(shapes: list[str], names: list[str], dtypes: list[str]) -> list[Case]:
+    """Each weight, or those named, of the dtypes; one of those that are of one size."""
+    done: dict[object, Case] = {}
     for shape in shapes:
-        for fp8 in (False, True):
+        for fp8 in (dtype == "fp8" for dtype in dtypes):
             for name, (n, k) in projections(SHAPES[shape], fp8).items():
-                size = f"{n}x{k} {fp8}"
-                if name not in done and size not in done:
-                    done.add(size)
-                    yield shape, name, n, k, fp8
+                if name not in NOT_TIMED and (not names or name in names):
+                    done.setdefault((n, k, fp8), Case(shape, name, n, k, fp8))
+    return list(done.values())
 
 
-def check_all(shapes: list[str]) -> None:
-    """`check` of every weight before a norm."""
-    for _, name, n, k, fp8 in wanted_cases(shapes):
-        if name in BEFORE_NORM:
-            check(n, k, fp8)
+def launches_of(job: tuple[Case, int, int]) -> list[Launch]:
+    """What one way of a case launches with so many rows: (case, rows, which way)."""
+    case, rows, index = job
+
+    def launch(device: torch.device) -> None:
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        x = empty(rows, case.k, dtype=torch.bfloat16)
+        fp8, scales = torch.float8_e4m3fn, (-(-case.n // 128), -(-case.k // 128))
+        quantised = empty(rows, case.k, dtype=fp8), empty(rows, scales[1], dtype=torch.float32)
+        weight = empty(case.n, case.k, dtype=fp8 if case.fp8 else torch.bfloat16)
+        scale = empty(*scales, dtype=torch.float32) if case.fp8 else None
+        case.ways(rows)[index].call(x, quantised, weight, scale)
+
+    return record(launch, CAPABILITY)
 
 
-def compile_part(part: int, parts: int, shapes: list[str], row_counts: list[int]) -> None:
-    """Compile a part of all kernels into Triton's cache, in a process of its own: on few weight rows."""
-    number = 0
-    for _, name, n, k, fp8 in wanted_cases(shapes):
-        # As many as divide N: of a weight that was cut only whole pieces are taken.
-        weight, scale = make_weight(math.gcd(n, 256), k, fp8)
-        # `check` needs the tiles of every number of rows.
-        for rows in sorted({4, 32, 64, 128, *row_counts}):
-            x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
-            for way in ways(n, k, rows, fp8, name in BEFORE_NORM):
-                number += 1
-                if number % parts == part:
-                    way.call(x, quantize_rows(x), weight, scale)
+def compile_way(job: tuple[Case, int, int]) -> str:
+    """Compile what one way launches into Triton's cache, without a GPU."""
+    for launch in launches_of(job):
+        launch.compile()
+    return ""
 
 
-def time_case(
-    shape: str, name: str, n: int, k: int, fp8: bool, row_counts: list[int], bandwidth: float
-) -> list[str]:
+def distinct_jobs(cases: list[Case], row_counts: list[int]) -> list[tuple[Case, int, int]]:
+    """One of the ways that launch the same kernels, of all cases and numbers of rows."""
+    found: dict[object, tuple[Case, int, int]] = {}
+    # `check` needs the tiles of every number of rows.
+    for case, rows in itertools.product(cases, sorted({4, 32, 64, 128, *row_counts})):
+        for index in range(len(case.ways(rows))):
+            job = (case, rows, index)
+            found.setdefault(tuple(launch.key for launch in launches_of(job)), job)
+    return list(found.values())
+
+
+def time_case(case: Case, row_counts: list[int], bandwidth: float) -> list[str]:
     """Print a line a way; the fastest of each recipe and number of rows, in words."""
-    is_before_norm, item = name in BEFORE_NORM, 1 if fp8 else 2
+    shape, name, n, k, fp8 = astuple(case)
+    is_before_norm, item = case.is_before_norm, 1 if fp8 else 2
     sets = max(2, int(ROTATED_BYTES // (n * k * item)) + 1)
     weights = [make_weight(n, k, fp8) for _ in range(sets)]
     floor = n * k * item / bandwidth * 1e6
@@ -257,7 +291,7 @@ def time_case(
         residual = torch.randn(rows, n, dtype=torch.bfloat16, device="cuda")
         factor = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
         fastest: dict[str, tuple[float, str]] = {}
-        for way in ways(n, k, rows, fp8, is_before_norm):
+        for way in case.ways(rows):
             calls = [
                 functools.partial(way.call, x, q, *w) for x, q, w in zip(xs, quantised, weights, strict=True)
             ] * max(1, 16 // sets)
@@ -286,36 +320,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default="27b,4b", help="comma-separated models")
+    parser.add_argument("--weights", default="", help="comma-separated names, as down,gate|up; all by rule")
     parser.add_argument("--rows", default="4,32,128,256", help="comma-separated row counts")
-    parser.add_argument("--dtypes", default="bf16,fp8", help="of the weights that are timed, comma-separated")
+    parser.add_argument("--dtypes", default="bf16,fp8", help="of the weights, comma-separated")
     parser.add_argument("--seconds", type=float, default=470, help="start no further weight after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
     started = time.monotonic()
-    shapes, row_counts = args.shapes.split(","), [int(rows) for rows in args.rows.split(",")]
-    workers = 12
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.starmap(compile_part, [(part, workers, shapes, row_counts) for part in range(workers)])
-    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+    row_counts = [int(rows) for rows in args.rows.split(",")]
+    names = args.weights.split(",") if args.weights else []
+    cases = wanted_cases(args.shapes.split(","), names, args.dtypes.split(","))
+    jobs = distinct_jobs(cases, row_counts)
+    for index, text in run_jobs(compile_way, jobs, 14, COMPILE_SECONDS):
+        if text:
+            print(f"{jobs[index]}: {text}", flush=True)
+    print(f"compiled {len(jobs)} kernels in {time.monotonic() - started:.0f} s", flush=True)
     try:
-        check_all(shapes)
+        for case in cases:
+            if case.is_before_norm:
+                check(case.n, case.k, case.fp8)
     except AssertionError as error:
         print(f"WRONG: {error}")
         raise SystemExit(1) from error
     bandwidth = read_bandwidth()
     print(f"checked in {time.monotonic() - started:.0f} s; read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    for k in sorted({k for _, _, _, k, fp8 in wanted_cases(shapes) if fp8}):
+    for k in sorted({case.k for case in cases if case.fp8}):
         for rows in row_counts:
             xs = [torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
             us = time_us([functools.partial(quantize_rows, x) for x in xs])
             print(f"quantize_rows of {k} columns, {rows} rows: {us:.1f} us", flush=True)
     best = []
-    for case in wanted_cases(shapes):
-        if ("fp8" if case[-1] else "bf16") not in args.dtypes.split(","):
-            continue
+    for case in cases:
         if time.monotonic() - started < args.seconds:
-            best += time_case(*case, row_counts, bandwidth)
+            best += time_case(case, row_counts, bandwidth)
             torch.cuda.empty_cache()
     print("fastest of each recipe:", *best, sep="\n")
 

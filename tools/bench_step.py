@@ -8,7 +8,9 @@ milliseconds a step (median and 90th percentile of the wall clock between steps)
 step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
 a step (median, least and most: what shares the cores shows in it), the share of the step in which the GPU
 idles, kernels a step, tokens a second, and milliseconds a token of one request. Nothing is printed for a
-shape whose decode rows are not bit-equal between the buckets that are timed.
+shape whose decode rows are not bit-equal between the buckets that are timed. --beside FILE adds to each row
+what another engine, or another commit, took for it on such a GPU (saved_rows.py has the format, which the
+printed JSON lines are in too).
 
 A context is prefilled by the engine, from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B:
 131,072 tokens are 64 launches; their keys and values take 9.1 GB). One depth, one batch and --graph-mode
@@ -36,8 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_op import read_bandwidth
 from op_cases import SHAPES
+from saved_rows import Row, describe_beside, read_rows, rows_beside
 from torch._dynamo.utils import calculate_time_spent
 
+from compiled_mtp import __version__
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 from compiled_mtp.model_config import ModelConfig
@@ -389,7 +393,12 @@ def main() -> None:
     parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to stand beside ours")
     arguments = parser.parse_args()
+    try:
+        saved = read_rows(arguments.beside) if arguments.beside else []
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"bench_step: --beside: {error}\n")
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
@@ -398,7 +407,7 @@ def main() -> None:
     if "uncompiled" in modes and (arguments.export or arguments.graph_cache):
         parser.exit(2, "bench_step: a graph cache holds compiled code; give another --graph-mode\n")
     if len(modes) * len(depths) == 1:
-        run(arguments, batches, depths[0], modes[0])
+        run(arguments, batches, depths[0], modes[0], saved)
         return
     if arguments.export or arguments.graph_cache:
         parser.exit(2, "bench_step: a graph cache is made for one --mtp-step and one --graph-mode\n")
@@ -420,8 +429,25 @@ def start_by_phase(startup_s: float) -> dict[str, float]:
     return {name: round(seconds, 1) for name, seconds in phases.items()}
 
 
-def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str) -> None:
-    """Time one depth and graph mode, or export it, and print."""
+def case_of(arguments: argparse.Namespace, mtp_step: int, device: str) -> dict[str, Any]:
+    """The fields of a row that say what was measured (saved_rows.py), but for the batch."""
+    # Of fewer layers it is no released shape, and stands beside none.
+    shape = arguments.shape + (f" of {arguments.layers} layers" if arguments.layers else "")
+    return {
+        "engine": f"compiled-mtp {__version__}",
+        "device": device,
+        "shape": shape,
+        "weights": "fp8" if arguments.fp8 else "bf16",
+        "recipe": arguments.fp8 or "bf16",
+        "mtp_step": mtp_step,
+        "context": arguments.context,
+    }
+
+
+def run(
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
+) -> None:
+    """Time one depth and graph mode, or export it, and print beside the saved rows."""
     model, is_plain = model_config(arguments.shape, arguments.fp8 is not None), mode == "uncompiled"
     if arguments.layers is not None:
         model = replace(
@@ -490,7 +516,7 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
         end_loop(loop)
         if arguments.kernels:
             print_kernels(kernels)
-        fixed = {"shape": arguments.shape, "mtp_step": mtp_step, "graph_mode": mode}
+        fixed = case_of(arguments, mtp_step, torch.cuda.get_device_name()) | {"graph_mode": mode}
         row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
         row |= {"start_s_by_phase": phases}
         row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
@@ -502,6 +528,10 @@ def run(arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: 
             f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
             f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
         )
+        beside = rows_beside(saved, row)
+        if beside:
+            print(f"  beside: {describe_beside(beside, row['step_ms'])}")
+        row |= {"beside": beside}
         print(json.dumps(row), flush=True)
 
 

@@ -2,12 +2,14 @@
 
     python tools/tune_linear.py                          # every projection of every shape in tools/op_cases
     python tools/tune_linear.py --shapes 27b --rows 8    # one model
+    python tools/tune_linear.py --shapes 27b --dtypes bf16 --weights down,gdn_out    # no bit changes
 
 A product's time depends on what runs around it: what the memory does while the small kernels between two
 products run, and what the processors still hold. So the tiles and splits of each weight are first ranked
 alone, behind the small kernel that makes its input and on weights rotated beyond L2; then the best of them
-compete inside a stack of the model's own layers, where the whole stack's time decides. The split decides the
-bits of a row, so a new table changes the numbers of a model, but never with the number of rows.
+compete inside a stack of the model's own layers, where the whole stack's time decides. Where no norm follows
+the parts of K decide the bits of a row, so a new table changes the numbers of a model, but never with the
+number of rows; products before a norm have their shares of K whatever the table says.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ import argparse
 import functools
 import itertools
 import json
-import multiprocessing
 import sys
 import time
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_op import ROTATED_BYTES, time_us
 from bench_step import fill_random, model_config
+from deadlines import run_jobs
 from op_cases import SHAPES
-from op_cases.linear import projections
+from op_cases.linear import BEFORE_NORM, projections
+from record_launches import record
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
@@ -47,8 +50,8 @@ from compiled_mtp.ops.linear.config import (
     with_shares,
 )
 from compiled_mtp.ops.linear.kernel import launch_config
-from compiled_mtp.ops.rms_norm import rms_norm
-from compiled_mtp.ops.shares import share_count
+from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.shares import part_counts, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)
@@ -61,8 +64,9 @@ LITTLE_SHARED_BYTES = 114 * 1024  # half of a processor's
 # Enough to be more than L2 and the address translation hold.
 STACK_LAYERS = {"0.8b": 24, "4b": 12, "9b": 8, "27b": 8, "35b-a3b": 12}
 NOT_IN_A_STACK = ("lm_head", "mtp_fc")
-BEFORE_NORM = {"gdn_out", "o", "down"}
 MAX_SETS = 128
+# The stack's kernels are compiled by one process.
+COMPILE_SECONDS = 300
 
 
 # (block_n, block_k of one chain, chains, warps, stages)
@@ -114,8 +118,9 @@ def candidates(n: int, k: int, dtype: torch.dtype, is_before_norm: bool) -> list
     Of a product before a norm K is cut into its shares, whatever the tile.
     """
     result = []
+    splits = part_counts(k, k) if is_before_norm else (1, 2, 4, 8)
     for tile in tiles(dtype):
-        for split in (1, 2, 4, 8):
+        for split in splits:
             config = replace(tile, split=split)
             if is_before_norm:
                 config = with_shares(config, share_count(k), split, dtype == torch.float8_e4m3fn)
@@ -165,49 +170,70 @@ def make_inputs(rows: int, n: int, k: int, dtype: torch.dtype) -> list[Inputs]:
     return result
 
 
-def measure(config: LinearConfig, inputs: list[Inputs]) -> float:
-    """Microseconds a call with the kernel before it: a norm where the weight widens, silu_mul elsewhere."""
-    rows, k = inputs[0][0].shape
-    is_wide = inputs[0][1].shape[0] > k
-    factor = torch.zeros(k, dtype=torch.bfloat16, device="cuda")
+def measure(config: LinearConfig, inputs: list[Inputs], is_before_norm: bool) -> float:
+    """Microseconds a call with the kernel before it, a norm where the weight widens, silu_mul elsewhere, and
+    with the norm that adds up the parts where one follows."""
+    (rows, k), n = inputs[0][0].shape, inputs[0][1].shape[0]
+    is_wide = n > k
+    factor, next_factor = (torch.zeros(width, dtype=torch.bfloat16, device="cuda") for width in (k, n))
     gate_up = torch.randn(rows, 2 * k, dtype=torch.bfloat16, device="cuda")
+    residual = torch.randn(rows, n, dtype=torch.bfloat16, device="cuda")
 
     def call(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         made = rms_norm(x, factor, 1e-6) if is_wide else silu_mul(gate_up)
-        launch_config(config, made, weight, scale, False)
+        is_part = is_before_norm and config.split > 1
+        y = launch_config(config, made, weight, scale, is_part, keep_parts=is_before_norm)
+        if is_before_norm:
+            add_rms_norm(y, residual, next_factor, 1e-6)
 
     rounds = max(1, 16 // len(inputs))
     return time_us([functools.partial(call, *args) for args in inputs] * rounds)
 
 
-def compile_share(share: int, shares: int, dtypes: tuple[torch.dtype, ...], shapes: list[str]) -> None:
-    """Compile one share of the kernels into Triton's cache, in a process of its own."""
-    for shape in shapes[share::shares]:
-        Stack(shape, 4).time_us()
-        torch.cuda.empty_cache()
-    one_step = [
-        (config, dtype)
-        for shape in shapes
-        for dtype in dtypes
-        for name, (n, k) in projections(SHAPES[shape], dtype == torch.float8_e4m3fn).items()
-        for config in one_step_candidates(n, k, dtype, name in BEFORE_NORM)
-    ]
-    kernels = {
-        (c.block_n, c.block_k, c.num_warps, c.chains, c.split, dtype): (c, dtype) for c, dtype in one_step
-    }
-    for config, dtype in list(kernels.values())[share::shares]:
-        inputs = make_inputs(8, 256, config.block_k * config.chains * config.split, dtype)[0]
-        launch_config(config, *inputs, False)
-    done = 0
-    for dtype in dtypes:
-        for tile in tiles(dtype):
-            for split in (1, 2, 4, 8):
-                done += 1
-                if done % shares == share:
-                    inputs = make_inputs(8, 256, 2048, dtype)[0]
-                    launch_config(replace(tile, split=split), *inputs, False)
-                    # Without the prefetch it is another kernel.
-                    launch_config(replace(tile, split=split, prefetch_bytes=0), *inputs, False)
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled before anything is timed: a configuration for a weight [n, k], or a shape's stack."""
+
+    shape: str = ""
+    config: LinearConfig | None = None
+    n: int = 0
+    k: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    keep_parts: bool = False
+    rows: int = 4
+    capability: int = 90
+
+
+def kernels_of(
+    n: int, k: int, dtype: torch.dtype, is_before_norm: bool, rows: int, capability: int
+) -> dict[object, Kernel]:
+    """One of the candidates that are one kernel, by what makes them one."""
+    found: dict[object, Kernel] = {}
+    for config in candidates(n, k, dtype, is_before_norm):
+        same = (config, config.is_even(k), config.is_one_step(k), n % 16, dtype, is_before_norm)
+        found.setdefault(same, Kernel("", config, n, k, dtype, is_before_norm, rows, capability))
+    return found
+
+
+def compile_kernel(kernel: Kernel) -> str:
+    """Compile into Triton's cache: a candidate without a GPU, the stack by running it."""
+    if kernel.config is None:
+        Stack(kernel.shape, kernel.rows).time_us()
+        return ""
+
+    def launch(device: torch.device) -> None:
+        assert kernel.config is not None
+        x = torch.empty(kernel.rows, kernel.k, dtype=torch.bfloat16, device=device)
+        weight = torch.empty(kernel.n, kernel.k, dtype=kernel.dtype, device=device)
+        scale = None
+        if kernel.dtype == torch.float8_e4m3fn:
+            scale = torch.empty(-(-kernel.n // 128), -(-kernel.k // 128), device=device)
+        is_float32 = kernel.config.split > 1 and kernel.keep_parts
+        launch_config(kernel.config, x, weight, scale, is_float32, keep_parts=kernel.keep_parts)
+
+    for found in record(launch, kernel.capability):
+        found.compile()
+    return ""
 
 
 def rank(
@@ -216,7 +242,8 @@ def rank(
     """Every candidate with its microseconds alone, the fastest first."""
     inputs = make_inputs(rows, n, k, dtype)
     configs = candidates(n, k, dtype, is_before_norm)
-    return sorted(((measure(c, inputs), c) for c in configs), key=lambda pair: pair[0])
+    timed = ((measure(c, inputs, is_before_norm), c) for c in configs)
+    return sorted(timed, key=lambda pair: pair[0])
 
 
 def finalists(ranked: list[tuple[float, LinearConfig]], n: int, k: int) -> list[LinearConfig]:
@@ -304,6 +331,12 @@ def choose(stack: Stack, entries: dict[str, list[int]], name: str, rivals: list[
     return f"stack {now:.1f} -> {us:.1f} us of {len(timed)}: {entries[name]}"
 
 
+def wanted_sizes(shape: str, dtype: torch.dtype, names: list[str] | None) -> dict[str, tuple[int, int]]:
+    """Name and [N, K] of a shape's weights, of all or of those named."""
+    weights = projections(SHAPES[shape], dtype == torch.float8_e4m3fn)
+    return {name: size for name, size in weights.items() if names is None or name in names}
+
+
 def main() -> None:
     """Parse the arguments, tune, print a line a weight and write the table."""
     parser = argparse.ArgumentParser(
@@ -312,6 +345,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated models")
     parser.add_argument("--rows", type=int, default=4, help="rows while timing (1 to 16 share a kernel)")
     parser.add_argument("--dtypes", default="bf16,fp8", help="comma-separated dtypes of weights")
+    parser.add_argument("--weights", default="", help="comma-separated names, as down,gdn_out; all by rule")
     parser.add_argument("--out", type=Path, default=TABLE)
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long and write what is known"
@@ -323,10 +357,17 @@ def main() -> None:
     arch = device_of(torch.cuda.current_device()).arch
     dtypes = tuple(NAMED_DTYPES[name] for name in args.dtypes.split(","))
     shapes = args.shapes.split(",")
-    workers = 14
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.starmap(compile_share, [(share, workers, dtypes, shapes) for share in range(workers)])
-    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+    names = args.weights.split(",") if args.weights else None
+    kernels: dict[object, Kernel] = {shape: Kernel(shape, rows=args.rows) for shape in shapes}
+    capability = int(arch.removeprefix("sm_"))
+    for shape, dtype in itertools.product(shapes, dtypes):
+        for weight, (n, k) in wanted_sizes(shape, dtype, names).items():
+            kernels |= kernels_of(n, k, dtype, weight in BEFORE_NORM, args.rows, capability)
+    jobs = list(kernels.values())
+    for index, text in run_jobs(compile_kernel, jobs, 14, COMPILE_SECONDS):
+        if text:
+            print(f"{jobs[index]}: {text}", flush=True)
+    print(f"compiled {len(jobs)} kernels in {time.monotonic() - started:.0f} s", flush=True)
     # The one that `linear` reads: what is chosen here takes effect at once.
     table = read_table()
     entries = table.setdefault(arch, {})
@@ -337,7 +378,7 @@ def main() -> None:
 
     for shape in shapes:
         for dtype in dtypes:
-            weights = projections(SHAPES[shape], dtype == torch.float8_e4m3fn)
+            weights = wanted_sizes(shape, dtype, names)
             # By name: two weights of one size share an entry.
             sizes = {f"{n}x{k} {dtype_name(dtype)}": (n, k) for n, k in weights.values()}
             in_stack = {size for weight, size in weights.items() if weight not in NOT_IN_A_STACK}

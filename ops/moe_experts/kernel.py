@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -161,14 +162,10 @@ def gate_up_kernel(
     BK: tl.constexpr,
 ):
     """hidden[sorted pair, inner] = silu(gate x) * up x for one tile of pairs and BN inner columns."""
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile).to(tl.int64)
+    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    begin = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
-    lane = tl.arange(0, BM)
-    is_row = lane < count
+    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
     token = tl.load(pairs + begin + lane, mask=is_row, other=0) // SLOTS
     rows = x + token.to(tl.int64) * x_stride
     inner = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -215,14 +212,10 @@ def down_kernel(
     BK: tl.constexpr,
 ):
     """partial[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile).to(tl.int64)
+    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    begin = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
-    lane = tl.arange(0, BM)
-    is_row = lane < count
+    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
     pair = tl.load(pairs + begin + lane, mask=is_row, other=0)
     rows = hidden + (begin + lane).to(tl.int64) * INNER
     column = tl.program_id(0) * BN + tl.arange(0, BN)

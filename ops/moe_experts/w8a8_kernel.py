@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.fp8_triton import quantize_groups
+from compiled_mtp.ops.moe_experts.tiles import read_tile
 
 
 @triton.jit
@@ -41,14 +42,10 @@ def gate_up_w8a8_kernel(
     BM: tl.constexpr,
 ):
     """hidden[sorted pair, 128 inner columns] = silu(gate x) * up x for one tile of pairs, quantised."""
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile).to(tl.int64)
+    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    begin = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
-    lane = tl.arange(0, BM)
-    is_row = lane < count
+    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
     token = (tl.load(pairs + begin + lane, mask=is_row, other=0) // SLOTS).to(tl.int64)
     group = tl.program_id(0)
     in_group = tl.arange(0, 128)
@@ -92,14 +89,10 @@ def down_w8a8_kernel(
     BM: tl.constexpr,
 ):
     """partial[pair, 128 columns] = down hidden for one tile of pairs, in float32."""
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile).to(tl.int64)
+    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    begin = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
-    lane = tl.arange(0, BM)
-    is_row = lane < count
+    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
     pair = tl.load(pairs + begin + lane, mask=is_row, other=0).to(tl.int64)
     # Lanes without a pair read the tile's first and store nothing.
     row = begin.to(tl.int64) + tl.where(is_row, lane, 0)

@@ -1,4 +1,4 @@
-"""Cases of `moe_experts`: the block after the router, with bf16 and with FP8 weights."""
+"""Cases of `moe_experts` and `moe_experts_w8a8`: the block after the router, bf16 and FP8 weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.moe_experts import moe_experts
+from compiled_mtp.ops.fp8 import quantized_values
+from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from op_cases import ModelShape, OpCase
 
 MAX_RELATIVE_ERROR = 4e-3
+# Quantised again between the two products: half a step of e4m3 is up to a sixteenth of a value.
+MAX_QUANTISED_ERROR = 4e-2
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -50,6 +54,17 @@ def check(args: tuple[torch.Tensor, ...]) -> None:
     assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 
 
+def quantise_inputs(x: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    return *quantize_rows(x), *rest
+
+
+def check_quantised(args: tuple[Any, ...]) -> None:
+    x, x_scale, *rest = args
+    wanted = exact(quantized_values(x, x_scale), *rest)
+    error = float((moe_experts_w8a8(*args).double() - wanted).norm() / wanted.norm())
+    assert error < MAX_QUANTISED_ERROR, f"relative error {error:.1e}"
+
+
 def routing(shape: ModelShape, rows: int) -> torch.Tensor:
     """Ids of independent, uniform choices: the worst case for the number of experts that are read."""
     generator = torch.Generator().manual_seed(rows)
@@ -82,7 +97,8 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """bf16 weights, then FP8 weights unless --set fp8=0; bytes count each distinct expert once."""
+    """bf16 weights, then FP8 weights in both recipes unless --set fp8=0; bytes count each distinct expert
+    once."""
     if not shape.experts:
         raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
     ids = routing(shape, rows)
@@ -99,6 +115,17 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
                 check=check,
                 alternative=None if fp8 else torch_loop(chosen),
                 alternative_name="none" if fp8 else "torch, an expert at a time",
+            )
+        )
+    if settings.get("fp8", 1):
+        plain = result[-1]
+        result.append(
+            OpCase(
+                label=f"{len(chosen)} distinct experts w8a8",
+                make_inputs=lambda device, seed: quantise_inputs(*plain.make_inputs(device, seed)),
+                call=moe_experts_w8a8,
+                bytes_moved=plain.bytes_moved,
+                check=check_quantised,
             )
         )
     return result

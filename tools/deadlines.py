@@ -1,0 +1,97 @@
+"""Work in processes that are killed when one job takes too long: a kernel that hangs never comes back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+@dataclass
+class Worker:
+    """One process, and the job that it has until `deadline` (of time.monotonic); -1 while it starts."""
+
+    process: BaseProcess
+    connection: Connection
+    deadline: float
+    job: int = -1
+
+
+def serve(connection: Connection, work: Callable[[Any], str]) -> None:
+    """A worker's life: an empty text once it has started, then jobs in and texts out until the end."""
+    connection.send("")
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            text = work(job)
+        except Exception as error:  # one bad job must not hide the others
+            text = f"FAILED: {type(error).__name__}: {str(error)[-300:]}"
+        connection.send(text)
+
+
+def start(work: Callable[[Any], str], seconds: float) -> Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, work), daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(process, ours, time.monotonic() + seconds)
+
+
+def stop(worker: Worker) -> None:
+    worker.process.kill()
+    worker.connection.close()
+
+
+def run_jobs(
+    work: Callable[[Any], str], jobs: Sequence[Any], workers: int, seconds: float, start_seconds: float = 60.0
+) -> Iterator[tuple[int, str]]:
+    """(index of the job, what `work` returns) as they come, of up to `workers` processes.
+
+    work: a function at a module's top level. A job that takes longer than `seconds` gives "HUNG", and its
+    process is killed with SIGKILL; one whose process dies gives "DIED"; one that raises "FAILED: ..." Raises
+    RuntimeError when a process has not started after `start_seconds`. Stopping to iterate kills what still
+    runs.
+    """
+    waiting, active = deque(range(len(jobs))), list[Worker]()
+    try:
+        while waiting or active:
+            starting = sum(worker.job < 0 for worker in active)
+            while len(active) < workers and starting < len(waiting):
+                active.append(start(work, start_seconds))
+                starting += 1
+            until = min(worker.deadline for worker in active)
+            ready = wait([w.connection for w in active], max(0.0, until - time.monotonic()))
+            for worker in list(active):
+                job, is_ready = worker.job, worker.connection in ready
+                if not is_ready and time.monotonic() < worker.deadline:
+                    continue
+                text = receive(worker) if is_ready else "HUNG"
+                if job >= 0:
+                    yield job, text
+                elif text:
+                    raise RuntimeError(f"a process must start within {start_seconds:.0f} s, got {text}")
+                if text in ("HUNG", "DIED") or not waiting:
+                    active.remove(worker)
+                    stop(worker)
+                else:
+                    worker.job, worker.deadline = waiting.popleft(), time.monotonic() + seconds
+                    worker.connection.send(jobs[worker.job])
+    finally:
+        for worker in active:
+            stop(worker)
+
+
+def receive(worker: Worker) -> str:
+    try:
+        return str(worker.connection.recv())
+    except EOFError:
+        return "DIED"
