@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak replicas wheel browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas wheel sdist browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm
 
 wheel: $(VENV)/.installed-test  ## the wheel in an environment of its own, tried as a new user would
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_wheel.py
+
+sdist: $(VENV)/.installed-test  ## the sdist, unpacked, its tests run where it lies
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_sdist.py
 
 $(VENV)/.installed-ray: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --editable ".[test,ray]"
