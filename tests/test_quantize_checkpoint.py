@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,12 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out must be a new directory, got"):
         quantize_checkpoint(plain, quantized)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_numpy_the_command_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert main(["quantize", str(tmp_path), str(tmp_path / "out")]) == 2
+    said = "error: numpy must be installed to write a checkpoint, got none; pip install numpy\n"
+    assert capsys.readouterr().err == said

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,9 @@ def make_parser() -> Parser:
 
 def _quantize(flags: argparse.Namespace) -> int:
     stdout = check_stdout()
+    # safetensors writes tensors through it; nothing else of this package needs it.
+    has_numpy = find_spec("numpy") is not None
+    check(has_numpy, "numpy", "be installed to write a checkpoint", "none", "pip install numpy")
     counts = quantize_checkpoint(flags.checkpoint, flags.out, getattr(torch, flags.scale_dtype))
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
     told = {"out": str(flags.out), "converted": counts.converted, "kept": len(counts.kept)}

@@ -25,7 +25,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
             values = dict(_assignments(scope))
             for node in ast.walk(scope):
-                if isinstance(node, ast.Constant | ast.JoinedStr):
+                if isinstance(scope, ast.Module) and isinstance(node, ast.Constant | ast.JoinedStr):
                     yield _text(node, {})
                 elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _CONSTRUCTORS:
                     taken = node.args[1:] if getattr(node.func, "id", "") == "check" else node.args
