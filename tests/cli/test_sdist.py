@@ -23,13 +23,13 @@ PART = (
     "tests/cli/test_main.py",
     "tests/docs/test_troubleshooting.py",
 )
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 def call(*command: object, cwd: Path) -> str:
     words = [str(word) for word in command]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(words, cwd=cwd, check=False, capture_output=True, text=True, timeout=600, env=clean)
+    done = subprocess.run(words, cwd=cwd, check=False, capture_output=True, text=True, timeout=900, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
