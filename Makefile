@@ -2,21 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak replicas wheel browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas wheel sdist browser screenshot clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	$(INSTALL) --editable ".[test,dev]"
 	touch $@
 
 $(VENV)/.installed-browser: $(VENV)/.installed-test tools/install_chromium.sh
-	$(BIN)/python -m pip install --quiet --editable ".[browser]"
+	$(INSTALL) --editable ".[browser]"
 	tools/install_chromium.sh
 	touch $@
 
@@ -39,8 +41,11 @@ kernels: $(VENV)/.installed-test  ## compile the full kernel table for sm_80, sm
 wheel: $(VENV)/.installed-test  ## the wheel in an environment of its own, tried as a new user would
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_wheel.py
 
+sdist: $(VENV)/.installed-test  ## the sdist, unpacked, its tests run where it lies
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/cli/test_sdist.py
+
 $(VENV)/.installed-ray: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet --editable ".[test,ray]"
+	$(INSTALL) --editable ".[test,ray]"
 	touch $@
 
 replicas: $(VENV)/.installed-ray  ## two replicas on Ray Serve under load, one killed, one added and taken away

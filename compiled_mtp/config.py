@@ -188,7 +188,7 @@ class EngineConfig(BaseSettings):
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
         default=None,
         description="draft only from that many lowest ids, or from the ids in a file (one a line, or a JSON "
-        "list: tools/rank_vocabulary.py), and the eos ids; default: all",
+        "list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
     )
     draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
         default="auto",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compiled_mtp.errors import fail, quote, shown
 
-_MAKE_ONE = "make one with tools/rank_vocabulary.py"
+_MAKE_ONE = "make one with `compiled-mtp rank-vocabulary`"
 
 
 def read_ids(path: Path, num_valid_ids: int) -> list[int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from compiled_mtp.cli.quantize import quantize_checkpoint
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tools import compare_recipes
-from tools.quantize_checkpoint import quantize_checkpoint
 
 
 def test_errors_loss_and_agreement(

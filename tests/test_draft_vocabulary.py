@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from compiled_mtp import EngineConfig
+from compiled_mtp.cli.main import main
 from compiled_mtp.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_head import DraftHeadPlan
 from compiled_mtp.ops.fp8 import dequantize, quantize_weight
-
-ROOT = Path(__file__).parents[1]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -38,7 +36,10 @@ def test_a_number_is_that_many_lowest_ids() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "draft_vocab must name at least one id, got an empty file; make one with tools/rank_voc"),
+        (
+            "",
+            "draft_vocab must name at least one id, got an empty file; make one with `compiled-mtp",
+        ),
         ("[]", "draft_vocab must name at least one id"),
         ("1\n2\n1\n", "draft_vocab must name every id once, got 1 twice; drop one from "),
         ("1\n100\n", "draft_vocab must name ids in 0..99 only, got 100; drop it from "),
@@ -102,14 +103,16 @@ def test_a_plan_knows_the_memory_of_what_it_makes(ids: tuple[int, ...] | None, i
     assert made.ids is None if ids is None else made.ids.tolist() == list(ids)
 
 
-def test_the_tool_ranks_by_frequency(tmp_path: Path) -> None:
+def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("for i in range(3):\n    print(i)\n" * 20, encoding="utf-8")
     (tmp_path / "b.md").write_text("not counted", encoding="utf-8")
-    command = [sys.executable, str(ROOT / "tools/rank_vocabulary.py"), str(tmp_path), "--top", "5"]
     output = tmp_path / "ids"
-    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, check=True)
+    assert main(["rank-vocabulary", str(tmp_path), "--top", "5", "--output", str(output)]) == 0
+    told = json.loads(capsys.readouterr().out)
     ids = choose_draft_ids(output, 4097, ())
     assert ids is not None
     assert len(ids) == 5
-    assert '"ids": 5' in done.stdout
-    assert 0.3 < float(done.stdout.rpartition(": ")[2].rstrip("}\n")) < 1.0
+    assert told["ids"] == 5
+    assert 0.3 < told["coverage"] < 1.0
+    assert main(["rank-vocabulary", str(tmp_path), "--suffix", ".rst", "--output", str(output)]) == 2
+    assert "error: paths must hold text, got none in 1 paths;" in capsys.readouterr().err

@@ -39,6 +39,13 @@ def test_pyproject_lists_every_package() -> None:
     assert sorted(listed) == sorted(name.removesuffix("/__init__.py").replace("/", ".") for name in inits)
 
 
+def test_versions_that_the_readers_of_pyproject_see() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language")}
+    assert {"3.11", "3.12", "3.13"} <= versions
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     files = package_files("*.py")
     assert [name for name in files if f"{name.rpartition('/')[0]}/__init__.py" not in files] == []
@@ -65,8 +72,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.egg-info")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    (tree / "tests").mkdir()
+    shutil.copy(__file__, tree / "tests")
     # In place of the weights, which only take time to compress.
     (tree / "compiled_mtp" / "default_model" / "model.safetensors").touch()
     out = tmp_path_factory.mktemp("dist")
@@ -89,6 +98,9 @@ def test_wheel_and_sdist_hold_every_module(built: Path) -> None:
     assert {n.split("/")[0] for n in names} == {"compiled_mtp"}
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         packed = {member.partition("/")[2] for member in sdist.getnames()}
+        links = {m.name.partition("/")[2]: m.linkname for m in sdist.getmembers() if m.issym()}
+    assert links == {"compiled_mtp/ops": "../ops", "compiled_mtp/graphs": "../graphs"}
+    assert "tests/test_packaging.py" in packed
     for folder in ("ops", "graphs"):
         held = {n.removeprefix("compiled_mtp/") for n in modules if n.startswith(f"compiled_mtp/{folder}/")}
         assert held <= packed

@@ -1,9 +1,8 @@
-"""tools/quantize_checkpoint.py writes what the FP8 releases hold, and the engine reads it."""
+"""`compiled-mtp quantize` writes what the FP8 releases hold, and the engine reads it."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compiled_mtp.cli.main import main
+from compiled_mtp.cli.quantize import quantize_checkpoint
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import make_engine, prompt_of
-from tools.quantize_checkpoint import quantize_checkpoint
-
-TOOL = Path(__file__).parents[1] / "tools" / "quantize_checkpoint.py"
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -51,13 +49,12 @@ def test_writes_what_a_release_holds(tmp_path: Path, name: str, options: dict[st
     assert len(read_headers(tmp_path / "out")) == len(wanted) - sum("visual" in n for n in wanted)
 
 
-def test_matrices_of_other_sizes_stay_and_the_engine_runs(tmp_path: Path) -> None:
+def test_matrices_of_other_sizes_stay_and_the_engine_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = write_checkpoint(tmp_path / "plain", intermediate_size=192, tokenizer=True)
-    result = subprocess.run(
-        [sys.executable, str(TOOL), str(plain), str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    assert main(["quantize", str(plain), str(tmp_path / "out")]) == 0
+    told = json.loads(capsys.readouterr().out)
     out = Path(told["out"])
     config = json.loads((out / "config.json").read_text())
     kept = config["quantization_config"]["modules_to_not_convert"]
@@ -79,3 +76,12 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out must be a new directory, got"):
         quantize_checkpoint(plain, quantized)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_numpy_the_command_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert main(["quantize", str(tmp_path), str(tmp_path / "out")]) == 2
+    said = "error: numpy must be installed to write a checkpoint, got none; pip install numpy\n"
+    assert capsys.readouterr().err == said

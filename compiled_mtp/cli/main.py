@@ -14,13 +14,15 @@ COMMANDS = {
     "chat": "talk with a checkpoint in the terminal",
     "serve": "serve OpenAI's and Anthropic's APIs (extra `server`)",
     "export": "compile every shape into a file, with which others start without compiling",
+    "quantize": "write a bfloat16 checkpoint as one in FP8",
+    "rank-vocabulary": "rank ids by how often they occur in text, for --draft-vocab",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for what cannot be done, after one line that says why."""
     argv = sys.argv[1:] if argv is None else argv
-    lines = [f"  {name:<8}{described}" for name, described in COMMANDS.items()]
+    lines = [f"  {name:<17}{described}" for name, described in COMMANDS.items()]
     parser = Parser(
         prog="compiled-mtp",
         description="Decode Qwen3-Next, Qwen3.5 and Qwen3.6 checkpoints with their own MTP head.",
@@ -29,5 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
     command = parser.parse_args(argv[:1]).command
-    code: int = import_module(f"compiled_mtp.cli.{command}").main(argv[1:])
+    code: int = import_module(f"compiled_mtp.cli.{command.replace('-', '_')}").main(argv[1:])
     return code

@@ -18,6 +18,7 @@ from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Match
 
 from compiled_mtp.server.anthropic import AnthropicHandlers, CountBody, MessagesBody
 from compiled_mtp.server.errors import ApiError, api_of
@@ -142,7 +143,19 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, str(error.detail))
     response = _as_response(ApiError(error.status_code, message), request)
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # Of a path's routes the framework names the first one's methods alone.
+        response.headers["allow"] = ", ".join(_methods_of(request))
     return response
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods that some route serves at the request's path, in the order of the alphabet."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return sorted(found)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -27,7 +27,7 @@ def test_the_version_is_that_of_the_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compiled_mtp.__version__ == importlib.metadata.version("compiled-mtp")
-    for argv in ((), ("run",), ("chat",), ("serve",), ("export",)):
+    for argv in ((), ("run",), ("chat",), ("serve",), ("export",), ("quantize",)):
         assert exit_code(*argv, "--version") == 0
         assert capsys.readouterr().out == f"compiled-mtp {compiled_mtp.__version__}\n"
 

@@ -33,7 +33,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("compiled_mtp", "ops", "graphs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", place, tree]
     done = call(*build, cwd=place)

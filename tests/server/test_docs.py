@@ -1,9 +1,11 @@
-"""Every example of docs/serving.md runs as it stands there."""
+"""Every example of docs/serving.md runs as it stands there, and so does the client of examples/."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,12 +16,13 @@ import pytest
 
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
+from compiled_mtp.server.serve import make_parser
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 from tests.server.test_openai import CALLS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +34,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 
 def test_there_are_as_many_as_are_run() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["sh", "python", "python", "python", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "python", "python", "python"]
+    # Servers are started by tests/server/test_serve.py.
+    make_parser().parse_args(shlex.split(BLOCKS[0][1])[2:])
 
 
 def test_curl(served: Any) -> None:
     server, engine = served
     engine.say("a text")
     assert shutil.which("curl")
-    command = BLOCKS[0][1].replace("http://127.0.0.1:8000", server.url)
+    command = BLOCKS[1][1].replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["text"] == "a text"
     assert engine.seen[-1][1].seed == 7
@@ -47,9 +52,9 @@ def test_curl(served: Any) -> None:
 @pytest.mark.parametrize(
     ("number", "says", "prints"),
     [
-        (1, "a text", "a text"),
-        (2, "A tree.", "A tree.\n"),
-        (3, CALLS["xml"], "get_weather {'city': 'Zürich', 'days': 3}\n"),
+        (2, "a text", "a text"),
+        (3, "A tree.", "A tree.\n"),
+        (4, CALLS["xml"], "get_weather {'city': 'Zürich', 'days': 3}\n"),
     ],
 )
 def test_python(served: Any, capsys: pytest.CaptureFixture[str], number: int, says: str, prints: str) -> None:
@@ -59,8 +64,18 @@ def test_python(served: Any, capsys: pytest.CaptureFixture[str], number: int, sa
     assert capsys.readouterr().out == prints
 
 
+def test_the_client_of_the_examples(served: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server, engine = served
+    engine.say("a text of it", chunk=4)
+    main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "client.py"))["main"]
+    main(["--url", f"{server.url}/v1", "--prompt", "def f("])
+    text, counts = capsys.readouterr().out.splitlines()
+    assert text == "a text of it"
+    assert "'accepted_tokens': " in counts
+
+
 def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(BLOCKS[4][1], "serving.md", "exec"), {})
+    exec(compile(BLOCKS[5][1], "serving.md", "exec"), {})
     assert capsys.readouterr().out
 
 

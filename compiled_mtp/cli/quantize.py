@@ -1,6 +1,6 @@
-"""Quantise a bfloat16 checkpoint to FP8 in blocks of 128 by 128, as the released FP8 checkpoints are.
+"""`compiled-mtp quantize`: a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases are.
 
-    python tools/quantize_checkpoint.py CHECKPOINT OUT
+    compiled-mtp quantize CHECKPOINT OUT
 
 Projections of attention, of GDN (but its gates b and a), of FFNs and of experts become float8_e4m3fn with a
 factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become a tensor each, as in
@@ -16,19 +16,19 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
+from compiled_mtp.cli.flags import Parser
 from compiled_mtp.errors import check
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
@@ -147,9 +147,17 @@ def quantized_config(source: Path, kept: list[str]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    return run_command(lambda _: _quantize(make_parser().parse_args(argv)))
+
+
+def make_parser() -> Parser:
+    """Return the flags."""
+    parser = Parser(
+        prog="compiled-mtp quantize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path, help="directory of a bfloat16 checkpoint")
     parser.add_argument("out", type=Path, help="the directory to make")
@@ -159,17 +167,17 @@ def main() -> None:
         default="bfloat16",
         help="of the factors: bfloat16 as in Qwen3.5's releases, float32 as in Qwen3-Next's",
     )
-    arguments = parser.parse_args()
-    try:
-        scale_dtype = getattr(torch, arguments.scale_dtype)
-        counts = quantize_checkpoint(arguments.checkpoint, arguments.out, scale_dtype)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    return parser
+
+
+def _quantize(flags: argparse.Namespace) -> int:
+    stdout = check_stdout()
+    # safetensors writes tensors through it; nothing else of this package needs it.
+    has_numpy = find_spec("numpy") is not None
+    check(has_numpy, "numpy", "be installed to write a checkpoint", "none", "pip install numpy")
+    counts = quantize_checkpoint(flags.checkpoint, flags.out, getattr(torch, flags.scale_dtype))
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
-    result = {"out": str(arguments.out), "converted": counts.converted, "kept": len(counts.kept)}
-    result |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    told = {"out": str(flags.out), "converted": counts.converted, "kept": len(counts.kept)}
+    told |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
+    write_text(stdout, json.dumps(told) + "\n")
+    return EXIT_OK

@@ -1,6 +1,6 @@
-"""Rank a checkpoint's ids by how often they occur in text, for `draft_vocab`.
+"""`compiled-mtp rank-vocabulary`: a checkpoint's ids by how often they occur in text, for `draft_vocab`.
 
-    python tools/rank_vocabulary.py --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
+    compiled-mtp rank-vocabulary --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
     compiled-mtp run --model Qwen/Qwen3.5-4B --draft-vocab ids.txt --prompt-file prompts.jsonl
 
 Drafts are then chosen from those ids and the eos ids alone: reading fewer rows of the head makes a draft
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from compiled_mtp import EngineConfig
+from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
+from compiled_mtp.cli.flags import Parser
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.hub import find_checkpoint
 from compiled_mtp.tokenizer import Tokenizer
 
@@ -45,27 +45,35 @@ def rank(counts: Counter[int], top: int | None) -> list[int]:
     return sorted(counts, key=lambda i: (-counts[i], i))[:top]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    return run_command(lambda _: _rank(make_parser().parse_args(argv)))
+
+
+def make_parser() -> Parser:
+    """Return the flags."""
+    parser = Parser(
+        prog="compiled-mtp rank-vocabulary",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="+", type=Path, help="texts, and directories of them")
     parser.add_argument("--model", type=Path, default=EngineConfig().model, help="whose tokenizer counts")
     parser.add_argument("--suffix", default=".txt", help="of the files in directories")
     parser.add_argument("--top", type=int, help="how many ids to write; default: all that occur")
     parser.add_argument("--output", type=Path, required=True, help="one id a line, the most frequent first")
-    arguments = parser.parse_args()
-    tokenizer = Tokenizer(find_checkpoint(arguments.model, is_offline=False))
-    counts = count_ids(tokenizer, arguments.paths, arguments.suffix)
-    if not counts:
-        parser.error("no tokens in these texts")
-    ids = rank(counts, arguments.top)
-    arguments.output.write_text("".join(f"{i}\n" for i in ids), encoding="utf-8")
+    return parser
+
+
+def _rank(flags: argparse.Namespace) -> int:
+    stdout = check_stdout()
+    tokenizer = Tokenizer(find_checkpoint(flags.model, is_offline=False))
+    counts = count_ids(tokenizer, flags.paths, flags.suffix)
+    got = f"none in {len(flags.paths)} paths"
+    check(bool(counts), "paths", "hold text", got, f"directories are searched for *{flags.suffix}")
+    ids = rank(counts, flags.top)
+    flags.output.write_text("".join(f"{i}\n" for i in ids), encoding="utf-8")
     tokens, covered = counts.total(), sum(counts[i] for i in ids)
-    print(
-        json.dumps({"tokens": tokens, "occurred": len(counts), "ids": len(ids), "coverage": covered / tokens})
-    )
-
-
-if __name__ == "__main__":
-    main()
+    told = {"tokens": tokens, "occurred": len(counts), "ids": len(ids), "coverage": covered / tokens}
+    write_text(stdout, json.dumps(told) + "\n")
+    return EXIT_OK

@@ -1,0 +1,172 @@
+"""Every ```bash and ```python block of README.md and docs/ is run, or stands below with the reason why not.
+
+A line of a bash block is run in this process, in a folder with the examples, with few tokens and the
+checkpoint that ships in the place of released ones. What is only read has its flags, extras and targets
+compared with those that exist. A line that is neither fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.cli.main import main
+from tests.docs.error_texts import ROOT
+from tools import plot
+
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+# Beside those that are run: what a document shows, and what files hold.
+LANGUAGES = {"bash", "python", "json", "yaml", ""}
+RUN_ELSEWHERE = {"serving.md": "tests/server/test_docs.py, against a server"}
+# How lines begin that are not run, and why. Each is read: see `read_line`.
+NOT_RUN = {
+    "make ": "what CI runs, or needs minutes, a GPU, Chromium or Ray",
+    "pip install ": "reaches package registries",
+    "python3 -m venv ": "an environment is no part of this one",
+    "source ": "an environment is no part of this one",
+    "compiled-mtp export ": "compiles for minutes; tests/graphs/test_artifacts.py exports and loads",
+    "compiled-mtp serve ": "runs until it is stopped; tests/server/test_serve.py starts and stops it",
+    "compiled-mtp run --prompt-file examples/quicksort.txt --max-batch 2 --graph-cache ": "needs the export",
+    'compiled-mtp run --prompt "def f(" --max-batch 2 --graph-cache ': "needs the export",
+    "python examples/client.py ": "tests/server/test_docs.py runs it against a server",
+    "serve run ": "needs Ray; tests/replicas/test_ray.py (make replicas)",
+}
+FEW = 4
+CHECKPOINT = str(ROOT / "compiled_mtp" / "default_model")
+FENCED = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RELEASED = re.compile(r"^(Qwen|/data)/")
+
+
+def blocks(document: Path) -> list[tuple[str, str]]:
+    """(language, text) of each fenced block."""
+    return FENCED.findall(document.read_text(encoding="utf-8"))
+
+
+BLOCKS = [
+    pytest.param(language, text, id=f"{document.name}-{number}")
+    for document in DOCUMENTS
+    if document.name not in RUN_ELSEWHERE
+    for number, (language, text) in enumerate(blocks(document))
+]
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """The commands of a bash block: comments left out, continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.startswith("#"):
+            yield line
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands run: what they read is there, what they write stays."""
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    (tmp_path / "examples").mkdir()
+    for path in (ROOT / "examples").iterdir():
+        # A line's own max_tokens would be decoded to the end.
+        text = re.sub(r'"max_tokens": \d+', f'"max_tokens": {FEW}', path.read_text(encoding="utf-8"))
+        (tmp_path / "examples" / path.name).write_text(text, encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "data").symlink_to(ROOT / "docs" / "data")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "one.txt").write_text("def f(x):\n    return x\n" * 9)
+    requests = dict(blocks(ROOT / "docs" / "command-line.md"))["json"]
+    (tmp_path / "prompts.jsonl").write_text(requests.replace('"max_tokens": 64', f'"max_tokens": {FEW}'))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n/exit\n"))
+    return tmp_path
+
+
+def run_line(words: list[str]) -> None:
+    """Run one command."""
+    words = [CHECKPOINT if RELEASED.match(word) else word for word in words]
+    if words[0] == "compiled-mtp":
+        few = ["--max-tokens", str(FEW)] if words[1] in ("run", "chat") else []
+        assert main([*words[1:], *few]) == 0
+    elif words[:2] == ["python", "tools/plot.py"]:
+        assert plot.main(words[2:]) == 0
+        assert Path(words[words.index("--output") + 1]).read_text().startswith("<?xml")
+    elif words[0] == "python" and words[1].startswith("examples/"):
+        few = ["--max-tokens", str(FEW)] if words[1].endswith("stream.py") else []
+        runpy.run_path(words[1])["main"]([*words[2:], *few])
+    else:
+        raise AssertionError(f"{shlex.join(words)} is neither run nor listed in NOT_RUN")
+
+
+def read_line(words: list[str]) -> None:
+    """Compare what a command that is not run names with what exists."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+    elif words[0] == "pip":
+        extras = [name for word in words for name in re.findall(r"\[(.*)\]", word)]
+        assert set(extras) <= set(project["optional-dependencies"])
+    elif words[0] == "compiled-mtp":
+        module = "server.serve" if words[1] == "serve" else f"cli.{words[1]}"
+        make_parser: Callable[[], Any] = importlib.import_module(f"compiled_mtp.{module}").make_parser
+        make_parser().parse_args(words[2:])
+    elif words[0] == "serve":
+        assert words[2] == "compiled_mtp.ray_serve:app"
+
+
+@pytest.mark.parametrize(("language", "text"), BLOCKS)
+def test_a_block(folder: Path, language: str, text: str) -> None:
+    assert language in LANGUAGES, f"say what the block is: {sorted(LANGUAGES)}"
+    if language == "bash":
+        for line in lines_of(text):
+            words = shlex.split(line, comments=True)
+            if any(line.startswith(begin) for begin in NOT_RUN):
+                read_line(words)
+            else:
+                run_line(words)
+    elif language == "python" and not text.startswith("    "):  # Else it is what a command has written.
+        exec(compile(text, "block", "exec"), {"__name__": "block"})
+    elif language == "json":
+        assert all(json.loads(line) for line in text.splitlines())
+    else:
+        commands = re.findall(r"^(?:\$|compiled-mtp|pip|python3?|make|curl|serve|git) .*", text, re.MULTILINE)
+        assert commands == [], "commands stand in ```bash blocks"
+
+
+def test_every_reason_is_needed() -> None:
+    found = [block for document in DOCUMENTS for block in blocks(document)]
+    said = [line for language, text in found if language == "bash" for line in lines_of(text)]
+    assert [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in said)] == []
+
+
+def test_a_new_command_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="is neither run nor listed"):
+        run_line(["python", "tools/bench_step.py"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    anchors: dict[Path, set[str]] = {}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = Path(os.path.normpath(document.parent / name)) if name else document
+        assert file.exists(), target
+        if anchor:
+            anchors.setdefault(file, set(map(slug, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE))))
+            assert anchor in anchors[file], target
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as readers of Markdown make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,0 +1,163 @@
+"""Pictures from what the other tools print, as SVG: one for each of three questions.
+
+    python tools/plot.py speedup --output docs/speedup.svg 27B=docs/data/speedup-h200-27b.jsonl
+    python tools/plot.py acceptance --output docs/acceptance.svg "temperature 0=docs/data/acceptance-0.jsonl"
+    python tools/plot.py first-token --output docs/first_token.svg CPU=docs/data/first-token-cpu.jsonl
+
+Each line of a plot is LABEL=FILE, a file of JSON lines; lines that are no JSON, and objects of other tools,
+are passed over.
+
+speedup: tokens a second over those of mtp_step 0, against requests at a time. Rows of bench_step (--mtp-step
+    0,3: every depth but 0 is a line) or of bench_depth (fixed depths and auto, for each text).
+acceptance: how many of the rounds that drafted an index kept it. Results of `compiled-mtp run --output`.
+first-token: time to the first token against the prompt's tokens, new and with a beginning that is cached.
+    Lines of bench_prefix, one for each length.
+
+The same files give the same bytes. Needs matplotlib: pip install 'compiled-mtp[plot]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Points = dict[float, float]
+# Read on white and on a dark page alike: a picture brings its own ground.
+COLOURS = ("#2563a8", "#c2571a", "#3a7d44", "#8250a8", "#a8324f", "#5b6470")
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects among a file's lines."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def speedup(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Lines of requests at a time -> tokens a second over those of depth 0, by label and depth."""
+    speeds: dict[str, Points] = defaultdict(dict)
+    for found in objects:
+        if isinstance(found.get("tokens_per_s"), dict) and "case" in found:
+            for depth, tokens_per_s in found["tokens_per_s"].items():
+                speeds[f"{found['case']}, {depth}"][found["batch"]] = tokens_per_s
+        elif {"mtp_step", "batch", "tokens_per_s"} <= found.keys():
+            speeds[str(found["mtp_step"])][found["batch"]] = found["tokens_per_s"]
+    lines = {}
+    for name, points in speeds.items():
+        case, _, depth = name.rpartition(", ")
+        plain = speeds.get(f"{case}, 0" if case else "0", {})
+        ratios = {batch: value / plain[batch] for batch, value in sorted(points.items()) if batch in plain}
+        if depth != "0" and ratios:
+            lines[", ".join(part for part in (label, case, f"mtp_step {depth}") if part)] = ratios
+    return lines
+
+
+def acceptance(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """One line: index of a draft, from 1 -> share of the rounds that had it and kept it."""
+    drafted: dict[int, int] = defaultdict(int)
+    accepted: dict[int, int] = defaultdict(int)
+    for found in objects:
+        metrics = found.get("metrics") or {}
+        for index, number in enumerate(metrics.get("drafted_by_index", ()), start=1):
+            drafted[index] += number
+            accepted[index] += metrics["accepted_by_index"][index - 1]
+    shares = {float(index): accepted[index] / number for index, number in drafted.items() if number}
+    return {label: shares} if shares else {}
+
+
+def first_token(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Two lines: prompt tokens -> seconds, of prompts that are new and of such as come again."""
+    rows = sorted((o for o in objects if "first_token_s" in o), key=lambda row: row["prompt_tokens"])
+    names = {"new": "new", "again": "again, the beginning cached"}
+    return {
+        f"{label}, {said}": {row["prompt_tokens"]: row["first_token_s"][name] for row in rows}
+        for name, said in names.items()
+        if rows
+    }
+
+
+Reader = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Points]]
+# How a plot reads its files, its axes' names, and the scale of the abscissa.
+PLOTS: dict[str, tuple[Reader, str, str, str]] = {
+    "speedup": (speedup, "requests at a time", "tokens/s over those of mtp_step 0", "log"),
+    "acceptance": (acceptance, "index of the draft", "kept, of the rounds that had it", "linear"),
+    "first-token": (first_token, "tokens of the prompt", "seconds to the first token", "log"),
+}
+
+
+def draw(plot: str, lines: Mapping[str, Points], title: str, file: Path) -> None:
+    """Write the picture; the same lines give the same bytes."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": plot, "svg.fonttype": "path", "axes.spines.top": False}
+    mpl.rcParams |= {"axes.spines.right": False, "font.size": 10.0, "axes.grid": True, "grid.alpha": 0.3}
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    _, across, up, scale = PLOTS[plot]
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for index, (label, points) in enumerate(lines.items()):
+        colour, marker = COLOURS[index % len(COLOURS)], "os^Dv*"[index % 6]
+        axes.plot(list(points), list(points.values()), marker=marker, color=colour, label=label)
+    ticks = sorted({place for points in lines.values() for place in points})
+    if scale == "log":
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel=across, ylabel=up, title=title, ylim=(0, 1.02 if plot == "acceptance" else None))
+    if plot == "speedup":
+        axes.axhline(1.0, color="#888888", linewidth=1.0)
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+def labelled(text: str) -> tuple[str, Path]:
+    """LABEL=FILE as a pair."""
+    label, separator, file = text.partition("=")
+    if not separator or not file:
+        raise argparse.ArgumentTypeError(f"inputs must be LABEL=FILE, got {text}; put a label before it")
+    return label, Path(file)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plot", choices=PLOTS)
+    parser.add_argument("inputs", nargs="+", type=labelled, metavar="LABEL=FILE", help="JSON lines")
+    parser.add_argument("--title", default="", help="above the picture: on what it was measured")
+    parser.add_argument("--output", type=Path, required=True, help="the .svg to write")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw what the flags name; 2 where a file cannot be read or has nothing for this plot."""
+    flags = make_parser().parse_args(argv)
+    lines: dict[str, Points] = {}
+    try:
+        for label, path in flags.inputs:
+            found = PLOTS[flags.plot][0](label, list(read_objects(path)))
+            if not found:
+                raise ValueError(
+                    f"inputs must hold what {flags.plot} needs, got {path}; --help says which tools print it"
+                )
+            lines |= found
+        draw(flags.plot, lines, flags.title, flags.output)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
