@@ -118,7 +118,7 @@ def made_functions() -> tuple[Signature, list[tuple[object, ...]], tuple[object,
         seen.append(flat)
         return "total", "flat"
 
-    return signature, seen, signature.functions(overload, rule, None)
+    return signature, seen, signature.functions(overload, lambda: overload, rule, None)
 
 
 def valid() -> dict[str, object]:
@@ -182,6 +182,6 @@ def test_a_declaration_that_cannot_work_is_refused() -> None:
         raise NotImplementedError
 
     with pytest.raises(AssertionError, match="unknown dimensions"):
-        Signature(unknown).functions(None, None, None)
+        Signature(unknown).functions(None, lambda: print, None, None)
     with pytest.raises(TypeError, match="x must be an Annotated"):
         Signature(untyped)
