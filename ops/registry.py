@@ -73,7 +73,8 @@ def operator(
     It stands in `ops/<folder>/reference.py`. On CUDA the folder's kernel.py runs, imported on first use:
     `launch(args)`, or `launch_<name>(args)` where the operator is not called as its folder, with a NamedTuple
     of the arguments. On a CPU it is the specification itself or, with `has_cpu_route`, the function of the
-    same name in cpu.py, reached past torch's dispatcher unless something traces or watches. All mutate only what `mutates` names and return fresh tensors. Each call is checked
+    same name in cpu.py, reached past torch's dispatcher unless something traces or watches. All mutate only
+    what `mutates` names and return fresh tensors. Each call is checked
     against the annotations (ops/signature.py), and by `check`, which raises ValueError for what is no shape,
     dtype or layout. `fake` allocates results whose shape or dtype depends on a value. Both name, as their
     parameters, the arguments and dimensions that they need.

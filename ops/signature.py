@@ -169,7 +169,7 @@ class Signature:
             f"{p.name}_type({', '.join(self.records[p.name]._fields)})" if p.name in self.records else p.name
             for p in self.parameters
         )
-        arguments = ", ".join(p.name for p in self.parameters)
+        arguments, first = ", ".join(p.name for p in self.parameters), self.tensors[0].name
         unpacking = [f"{', '.join(record._fields)}, = {name}" for name, record in self.records.items()]
         called = f"overload({flat})" if self.result_type is None else f"result_type(*overload({flat}))"
         lines = [
@@ -181,7 +181,7 @@ class Signature:
             f"    return bound({nested})",
             f"def {self.name}({given}):",
             *indented([*unpacking, "if not is_compiling():", f"    check({flat})"]),
-            f"        if type({self.tensors[0].name}) in plain and {self.tensors[0].name}.is_cpu and not modes():",
+            f"        if type({first}) in plain and {first}.is_cpu and not modes():",
             f"            return on_cpu()({arguments})",
             f"    return {called}",
             f"return {self.name}, fake, nest",

@@ -22,4 +22,6 @@ def pack_weights(target: TargetModel, draft: DraftModel | None) -> None:
     packed = [weight for weight in weights if pack(weight)]
     if packed:
         size = sum(weight.numel() for weight in packed) * 2 >> 20
-        logger.info("%d of %d matrices are packed in half precision too, %d MiB", len(packed), len(weights), size)
+        logger.info(
+            "%d of %d matrices are packed in half precision too, %d MiB", len(packed), len(weights), size
+        )

@@ -38,7 +38,9 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     theirs says for which row counts the order of a row's sum stays the same: hence a measurement at load.
     FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows.
     """
-    shapes = {(tuple(weight.shape), weight.dtype, find_packed(weight) is None): weight for weight in weights}
+    shapes = {}
+    for weight in weights:
+        shapes[tuple(weight.shape), weight.dtype, find_packed(weight) is None] = weight
     generator = torch.Generator().manual_seed(0)
     largest = max((*row_counts, 1))
     unit_index = 0
