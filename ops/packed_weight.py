@@ -34,17 +34,15 @@ class PackedWeight(NamedTuple):
 
     def product(self, x: Tensor) -> Tensor:
         """x [M, K] float32 times the weight's transpose, [M, N]; M a multiple of ROW_UNIT."""
-        multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
-        if x.shape[0] <= MOST_ROWS:
-            y = multiply(x, self.matrix, None)
-        else:
-            y = torch.cat([multiply(piece, self.matrix, None) for piece in x.split(MOST_ROWS)])
-        return y.mul_(self.factor)
+        multiply: Any = torch.fbgemm_linear_fp16_weight_fp32_activation
+        pieces: list[Tensor] = [multiply(piece, self.matrix, None) for piece in x.split(MOST_ROWS)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).mul_(self.factor)
 
 
 def find_packed(weight: Tensor) -> PackedWeight | None:
     """What `pack` has kept with this very tensor."""
-    return getattr(weight, "packed", None)
+    found: PackedWeight | None = getattr(weight, "packed", None)
+    return found
 
 
 def pack(weight: Tensor) -> bool:

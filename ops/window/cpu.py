@@ -46,7 +46,7 @@ def read_window(
             column += found
     sampled = [start + 1 + row for start in starts for row in range(mtp_step + 1)]
     made = ([base[slot] for slot in index], starts, tokens, *places, sampled)
-    return Window(*(torch.tensor(column, dtype=torch.int64) for column in made), table)
+    return Window(*[torch.tensor(column, dtype=torch.int64) for column in made], block_table=table)
 
 
 def accept_window(
@@ -93,8 +93,8 @@ def accept_window(
         ):
             column += found
         made = _place(first + num_new + 1, mtp_step, end, table[request], block_size)
-        for column, found in zip((chain_positions, chain_slots), made, strict=True):
-            column[:, request] = torch.tensor(found, dtype=torch.int64)
+        for chain, found in zip((chain_positions, chain_slots), made, strict=True):
+            chain[:, request] = torch.tensor(found, dtype=torch.int64)
     bonus, slots = torch.tensor(bonuses), state_index.long()
     cursors.base[slots] = start
     cursors.pos[slots] = torch.tensor(ends)
