@@ -46,7 +46,8 @@ def read_window(
             column += found
     sampled = [start + 1 + row for start in starts for row in range(mtp_step + 1)]
     made = ([base[slot] for slot in index], starts, tokens, *places, sampled)
-    return Window(*[torch.tensor(column, dtype=torch.int64) for column in made], block_table=table)
+    columns = [torch.tensor(column, dtype=torch.int64) for column in made]
+    return Window(columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], table)
 
 
 def accept_window(
