@@ -16,7 +16,7 @@ has_library = pytest.mark.skipif(
 )
 
 
-def stored_weight(rows: int = 130, columns: int = 96) -> torch.Tensor:
+def stored_weight(rows: int = 700, columns: int = 96) -> torch.Tensor:
     """As a checkpoint in bfloat16 stores it, and as an engine in float32 holds it."""
     return (torch.randn(rows, columns) * 0.02).bfloat16().float()
 
@@ -47,7 +47,13 @@ def test_compiled_code_finds_what_was_packed() -> None:
 def test_what_is_not_exact_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = stored_weight()
     wide[0, 0], wide[0, 1] = 1e-9, 1e9
-    for weight in (torch.randn(64, 32), stored_weight().bfloat16(), wide, stored_weight() * torch.nan):
+    for weight in (
+        torch.randn(700, 96),
+        stored_weight(64),
+        stored_weight().bfloat16(),
+        wide,
+        stored_weight() * torch.nan,
+    ):
         assert not pack(weight)
         assert find_packed(weight) is None
     monkeypatch.setattr(packed_weight, "MOST_ELEMENTS", 96)
