@@ -21,7 +21,8 @@ from torch import Tensor
 MOST_ROWS = 24
 # Rows of a call come in multiples of this.
 ROW_UNIT = 4
-# Of the weights that are packed: smaller ones gain nothing, and the packed ones lie beside them, half as large.
+# Of the weights that are packed: smaller ones gain nothing, and the packed ones lie beside them, half as
+# large.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 23
 _LARGEST_EXPONENT = 15  # of half precision: its largest number is 2 ** 16 - 32
 
@@ -48,8 +49,8 @@ def find_packed(weight: Tensor) -> PackedWeight | None:
 def pack(weight: Tensor) -> bool:
     """Keep `weight` [N, K] packed with the tensor, for `find_packed`; returns whether it could be done.
 
-    Not for one that is not float32, small, large, or not exact in half precision, nor where the library is missing
-    or gives a row other bits beside other rows. The weight must not change afterwards.
+    Not for one that is not float32, small, large, or not exact in half precision, nor where the library is
+    missing or gives a row other bits beside other rows. The weight must not change afterwards.
     """
     has_library = "fbgemm" in torch.backends.quantized.supported_engines
     has_size = LEAST_ELEMENTS <= weight.numel() <= MOST_ELEMENTS
