@@ -23,7 +23,7 @@ MOST_ROWS = 24
 ROW_UNIT = 4
 # Of the weights that are packed: smaller ones gain nothing, and the packed ones lie beside them, half as
 # large.
-LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 23
+LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 17, 1 << 23
 _LARGEST_EXPONENT = 15  # of half precision: its largest number is 2 ** 16 - 32
 
 

@@ -16,7 +16,7 @@ has_library = pytest.mark.skipif(
 )
 
 
-def stored_weight(rows: int = 700, columns: int = 96) -> torch.Tensor:
+def stored_weight(rows: int = 1400, columns: int = 96) -> torch.Tensor:
     """As a checkpoint in bfloat16 stores it, and as an engine in float32 holds it."""
     return (torch.randn(rows, columns) * 0.02).bfloat16().float()
 
