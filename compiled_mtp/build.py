@@ -58,6 +58,7 @@ from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
+from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.models.weight_format import Formats, Recipe, describe_recipe, resolve_recipe
@@ -183,6 +184,8 @@ def build(
         formats, dtype = settings.formats, settings.dtype
         check_weights(model_config, config.model, formats, dtype, with_mtp=with_mtp, free_bytes=free_bytes)
     target, draft = _load(settings, progress, fill)
+    if settings.device.type == "cpu":
+        pack_weights(target, draft)
     unit = _row_unit(settings, target)
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     most_rows = max(bucket.rows for bucket in buckets)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
+from compiled_mtp.ops.packed_weight import find_packed
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
@@ -16,14 +17,12 @@ WEIGHT_ROWS_PER_CAST = 8192
 
 def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
     """x [M, K] @ weight [N, K].T in float32; weight_scale: the factors of an FP8 weight in blocks."""
-    rows, in_features = x.shape
-    if rows % ROW_UNIT == 0:
-        padded = x.float()
-    else:
-        padded = x.new_zeros((-(-rows // ROW_UNIT) * ROW_UNIT, in_features), dtype=torch.float32)
-        padded[:rows] = x
+    rows = x.shape[0]
+    padded = x.float() if rows % ROW_UNIT == 0 else F.pad(x.float(), (0, 0, 0, -rows % ROW_UNIT))
     if weight.dtype == torch.float32:
-        return F.linear(padded, weight)[:rows]
+        packed = find_packed(weight)
+        y = F.linear(padded, weight) if packed is None else packed.product(padded)
+        return y if padded is x else y[:rows]
     # Cast in parts: a float32 copy of a whole output projection may not fit.
     y = padded.new_empty((padded.shape[0], weight.shape[0]))
     for first in range(0, weight.shape[0], WEIGHT_ROWS_PER_CAST):

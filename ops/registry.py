@@ -73,7 +73,8 @@ def operator(
     It stands in `ops/<folder>/reference.py`. On CUDA the folder's kernel.py runs, imported on first use:
     `launch(args)`, or `launch_<name>(args)` where the operator is not called as its folder, with a NamedTuple
     of the arguments. On a CPU it is the specification itself or, with `has_cpu_route`, the function of the
-    same name in cpu.py. All mutate only what `mutates` names and return fresh tensors. Each call is checked
+    same name in cpu.py, reached past torch's dispatcher unless something traces or watches. All mutate only
+    what `mutates` names and return fresh tensors. Each call is checked
     against the annotations (ops/signature.py), and by `check`, which raises ValueError for what is no shape,
     dtype or layout. `fake` allocates results whose shape or dtype depends on a value. Both name, as their
     parameters, the arguments and dimensions that they need.
@@ -93,18 +94,19 @@ def operator(
 
         @functools.cache
         def cpu_route() -> Callable[..., Any]:
+            if not has_cpu_route:
+                return specification
             return cast(Callable[..., Any], getattr(importlib.import_module(f"{package}.cpu"), name))
 
         def on_cpu(*flat: Any) -> Any:
-            implementation = cpu_route() if has_cpu_route else specification
-            return implementation(*(nest(*flat) if signature.records else flat))
+            return cpu_route()(*(nest(*flat) if signature.records else flat))
 
         def on_cuda(*flat: Any) -> Any:
             return specification(*nest(*flat)) if name in _ON_REFERENCE else kernel()(nest(*flat))
 
         _LIBRARY.define(signature.schema(mutates))
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        call, made_fake, nest = signature.functions(overload, check, fake)
+        call, made_fake, nest = signature.functions(overload, cpu_route, check, fake)
         plain = not (signature.records or has_cpu_route)
         _LIBRARY.impl(name, function if plain else on_cpu, "CPU")
         _LIBRARY.impl(name, on_cuda, "CUDA")

@@ -147,9 +147,16 @@ class Signature:
         return f"{self.name}({', '.join(parts)}) -> {f'({results})' if self.is_tuple else results}"
 
     def functions(
-        self, overload: Any, check: Callable[..., None] | None, fake: Callable[..., Any] | None
+        self,
+        overload: Any,
+        on_cpu: Callable[[], Callable[..., Any]],
+        check: Callable[..., None] | None,
+        fake: Callable[..., Any] | None,
     ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         """What users call, the fake, and what nests torch's flat arguments into `bound`.
+
+        A plain tensor on a CPU that nobody traces or watches needs nothing of torch's dispatcher, whose way
+        to Python takes 5 to 10 us a call: what `on_cpu` returns is then called as it is.
 
         They are written out and compiled, as `dataclasses` does: a call is then as fast as checks by hand,
         and has the specification's own signature.
@@ -162,6 +169,7 @@ class Signature:
             f"{p.name}_type({', '.join(self.records[p.name]._fields)})" if p.name in self.records else p.name
             for p in self.parameters
         )
+        arguments, first = ", ".join(p.name for p in self.parameters), self.tensors[0].name
         unpacking = [f"{', '.join(record._fields)}, = {name}" for name, record in self.records.items()]
         called = f"overload({flat})" if self.result_type is None else f"result_type(*overload({flat}))"
         lines = [
@@ -172,13 +180,18 @@ class Signature:
             f"def nest({flat}):",
             f"    return bound({nested})",
             f"def {self.name}({given}):",
-            *indented([*unpacking, "if not is_compiling():", f"    check({flat})", f"return {called}"]),
+            *indented([*unpacking, "if not is_compiling():", f"    check({flat})"]),
+            f"        if type({first}) in plain and {first}.is_cpu and not modes():",
+            f"            return on_cpu()({arguments})",
+            f"    return {called}",
             f"return {self.name}, fake, nest",
         ]
         values = {
             "overload": overload, "rules": check, "make_fake": fake, "bound": self.bound,
             "result_type": self.result_type, "wrong_shape": wrong_shape, "wrong_dtype": wrong_dtype,
             "wrong_layout": wrong_layout, "is_compiling": torch.compiler.is_compiling, "empty": torch.empty,
+            "on_cpu": on_cpu, "plain": (torch.Tensor, torch.nn.Parameter),
+            "modes": torch._C._len_torch_dispatch_stack,
             **{f"{name}_type": record for name, record in self.records.items()},
             **dict(self.dtype_names()),
         }  # fmt: skip

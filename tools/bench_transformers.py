@@ -4,8 +4,9 @@
 
 Greedy, float32, one prompt at a time, both warmed up; the engine uncompiled at mtp_step 0 and at
 --mtp-step. The tokens must be the same first (transformers computes in another order, so a position where
-its two best logits are closer than 1e-3 may differ, and what follows with it). Ends in one JSON line:
-tokens a second and ratios, medians of --repeats alternating runs.
+its two best logits are closer than 1e-3 may differ, and what follows with it). The three take turns prompt by
+prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a second, and
+ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--mtp-step", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--clock", choices=("wall", "processor"), default="wall", help="processor: where others compute too"
+    )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
@@ -56,7 +62,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=0.0, ignore_eos=True)
     engines = {
-        step: Engine(EngineConfig(model=arguments.model, device="cpu", mtp_step=step, max_batch=1))
+        step: Engine(
+            EngineConfig(
+                model=arguments.model,
+                device="cpu",
+                mtp_step=step,
+                max_batch=1,
+                num_threads=arguments.num_threads,
+            )
+        )
         for step in (0, arguments.mtp_step)
     }
     tokenizer = engines[0].tokenizer
@@ -64,50 +78,54 @@ def main() -> None:
     texts = [json.loads(line)["prompt"] for line in arguments.prompt_file.read_text().splitlines() if line]
     prompts = [tokenizer.encode(text) for text in texts]
 
-    def with_engine(step: int) -> list[list[int]]:
-        return [engines[step].generate([prompt], params)[0].new_token_ids for prompt in prompts]
+    def with_engine(step: int, prompt: list[int]) -> list[int]:
+        return engines[step].generate([prompt], params)[0].new_token_ids
 
-    def with_transformers() -> list[list[int]]:
-        made = []
-        for prompt in prompts:
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=arguments.max_tokens,
-                min_new_tokens=arguments.max_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-            )
-            made.append(out[0, len(prompt) :].tolist())
+    def with_transformers(prompt: list[int]) -> list[int]:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=arguments.max_tokens,
+            min_new_tokens=arguments.max_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+        )
+        made: list[int] = out[0, len(prompt) :].tolist()
         return made
 
-    ways: dict[str, Callable[[], list[list[int]]]] = {
+    deepest = f"mtp_step {arguments.mtp_step}"
+    ways: dict[str, Callable[[list[int]], list[int]]] = {
         "transformers": with_transformers,
-        "mtp_step 0": lambda: with_engine(0),
-        f"mtp_step {arguments.mtp_step}": lambda: with_engine(arguments.mtp_step),
+        "mtp_step 0": partial(with_engine, 0),
+        deepest: partial(with_engine, arguments.mtp_step),
     }
-    outputs = {name: way() for name, way in ways.items()}
-    assert outputs["mtp_step 0"] == outputs[f"mtp_step {arguments.mtp_step}"], "tokens depend on mtp_step"
-    for prompt, ours in zip(prompts, outputs["mtp_step 0"], strict=True):
-        check_same(model, prompt, ours)
-    count = len(prompts) * arguments.max_tokens
+    for prompt in prompts:
+        outputs = {name: way(prompt) for name, way in ways.items()}
+        assert outputs["mtp_step 0"] == outputs[deepest], "tokens depend on mtp_step"
+        check_same(model, prompt, outputs["mtp_step 0"])
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(arguments.repeats):
+    now = time.perf_counter if arguments.clock == "wall" else time.process_time
+    for prompt in prompts * arguments.repeats:
         for name, way in ways.items():
-            begin = time.perf_counter()
-            way()
-            speeds[name].append(count / (time.perf_counter() - begin))
+            begin = now()
+            way(prompt)
+            speeds[name].append(arguments.max_tokens / (now() - begin))
     medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratios = {
+        name: statistics.median(map(truediv, values, speeds["transformers"]))
+        for name, values in speeds.items()
+    }
     for name, speed in medians.items():
-        print(f"{name:13} {speed:7.1f} tokens/s  {speed / medians['transformers']:.2f} x transformers")
-    fastest = medians[f"mtp_step {arguments.mtp_step}"]
+        print(f"{name:13} {speed:7.1f} tokens/s  {ratios[name]:.2f} x transformers")
     print(
         json.dumps(
             {
                 "tokens_per_s": {name: round(speed, 1) for name, speed in medians.items()},
-                "ratio_to_transformers": round(fastest / medians["transformers"], 2),
-                "ratio_to_mtp_step_0": round(fastest / medians["mtp_step 0"], 2),
+                "ratio_to_transformers": {name: round(ratio, 2) for name, ratio in ratios.items()},
+                "ratio_to_mtp_step_0": round(
+                    statistics.median(map(truediv, speeds[deepest], speeds["mtp_step 0"])), 2
+                ),
                 "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
                 "num_threads": arguments.num_threads,
                 "prompts": len(prompts),

@@ -12,6 +12,7 @@ from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.ops.shares import share_count
 
 CANDIDATES = (1, 2, 4, 8)
@@ -31,13 +32,14 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     """Return the smallest unit in 1, 2, 4, 8 whose multiples up to max(row_counts) give bit-equal rows, or
     None.
 
-    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, on random rows,
-    under the present number of threads, and with a result in either dtype: bfloat16 takes another route to a
-    bfloat16 result than to a float32 one. BLAS libraries choose their loops by shape, and no documentation of
-    theirs says for which row counts the order of a row's sum stays the same: hence a measurement at load.
+    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, packed or not, on
+    random rows, under the present number of threads, and with a result in either dtype: bfloat16 takes
+    another route to a bfloat16 result than to a float32 one. BLAS libraries choose their loops by shape, and
+    no documentation of theirs says for which row counts the order of a row's sum stays the same: hence a
+    measurement at load.
     FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows.
     """
-    shapes = {(tuple(weight.shape), weight.dtype): weight for weight in weights}
+    shapes = {(weight.shape, weight.dtype, find_packed(weight) is None): weight for weight in weights}
     generator = torch.Generator().manual_seed(0)
     largest = max((*row_counts, 1))
     unit_index = 0

@@ -1,4 +1,4 @@
-"""`paged_attention` on a CPU.
+"""`paged_attention` on a CPU, a request at a time.
 
 Keys are cut into splits of 64 at absolute positions and every split is computed at full length; scores are
 compared by their exact maximum and sums run in split order. Matrix products have 64 columns or 64 terms, and
@@ -9,9 +9,10 @@ for every batch count, for rows in any place, and for any row count that is a mu
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from compiled_mtp.ops.numerics import sigmoid
 
@@ -20,152 +21,132 @@ _ROW_UNIT = 8
 # Bounds the temporaries: floats in the scores of one pass, and in the keys or values gathered at once.
 _MAX_SCORES = 1 << 22
 _MAX_GATHER = 1 << 21
+# Below every score; the difference of minus infinity and this is minus infinity.
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def paged_attention(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
+    q: Tensor,
+    gate: Tensor,
+    kv: Tensor,
+    kv_scale: Tensor | None,
+    block_table: Tensor,
+    positions: Tensor,
     softmax_scale: float,
     first_key: int,
-    first_row: torch.Tensor | None = None,
-    length: torch.Tensor | None = None,
-) -> torch.Tensor:
+    first_row: Tensor | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    rows, num_q_heads, _ = q.shape
+    max_keys, lasts = block_table.shape[1] * kv.shape[3], positions.tolist()
     if first_row is None or length is None:
-        return _attend_windows(q, gate, kv, kv_scale, block_table, positions, softmax_scale, first_key)
-    out = q.new_zeros((q.shape[0], q.shape[1] * q.shape[2]))
-    for piece, (first, count) in enumerate(zip(first_row.tolist(), length.tolist(), strict=True)):
-        if count:
-            own, table = slice(first, first + count), block_table[piece : piece + 1]
-            rows = (q[own], gate[own], kv, kv_scale, table, positions[own])
-            out[own] = _attend_windows(*rows, softmax_scale, first_key)
-    return out
-
-
-def _attend_windows(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    softmax_scale: float,
-    first_key: int,
-) -> torch.Tensor:
-    """The operator of as many rows for each request."""
-    rows, num_q_heads, hd = q.shape
-    num_requests = block_table.shape[0]
-    query_len = rows // num_requests
-    out = torch.empty((num_requests, query_len, num_q_heads, hd), dtype=q.dtype, device=q.device)
-    queries, gates = (t.view(num_requests, query_len, num_q_heads, hd) for t in (q, gate))
-    positions = positions.view(num_requests, query_len)
-    num_keys = max(SPLIT, min(int(positions.max()) + 1, block_table.shape[1] * kv.shape[3]))
-    step = max(1, _MAX_SCORES // (num_requests * num_q_heads * num_keys))
-    for first in range(0, query_len, step):
-        part = slice(first, first + step)
-        result = _attend(
-            queries[:, part], kv, kv_scale, block_table, positions[:, part], softmax_scale, first_key
-        )
-        out[:, part] = result * sigmoid(gates[:, part].float())
-    return out.view(rows, num_q_heads * hd)
+        query_len = rows // block_table.shape[0]
+        spans = [(first, query_len) for first in range(0, rows, query_len)]
+    else:
+        spans = list(zip(first_row.tolist(), length.tolist(), strict=True))
+    # Rows of nobody may hold anything.
+    out = torch.zeros(q.shape) if sum(count for _, count in spans) < rows else torch.empty(q.shape)
+    for (begin, count), table in zip(spans, block_table, strict=True):
+        if not count:
+            continue
+        num_keys = min(max(lasts[begin : begin + count]) + 1, max_keys)
+        step = max(1, _MAX_SCORES // (num_q_heads * max(SPLIT, num_keys)))
+        for first in range(begin, begin + count, step):
+            part = slice(first, min(first + step, begin + count))
+            end = min(max(lasts[part]) + 1, max_keys)
+            place = (kv, kv_scale, table, positions[part], end, first_key)
+            attended = _attend(q[part] * softmax_scale, *place)
+            torch.mul(attended, sigmoid(gate[part].float()), out=out[part])
+    return out.flatten(1).to(q.dtype)
 
 
 def _attend(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    softmax_scale: float,
+    q: Tensor,
+    kv: Tensor,
+    kv_scale: Tensor | None,
+    table: Tensor,
+    positions: Tensor,
+    end: int,
     first_key: int,
-) -> torch.Tensor:
-    """Attention of q [B, W, hq, hd] before the gate, float32, all scores of the call held at once."""
-    num_requests, query_len, num_q_heads, hd = q.shape
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    group = num_q_heads // num_kv_heads
-    first_split = first_key // SPLIT
-    last_key = positions.amax(1).clamp(max=block_table.shape[1] * block_size - 1)
-    num_splits = (last_key // SPLIT + 1 - first_split).clamp(min=0)
-    # Longest requests first: the requests that reach split s are then the first `active[s]`.
-    order = torch.argsort(num_splits, descending=True, stable=True)
-    lengths = num_splits[order].tolist()
-    active = [sum(n > s for n in lengths) for s in range(lengths[0])]
-    if not active:
-        return torch.zeros(q.shape, device=q.device)
-    ends = [0, *accumulate(active)]
-    # Pairs (split, request) in that order: those of split s are ends[s] .. ends[s + 1] - 1.
-    spans = [slice(begin, end) for begin, end in pairwise(ends)]
-    request = torch.cat([torch.arange(n, device=q.device) for n in active])
-    split = torch.repeat_interleave(torch.tensor(active, device=q.device)) + first_split
+) -> Tensor:
+    """Attention of one request's scaled q [W, hq, hd], before the gate, to keys below `end`; float32."""
+    query_len, num_q_heads, hd = q.shape
+    num_kv_heads, group = kv.shape[2], num_q_heads // kv.shape[2]
+    begin = first_key // SPLIT * SPLIT
+    splits = -(-(end - begin) // SPLIT)
+    if splits <= 0:
+        return torch.zeros(q.shape)
+    used_rows = query_len * group
+    padding = -used_rows % _ROW_UNIT
+    queries = q.float().view(query_len, num_kv_heads, group, hd).transpose(0, 1).reshape(-1, used_rows, hd)
+    queries = F.pad(queries, (0, 0, 0, padding))
+    runs, is_missing, run = _find_runs(table, kv.shape, begin, splits)
+    own = positions if group == 1 else positions.repeat_interleave(group)
+    keys = torch.arange(begin, begin + splits * SPLIT)
+    is_unseen = keys > F.pad(own, (0, padding), value=-1)[:, None]
+    if begin < first_key:
+        is_unseen |= keys < first_key
+    if is_missing is not None:
+        is_unseen |= is_missing
 
-    num_rows = -(-query_len * group // _ROW_UNIT) * _ROW_UNIT
-    queries = torch.zeros((num_requests, num_kv_heads, num_rows, hd), device=q.device)
-    grouped = q[order].view(num_requests, query_len, num_kv_heads, group, hd).transpose(1, 2).float()
-    queries[:, :, : query_len * group] = grouped.flatten(2, 3)
-    row_position = positions.new_full((num_requests, num_rows), -1)
-    row_position[:, : query_len * group] = positions[order].repeat_interleave(group, dim=1)
-
-    keys = split.unsqueeze(1) * SPLIT + torch.arange(SPLIT, device=q.device)  # [pairs, 64]
-    blocks = keys // block_size
-    is_key = (blocks < block_table.shape[1]) & (keys >= first_key)
-    blocks = block_table[order][request.unsqueeze(1), blocks.clamp(max=block_table.shape[1] - 1)].long()
-    is_key &= blocks >= 0
-    is_seen = is_key.unsqueeze(1) & (keys.unsqueeze(1) <= row_position[request].unsqueeze(2))
-    # The longest runs of keys that lie in one block of the cache and in one split.
-    run = math.gcd(block_size, SPLIT)
-    heads = blocks.clamp(min=0)[:, None, ::run] * (2 * num_kv_heads)
-    heads = heads + torch.arange(num_kv_heads, device=q.device)[:, None]
-    runs = heads * (block_size // run) + (keys % block_size // run)[:, None, ::run]  # [pairs, hkv, 64 / run]
-
-    splits_at_once = max(1, _MAX_GATHER // (num_requests * num_kv_heads * max(SPLIT, num_rows) * hd))
-    parts = [range(s, min(s + splits_at_once, len(active))) for s in range(0, len(active), splits_at_once)]
-    scores = queries.new_empty((len(request), num_kv_heads, num_rows, SPLIT))
-    for part in parts:
-        pairs = slice(ends[part.start], ends[part.stop])
-        k, scale = _gather(kv, kv_scale, runs[pairs], run)
-        repeated = torch.cat([queries[: active[s]] for s in part])
-        score = torch.bmm(repeated.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).mul_(softmax_scale)
-        scores[pairs] = score.view(scores[pairs].shape)
-        if scale is not None:
-            scores[pairs] *= scale.unsqueeze(2)
-    scores.masked_fill_(~is_seen.unsqueeze(1), -torch.inf)
-
-    largest = queries.new_full((*queries.shape[:3], 1), -torch.inf)
-    for span, split_largest in zip(spans, scores.amax(-1, keepdim=True).split(active), strict=True):
-        reached = largest[: span.stop - span.start]
-        torch.maximum(reached, split_largest, out=reached)
-    base = torch.where(largest == -torch.inf, 0.0, largest)
-    for span in spans:
-        scores[span] -= base[: span.stop - span.start]
-    weights = scores.exp_()
-    total = torch.zeros_like(largest)
-    for sums in weights.sum(-1, keepdim=True).split(active):
-        total[: len(sums)] += sums
-    result = torch.zeros_like(queries)
-    for part in parts:
-        pairs = slice(ends[part.start], ends[part.stop])
-        v, scale = _gather(kv, kv_scale, runs[pairs] + num_kv_heads * (block_size // run), run)
-        weight = weights[pairs]
+    size = max(1, _MAX_GATHER // (num_kv_heads * max(SPLIT, used_rows + padding) * hd))
+    scores = []
+    for part in runs.split(size):
+        k, scale = _gather(kv, kv_scale, part, run)
+        repeated = queries.expand(len(part), -1, -1, -1).reshape(-1, *queries.shape[1:])
+        score = torch.bmm(repeated, k.flatten(0, 1).transpose(1, 2)).view(len(part), num_kv_heads, -1, SPLIT)
+        scores.append(score if scale is None else score.mul_(scale.unsqueeze(2)))
+    weights = scores[0] if len(scores) == 1 else torch.cat(scores)
+    weights.masked_fill_(is_unseen.view(-1, 1, splits, SPLIT).permute(2, 1, 0, 3), -torch.inf)
+    weights.sub_(weights.amax((0, 3), keepdim=True).clamp_(min=_LOWEST)).exp_()
+    # A row that sees a key has a sum of 1 at least, any other of 0.
+    total = _add(weights.sum(-1, keepdim=True)).clamp_(min=1.0)
+    sums = []
+    for part, weight in zip(runs.split(size), weights.split(size), strict=True):
+        v, scale = _gather(kv, kv_scale, part + num_kv_heads * (kv.shape[3] // run), run)
         # The weight of a key that is not seen is 0, but 0 * NaN is not.
         if scale is not None:
             weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
         v.nan_to_num_(0.0, 0.0, 0.0)
-        sums = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1)).view(len(weight), *queries.shape[1:])
-        for split_sums in sums.split([active[s] for s in part]):
-            result[: len(split_sums)] += split_sums
-    result = torch.where(total == 0.0, 0.0, result / total)[:, :, : query_len * group]
-    result = result.view(num_requests, num_kv_heads, query_len, group, hd).transpose(1, 2).reshape(q.shape)
-    restored = torch.empty_like(result)
-    restored[order] = result
-    return restored
+        product = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1))
+        sums.append(product.view(len(part), *queries.shape))
+    result = _add(sums[0] if len(sums) == 1 else torch.cat(sums)).div_(total)[:, :used_rows]
+    return result.view(num_kv_heads, query_len, group, hd).transpose(0, 1).reshape(q.shape)
 
 
-def _gather(
-    kv: torch.Tensor, kv_scale: torch.Tensor | None, runs: torch.Tensor, run: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _add(parts: Tensor) -> Tensor:
+    """The sum of parts [n, ...] in their order; mutates the first."""
+    first, *rest = parts.unbind(0)
+    for part in rest:
+        first.add_(part)
+    return first
+
+
+def _find_runs(
+    table: Tensor, kv_shape: torch.Size, begin: int, splits: int
+) -> tuple[Tensor, Tensor | None, int]:
+    """Where the keys of splits from position `begin` on lie in the cache.
+
+    Returns the numbers [splits, hkv, 64 / run] of runs of `run` keys, which keys [splits * 64] are none, or
+    None, and run: the most keys that lie in one block and in one split.
+    """
+    num_kv_heads, block_size = kv_shape[2], kv_shape[3]
+    run = math.gcd(block_size, SPLIT)
+    runs_a_block, end = block_size // run, begin + splits * SPLIT
+    first_keys = torch.arange(begin, end, run)
+    blocks = first_keys // block_size
+    is_short = end > len(table) * block_size
+    at = table[blocks.clamp(max=len(table) - 1) if is_short else blocks].long()
+    is_missing = None
+    if is_short or int(at.min()) < 0:
+        is_missing = ((at < 0) | (blocks >= len(table))).repeat_interleave(run)
+        at = at.clamp(min=0)
+    runs = (at * (2 * num_kv_heads * runs_a_block)).add_(first_keys % block_size // run)
+    heads = torch.arange(0, num_kv_heads * runs_a_block, runs_a_block)
+    return runs.view(splits, 1, -1) + heads[:, None], is_missing, run
+
+
+def _gather(kv: Tensor, kv_scale: Tensor | None, runs: Tensor, run: int) -> tuple[Tensor, Tensor | None]:
     """Keys or values of n splits as float32 [n, hkv, 64, hd], and their scales [n, hkv, 64].
 
     runs [n, hkv, 64 / run] numbers runs of `run` tokens in the cache.

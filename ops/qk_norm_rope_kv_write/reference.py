@@ -70,10 +70,11 @@ def qk_norm_rope_kv_write(
     k = _norm_rope(qkv[:, q_end:k_end].view(rows, num_kv_heads, hd), k_weight, cos, sin, eps)
     v = qkv[:, k_end:].view(rows, num_kv_heads, hd)
     written = slot_mapping >= 0
-    slots = slot_mapping[written]
+    is_whole = bool(written.all())
+    slots = slot_mapping if is_whole else slot_mapping[written]
     block, offset = slots // kv.shape[3], slots % kv.shape[3]
     for half, values in enumerate((k, v)):
-        values = values[written]
+        values = values if is_whole else values[written]
         if kv_scale is None:
             kv[block, half, :, offset] = values.to(kv.dtype)
         else:
@@ -89,7 +90,11 @@ def qk_norm_rope_kv_write(
 def _norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension with factor 1 + w, then the rotation of its first dims; float32."""
     x = x.float()
-    x = x * (1.0 / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)) * (1.0 + weight.float())
+    x = x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    x = torch.addcmul(x, x, weight.float())
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).add_(turned)
+    return x

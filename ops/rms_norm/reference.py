@@ -33,9 +33,8 @@ def rms_norm(x: Rows, weight: Weight, eps: float) -> Annotated[Tensor, "M H", Li
     Source: Zhang and Sennrich, arXiv 1910.07467; the zero-centred weight is Qwen3-Next's.
     """
     x_f32 = x.float()
-    mean_square = (x_f32 * x_f32).sum(-1, keepdim=True) / x.shape[-1]
-    y = x_f32 * torch.rsqrt(mean_square + eps) * (1.0 + weight.float())
-    return y.to(x.dtype).contiguous()
+    y = x_f32 * (x_f32 * x_f32).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.addcmul(y, y, weight.float()).to(x.dtype).contiguous()
 
 
 def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:

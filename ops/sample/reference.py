@@ -194,24 +194,29 @@ def _ban_words(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
     return _ban(x, prefix, last, is_met, tables.bias.shape[1])
 
 
+_ANY = PENALTIES | BIAS | STOP_IDS | BAD_WORDS
 _PROCESSORS = ((PENALTIES, _penalize), (BIAS, _add_bias), (STOP_IDS, _delay_stops), (BAD_WORDS, _ban_words))
 
 
 def _process(
     x: Tensor, prefix: Prefix, tables: SamplingTables, num_valid_ids: int, masks: Tensor | None
 ) -> Tensor:
-    """Penalties, bias and masks, in that order; a new tensor."""
-    x, features = x.clone(), tables.features[prefix.slots]
-    for bit, processor in _PROCESSORS:
+    """Penalties, bias and masks of x without other infinities than -inf, in that order; mutates x."""
+    features = tables.features[prefix.slots]
+    is_any = bool((features & _ANY).any())
+    for bit, processor in _PROCESSORS if is_any else ():
         rows = ((features & bit) != 0).nonzero().squeeze(1)
         if rows.numel():
             x[rows] = processor(x[rows], prefix.of_rows(rows), tables)
-    columns = torch.arange(x.shape[1], device=x.device)
-    ids = columns if prefix.column_ids is None else prefix.column_ids
-    x = x.masked_fill(ids >= num_valid_ids, -math.inf)
+    if prefix.column_ids is None:
+        x[:, num_valid_ids:] = -math.inf
+    else:
+        x.masked_fill_(prefix.column_ids >= num_valid_ids, -math.inf)
     if masks is not None:
-        x = x.masked_fill(((masks[:, ids >> 5] >> (ids & 31)) & 1) == 0, -math.inf)
-    return _finite_or_minus_inf(x)
+        columns = torch.arange(x.shape[1], device=x.device)
+        ids = columns if prefix.column_ids is None else prefix.column_ids
+        x.masked_fill_(((masks[:, ids >> 5] >> (ids & 31)) & 1) == 0, -math.inf)
+    return _finite_or_minus_inf(x) if is_any else x
 
 
 def _top_k(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,7 +366,8 @@ def sample(
         logits, drafts, positions, state_index, tables, num_valid_ids, column_ids, masks
     )
     column = x.argmax(-1) if column_ids is None else _lowest_id(x, column_ids)
-    for chosen, is_limited in ((is_random & ~has_top_k, False), (is_random & has_top_k, True)):
+    kinds = ((is_random & ~has_top_k, False), (is_random & has_top_k, True)) if bool(is_random.any()) else ()
+    for chosen, is_limited in kinds:
         row = chosen.nonzero().squeeze(1)
         if row.numel():
             column[row] = _draw(x[row], prefix.of_rows(row), tables, is_limited)

@@ -26,34 +26,32 @@ def _convolve(window: Tensor, conv_weight: Tensor) -> Tensor:
     return silu(total)
 
 
-def _l2norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
-
-
 def _split_heads(
     mixed: Tensor, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Channels [rows, C] to q (l2norm * dk^-0.5), k (l2norm), v, each [rows, heads, dim] and contiguous."""
     rows = mixed.shape[0]
     key = num_k_heads * head_k_dim
-    q = _l2norm(mixed[:, :key].view(rows, num_k_heads, head_k_dim)) * head_k_dim**-0.5
-    k = _l2norm(mixed[:, key : 2 * key].view(rows, num_k_heads, head_k_dim))
+    both = mixed[:, : 2 * key].view(rows, 2, num_k_heads, head_k_dim)
+    scale = (both * both).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
+    q, k = (both * scale).unbind(1)
     v = mixed[:, 2 * key :].contiguous().view(rows, num_v_heads, head_v_dim)
-    return q, k, v
+    return q * head_k_dim**-0.5, k.contiguous(), v
 
 
 def _gates(proj: Tensor, first_column: int, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g (log decay) and beta, [rows, nv] f32, from the b and a columns of proj."""
     heads = a_log.shape[0]
-    b = proj[:, first_column : first_column + heads].float().contiguous()
-    a = proj[:, first_column + heads : first_column + 2 * heads].float().contiguous()
-    return -torch.exp(a_log) * softplus(a + dt_bias), sigmoid(b)
+    b, a = proj[:, first_column : first_column + 2 * heads].float().view(-1, 2, heads).unbind(1)
+    return softplus(a + dt_bias).mul_(a_log.exp()).neg_(), sigmoid(b).contiguous()
 
 
 def _history(conv_ring: Tensor, state_index: Tensor, first: Tensor) -> Tensor:
     """Raw inputs of the three positions before `first` [B], [B, 3, C] f32, zero before position 0."""
     positions = first[:, None] + torch.arange(-HISTORY, 0, device=first.device)
     rows = conv_ring[state_index.long()[:, None], positions % conv_ring.shape[1]]
+    if int(first.min()) >= HISTORY:
+        return rows.float()
     return rows.float().masked_fill((positions < 0)[..., None], 0.0)
 
 
@@ -152,7 +150,7 @@ def spec_conv1d(
     mixed = _convolve(window, conv_weight).view(rows, channels)
     q, k, v = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     g, beta = _gates(proj, channels + num_v_heads * head_v_dim, a_log, dt_bias)
-    return GDNInputs(q, k, v, torch.exp(g), beta)
+    return GDNInputs(q, k, v, g.exp_(), beta)
 
 
 @operator(mutates=("conv_ring",), check=_pieces_fit)

@@ -1,4 +1,4 @@
-"""The specifications of `read_window` and `accept_window`, and what runs on the CPU; where rows lie."""
+"""The specifications of `read_window` and `accept_window`; where rows lie."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _drafts_hold_window(mtp_step: int, block_size: int, end: int, blocks: int, n
         raise fail("drafts", f"hold {mtp_step} ids a slot", num_drafts, "make SlotState for that depth")
 
 
-@operator(check=_drafts_hold_window)
+@operator(check=_drafts_hold_window, has_cpu_route=True)
 def read_window(
     state_index: Annotated[Tensor, "B", I32],
     cursors: Cursors,
@@ -168,6 +168,7 @@ def read_window(
         Launch("accept_window_kernel", reads_early=("tokens", "state_index", "start", "table", "features")),
     ),
     check=_table_holds_window,
+    has_cpu_route=True,
 )
 def accept_window(
     tokens: Annotated[Tensor, "B*(mtp_step+1)", I64, _W_ROWS],

@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_mtp.ops import registry
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I64, Like, Remedy, Signature
@@ -118,7 +119,10 @@ def made_functions() -> tuple[Signature, list[tuple[object, ...]], tuple[object,
         seen.append(flat)
         return "total", "flat"
 
-    return signature, seen, signature.functions(overload, rule, None)
+    def on_cpu(weight: Tensor, pair: Pair, option: Tensor | None, extra: int, scale: float) -> Sums:
+        return Sums(*overload(weight, *pair, option, extra, scale))  # type: ignore[arg-type]
+
+    return signature, seen, signature.functions(overload, lambda: on_cpu, rule, None)
 
 
 def valid() -> dict[str, object]:
@@ -133,6 +137,25 @@ def test_a_schema_is_flat_and_says_what_is_mutated() -> None:
     )
     with pytest.raises(TypeError, match="mutates must name tensors of specification"):
         Signature(specification).schema(("pair",))
+
+
+def test_a_plain_tensor_on_a_cpu_goes_past_the_dispatcher_unless_watched() -> None:
+    seen: list[str] = []
+
+    def twice(x: Annotated[Tensor, "N", F32]) -> Annotated[Tensor, "N", F32]:
+        seen.append("direct")
+        return 2.0 * x
+
+    def overload(x: Tensor) -> Tensor:
+        seen.append("dispatched")
+        return x
+
+    call = Signature(twice).functions(overload, lambda: twice, None, None)[0]
+    call(torch.ones(2))
+    with FlopCounterMode(display=False):
+        call(torch.ones(2))
+    call(torch.ones(2, device="meta"))
+    assert seen == ["direct", "dispatched", "dispatched"]
 
 
 def test_a_call_flattens_records_and_names_its_results() -> None:
@@ -182,6 +205,6 @@ def test_a_declaration_that_cannot_work_is_refused() -> None:
         raise NotImplementedError
 
     with pytest.raises(AssertionError, match="unknown dimensions"):
-        Signature(unknown).functions(None, None, None)
+        Signature(unknown).functions(None, lambda: print, None, None)
     with pytest.raises(TypeError, match="x must be an Annotated"):
         Signature(untyped)
