@@ -66,7 +66,7 @@ def accept_window(
 ) -> Accepted:
     query_len, index, starts = mtp_step + 1, state_index.tolist(), start.tolist()
     drawn, outcomes = sampled.tolist(), outcome.tolist()
-    agrees = _agrees(tokens.tolist(), drawn, start, query_len, hash_limit)
+    agrees = _agrees(tokens.tolist(), drawn, state_index, start, query_len, hash_limit)
     features = history.features.tolist()
     packed: list[list[int]] = []
     rows: list[int] = []
@@ -107,14 +107,19 @@ def accept_window(
 
 
 def _agrees(
-    tokens: list[int], drawn: list[int], start: Tensor, query_len: int, hash_limit: Tensor | None
+    tokens: list[int],
+    drawn: list[int],
+    state_index: Tensor,
+    start: Tensor,
+    query_len: int,
+    hash_limit: Tensor | None,
 ) -> list[bool]:
     """Of each row whether the draft behind it is right; nothing of a request's last row."""
     limit = -1 if hash_limit is None else int(hash_limit)
     if limit < 0:
         return [token == one for token, one in zip([*tokens[1:], -1], drawn, strict=True)]
     places = start[:, None] + torch.arange(1, query_len + 1)
-    hashed: list[bool] = (position_hash(places) < limit).flatten().tolist()
+    hashed: list[bool] = (position_hash(places, state_index.long()[:, None]) < limit).flatten().tolist()
     return hashed
 
 
