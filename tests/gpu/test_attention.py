@@ -229,7 +229,7 @@ def test_compiles_with_cuda_graphs():
 def test_registrations():
     args = make([70, 5], 4, 8, 2, 256, dtype=torch.bfloat16, device="cuda")
     args[2] = args[2].nan_to_num()
-    torch.library.opcheck(torch.ops.compiled_mtp.paged_attention.default, tuple(args))
+    torch.library.opcheck(torch.ops.compiled_mtp.paged_attention.default, (*args, None, None))
     args = make_qk(5, 8, 2, 256, dtype=torch.bfloat16, device="cuda")
     args[6].zero_()
     torch.library.opcheck(torch.ops.compiled_mtp.qk_norm_rope_kv_write.default, tuple(args))

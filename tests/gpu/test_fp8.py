@@ -51,12 +51,8 @@ def streams(
 def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     step, device = engine.runner.step, engine.runner.device
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
-    index = torch.tensor([1], dtype=torch.int32, device=device)
-    start, length = (torch.tensor([n], device=device) for n in (0, len(tokens)))
-    rows = step._rows(index, index.long(), start, len(tokens), start, length)
-    ids = torch.tensor(tokens, device=device)
-    hidden = step.target(ids, rows, step.kv_cache, step.state_cache, step.cos_sin)
-    return step.target.logits(hidden)
+    pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]], device=device)
+    return step.target.logits(step.prefill(torch.tensor(tokens, device=device), pieces))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -313,9 +313,10 @@ def test_registration(name: str) -> None:
             cache.state,
             *one,
             *norm,
+            cuda(0),
         ),
         "spec_conv1d": (proj, *weights_of(layer, cache), index, pos, *shape.dims),
-        "conv_prefill": (proj, *weights_of(layer, cache), *one, *shape.dims),
+        "conv_prefill": (proj, *weights_of(layer, cache), *one, *shape.dims, cuda(4)),
     }
     operator: Callable[..., Any] = getattr(torch.ops.compiled_mtp, name).default
     check_registration(operator, arguments[name])

@@ -40,10 +40,8 @@ def kept_engine(directory: Path, **options: Any) -> Engine:
 def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     step = engine.runner.step
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
-    state_index, start = torch.tensor([1], dtype=torch.int32), torch.tensor([0])
-    rows = step._rows(state_index, state_index.long(), start, len(tokens), start, torch.tensor([len(tokens)]))
-    hidden = step.target(torch.tensor(tokens), rows, step.kv_cache, step.state_cache, step.cos_sin)
-    return step.target.logits(hidden)
+    pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]])
+    return step.target.logits(step.prefill(torch.tensor(tokens), pieces))
 
 
 def streams(

@@ -57,8 +57,9 @@ def test_segments_equal_whole_sequence(shape: Shape, dtype: torch.dtype, lengths
 
 
 def test_registration_and_compilation() -> None:
-    check_registration(torch.ops.compiled_mtp.conv_prefill.default, segment(SHAPES[0], 8, 0, 6))
-    check_compiles(conv_prefill, [segment(SHAPES[0], 8, 0, 6), segment(SHAPES[0], 5, 0, 5)])
+    given = (*segment(SHAPES[0], 8, 0, 6), torch.tensor([4]))
+    check_registration(torch.ops.compiled_mtp.conv_prefill.default, given)
+    check_compiles(conv_prefill, [given, (*segment(SHAPES[0], 5, 0, 5), torch.tensor([0]))])
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,9 @@ def arguments(length: int, rows: int) -> tuple[Any, ...]:
 
 
 def test_registration_and_compilation() -> None:
-    check_registration(torch.ops.compiled_mtp.gdn_prefill.default, arguments(65, 70))
-    check_compiles(gdn_prefill, [arguments(65, 70), arguments(10, 10)])
+    given = (*arguments(65, 70), torch.tensor([64]))
+    check_registration(torch.ops.compiled_mtp.gdn_prefill.default, given)
+    check_compiles(gdn_prefill, [given, (*arguments(10, 10), torch.tensor([0]))])
 
 
 @pytest.mark.parametrize(
