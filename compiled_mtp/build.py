@@ -45,7 +45,6 @@ from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.host_memory import OFFLOAD_SHARE, plan_host_memory
 from compiled_mtp.memory import (
-    SPARE_SLOTS,
     HostPlan,
     MemoryPlan,
     available_bytes,
@@ -64,6 +63,7 @@ from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.models.weight_format import Formats, Recipe, describe_recipe, resolve_recipe
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.spec.depth import first_depth

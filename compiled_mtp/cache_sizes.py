@@ -9,9 +9,10 @@ from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
 from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.memory import DEFAULT_PREFIX_CACHE_BYTES, SPARE_SLOTS, CacheShape
+from compiled_mtp.memory import DEFAULT_PREFIX_CACHE_BYTES, CacheShape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.paged_attention.splits import count_splits
+from compiled_mtp.plan import SPARE_SLOTS
 
 
 def cache_shape(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, mtp_step: int) -> CacheShape:

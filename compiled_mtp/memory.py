@@ -6,12 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from compiled_mtp.plan import SPARE_SLOTS
+
 _FLOAT32_BYTES = 4
 # Of what is packed into flat memory, as `RowLayout` does it.
 _ROW_ALIGNMENT = 64
-SPARE_SLOTS = 2
-"""Rows of what has one a slot that no request owns: the padding's, the first, and the last, in which a launch
-leaves what is to be a checkpoint of a place inside a prompt's piece."""
 # Block 0, and one for a request.
 _LEAST_BLOCKS = 2
 # Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share

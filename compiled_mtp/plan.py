@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+SPARE_SLOTS = 2
+"""Slots that no request owns: the padding's, the first, and the last, in which a launch leaves what is to be
+a checkpoint of a place inside a piece of a prompt."""
+
 PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", "move"]
 
 

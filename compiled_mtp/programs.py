@@ -34,10 +34,9 @@ from compiled_mtp.graphs.compile import (
     save_program,
     without_collector,
 )
-from compiled_mtp.memory import SPARE_SLOTS
 from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.ops.sample import filter_logits
-from compiled_mtp.plan import Piece
+from compiled_mtp.plan import SPARE_SLOTS, Piece
 from compiled_mtp.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.step import Step
 

@@ -7,8 +7,6 @@ import random
 import pytest
 import torch
 
-from compiled_mtp.models.rows import PrefillRows
-from compiled_mtp.ops.window import place_rows
 from compiled_mtp.step import Step
 from tests import tiny
 
@@ -34,12 +32,7 @@ def draft_kv(step: Step, slot: int) -> torch.Tensor:
 @torch.no_grad()
 def prefill_draft(step: Step, slot: int, first: int, tokens: list[int], hidden: torch.Tensor) -> None:
     """A draft prefill of the pairs (token, hidden before it) at positions from `first` on."""
-    begin, table = torch.tensor([first]), step.slots.block_table[slot : slot + 1]
-    positions, places = place_rows(begin, len(tokens), step.max_model_len, table, step.kv_cache.block_size)
-    flat, index = positions.flatten(), torch.tensor([slot], dtype=torch.int32)
-    length = torch.tensor([len(tokens)])
-    at = (flat, flat, places.flatten(), table, index, begin)
-    rows = PrefillRows(*at, length=length, first_row=torch.tensor([0]))
+    rows = tiny.prefill_rows(step, slot, first, len(tokens))
     step._draft_forward(torch.tensor(tokens), hidden, rows)
 
 

@@ -17,6 +17,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rows import PrefillRows, place_pieces
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import StepOutput
@@ -167,6 +168,16 @@ def install(
     blocks = tuple(BlockUpdate(*update) for update in updates)
     executor = Moves(step.slot_tensors, step.slots.block_table, step.kv_cache)
     executor.carry_out(StepPlan(0, "move", moves=moves, block_updates=blocks))
+
+
+def prefill_rows(step: Step, slot: int, start: int, count: int) -> PrefillRows:
+    """Those of a prompt's piece that goes alone: `count` rows from position `start` on."""
+    piece = torch.tensor([[start], [count], [0]], device=step.slots.pos.device)
+    table = step.slots.block_table[slot : slot + 1]
+    _, _, positions, kv_slots = place_pieces(count, tuple(piece), table, step.kv_cache.block_size)
+    index, (begin, length, first_row) = piece.new_tensor([slot], dtype=torch.int32), piece
+    at = (positions, positions, kv_slots, table, index, begin)
+    return PrefillRows(*at, length=length, first_row=first_row, mark=torch.zeros_like(length))
 
 
 @torch.no_grad()

@@ -161,9 +161,9 @@ def test_a_cache_of_other_source_or_tensors_is_refused_by_name(
     changes = {
         "key.json": ('"source": "', '"source": "0', r"graph_cache must be made for source='\w+', got '0\w+'"),
         "programs/layout.json": (
-            '"slots.pos": [[2]',
+            '"slots.pos": [[3]',
             '"slots.pos": [[9]',
-            r"graph_cache must be made for slots\.pos=\[\[2\], .*, got \[\[9\], ",
+            r"graph_cache must be made for slots\.pos=\[\[3\], .*, got \[\[9\], ",
         ),
     }
     for name, (old, new, message) in changes.items():

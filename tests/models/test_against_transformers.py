@@ -79,8 +79,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
     ours = []
     for begin in range(0, PROMPT_LEN, CHUNK):
         part = case.tokens[begin : min(begin + CHUNK, PROMPT_LEN)]
-        start, length = torch.tensor([begin]), torch.tensor([len(part)])
-        rows = step._rows(state_index, index, start, len(part), start, length)
+        rows = tiny.prefill_rows(step, 1, begin, len(part))
         hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
         ours.append(step.target.logits(hidden))
     check(case, "prefill", torch.cat(ours), case.logits[:PROMPT_LEN])
@@ -110,8 +109,7 @@ def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
     # Pairs (token j, hidden j - 1) for j = 1 .. PROMPT_LEN - 1, then a chain on the draft's own hidden.
     tokens = case.tokens[1:PROMPT_LEN]
     expected, logits, cache = case.oracle.draft(tokens, case.hidden[: PROMPT_LEN - 1])
-    start, length = torch.tensor([1]), torch.tensor([PROMPT_LEN - 1])
-    rows = step._rows(state_index, index, start, PROMPT_LEN - 1, start, length)
+    rows = tiny.prefill_rows(step, 1, 1, PROMPT_LEN - 1)
     ours = step._draft_forward(tokens, case.hidden[: PROMPT_LEN - 1], rows)
     check(case, "mtp", step.target.logits(ours), logits)
 

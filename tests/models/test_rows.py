@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows, place_pieces
+from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.step import Step
 from tests import tiny
 
@@ -24,10 +24,7 @@ def rows_of(step: Step, start: int, count: int, *, is_prefill: bool) -> Rows:
     state_index, first = torch.tensor([1], dtype=torch.int32), torch.tensor([start])
     if not is_prefill:
         return step._rows(state_index, state_index.long(), first, count, first)
-    length, first_row, table = torch.tensor([count]), torch.tensor([0]), step.slots.block_table[1:2]
-    place = place_pieces(count, (first, length, first_row), table, step.kv_cache.block_size)
-    at = (place[2], place[2], place[3], table, state_index, first)
-    return PrefillRows(*at, length=length, first_row=first_row)
+    return tiny.prefill_rows(step, 1, start, count)
 
 
 @torch.no_grad()
