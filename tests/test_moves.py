@@ -104,7 +104,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
 def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
     driver = Driver(make_runner(checkpoint, HOST))
     moves = driver.runner.moves
-    dummy = torch.full((4, 5), -1, dtype=torch.int32)
+    dummy = torch.full((5, 5), -1, dtype=torch.int32)
     moves.slot_tensors.register(SlotTensor("dummy", dummy, initial=9))
     moves.allocate_host(2, 2 * BLOCKS_EACH)
     driver.start("a", 1, PROMPTS["a"])
@@ -114,14 +114,14 @@ def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
     driver.offload("a", 0)
     assert dummy[3].tolist() == [3] * 5
     driver.bring_back("a", 0, 2)
-    assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [3] * 5]
+    assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [3] * 5, [-1] * 5]
 
 
 def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(checkpoint: Path) -> None:
     driver = Driver(make_runner(checkpoint))
     moves = driver.runner.moves
     for name, is_in_checkpoint in (("kept", True), ("left", False)):
-        tensor = torch.zeros((4, 5), dtype=torch.int32)
+        tensor = torch.zeros((5, 5), dtype=torch.int32)
         moves.slot_tensors.register(SlotTensor(name, tensor, is_in_checkpoint=is_in_checkpoint))
     moves.allocate_checkpoints(2)
     slot, place, other = Place("slot", 1), Place("checkpoint", 1), Place("slot", 2)
@@ -223,8 +223,8 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -
         (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
         (bare, slot, Place("checkpoint", 0), (), "target must lie in a tier that was allocated, got 'check"),
         (runner, slot, Place("checkpoint", 99), (), "target must be checkpoint 0 to "),
-        (runner, Place("slot", 0), record, (), "source must be slot 1 to 3, got 0; give the runner room for"),
-        (runner, Place("slot", 4), record, (), "source must be slot 1 to 3, got 4; give the runner room for"),
+        (runner, Place("slot", 0), record, (), "source must be slot 1 to 4, got 0; give the runner room for"),
+        (runner, Place("slot", 5), record, (), "source must be slot 1 to 4, got 5; give the runner room for"),
         (runner, Place("host", -1), slot, (), "source must be host 0 to 1, got -1; give the runner room for"),
         (runner, slot, Place("host", 2), (), "target must be host 0 to 1, got 2; give the runner room for m"),
         (runner, slot, record, ((0, 0),), "source must have blocks 1 to 32, got 0; give the runner room for"),

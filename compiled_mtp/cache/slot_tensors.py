@@ -38,7 +38,7 @@ class SlotTensors:
             if other.tensor.shape[0] != entry.tensor.shape[0]:
                 raise ValueError(
                     f"{entry.name} must have {other.tensor.shape[0]} slots, got {entry.tensor.shape[0]}; "
-                    "make a row for each slot and for the padding"
+                    "make a row for each request and for the spare slots"
                 )
             break
         self._by_name[entry.name] = entry
