@@ -348,8 +348,8 @@ class EngineConfig(BaseSettings):
         return self._whole_steps(_BUSY_CHUNK)
 
     def resolve_least_saved(self, device: str) -> int:
-        """Tokens that a launch of its own must save a prompt that comes again: on a GPU even a short launch
-        reads every weight."""
+        """Tokens that a checkpoint near a prompt's end must save the prompt when it comes again: where they
+        are computed as fast as on a GPU, fewer are not worth what it takes and pushes out."""
         return _BUSY_CHUNK if device == "cuda" else 0
 
     def _whole_steps(self, num_tokens: int) -> int:

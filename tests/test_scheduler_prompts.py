@@ -105,7 +105,7 @@ def test_prompts_that_begin_alike_wait_for_one_another() -> None:
     found = run(
         scheduler, runner, *(request_of(name, p, 4, i) for i, (name, p) in enumerate(prompts.items()))
     )
-    assert found[0] == [("a", 8), ("other", 7)]
+    assert found[0] == [("a", 10), ("other", 7)]
     assert sum(len(pieces) for pieces in found) <= 5
     again = run(
         scheduler, runner, request_of("d", [*range(8), 80], 4, 7), request_of("e", [*range(8), 90], 4, 8)

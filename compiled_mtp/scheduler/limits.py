@@ -26,7 +26,7 @@ class Limits:
     """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
     from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
     for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk;
-    least_saved: what a launch must save the same prompt's next coming to end where that would resume.
+    least_saved: what a checkpoint near a prompt's end must save the same prompt when it comes again.
     max_pieces: the most prompts of a launch. num_checkpoints of the prefix cache, 0 for none, and
     shelf_records and shelf_blocks of its host tier. Any thread may use it. Raises ValueError for a number
     that is too small, or steps that blocks or chunks do not hold whole.
