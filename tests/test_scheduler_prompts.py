@@ -114,6 +114,21 @@ def test_prompts_that_begin_alike_wait_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
+def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: int) -> None:
+    """Of the only place: the first prompt takes it, the second brings its state from the host into it."""
+    host = {"shelf_records": 8, "shelf_blocks": 40}
+    scheduler, runner = make(delay, num_checkpoints=1, **host)
+    known, *others = requests_of(a=19, b=19, c=17)
+    run(scheduler, runner, known)
+    run(scheduler, runner, others[0])
+    again = [request_of(name, known.prompt_token_ids, 4, index) for index, name in enumerate("de", 7)]
+    assert run(scheduler, runner, others[1], again[0]) == [[("c", 17), ("d", 3)]]
+    assert scheduler.prefix.num_host_hits == 1
+    assert run(scheduler, runner, again[1]) == [[("e", 3)]]
+    assert scheduler.prefix.num_host_hits == 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
 def test_an_error_ends_everybody_in_the_launch_and_nobody_else(delay: int) -> None:
     scheduler, runner = make(delay)
     for request in requests_of(a=3, b=3, c=40):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.graphs.buckets import lay_out
@@ -24,6 +24,16 @@ class Launch:
     moves: list[Move] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Take the moves of somebody who begins.
+
+        A checkpoint that one of them fills may have been taken from somebody before in this launch, whose
+        save would come behind it.
+        """
+        self.moves += moves
+        filled = {move.target for move in moves if isinstance(move, Copy)}
+        self.saves = [save for save in self.saves if save.target not in filled]
 
     @property
     def ended(self) -> list[Holding]:
@@ -107,7 +117,7 @@ class Prompts:
     def _take(self, holding: Holding, num_rows: int, launch: Launch) -> None:
         """Put the next piece of a prompt, of at most `num_rows` tokens, into a launch."""
         if not holding.is_told:
-            launch.moves += self._start_slot(holding)
+            launch.start(self._start_slot(holding))
             launch.block_updates += block_table_row(holding.slot, holding.block_ids)
         prefix, request, start = self._holdings.prefix, holding.request, holding.num_prefilled
         end = min(start + num_rows, request.prompt_len)
