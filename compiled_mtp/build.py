@@ -59,7 +59,7 @@ from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.row_unit import find_row_unit, weights_of
+from compiled_mtp.models.row_unit import find_row_unit, shares_of, weights_of
 from compiled_mtp.models.weight_format import Formats, Recipe, describe_recipe, resolve_recipe
 from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.registry import use_reference
@@ -464,7 +464,8 @@ def _row_unit(settings: _Settings, target: TargetModel) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
-    unit = find_row_unit([*weights_of(target.modules()), target.head_weight], row_counts)
+    weights = [*weights_of(target.modules()), *shares_of(target.modules()), target.head_weight]
+    unit = find_row_unit(weights, row_counts)
     if unit is None:
         logger.warning(
             "this machine's matrix library gives a row other bits with other rows beside it: tokens may "

@@ -56,7 +56,11 @@ def pack(weight: Tensor) -> bool:
     has_size = LEAST_ELEMENTS <= weight.numel() <= MOST_ELEMENTS
     if not has_library or weight.dtype != torch.float32 or not has_size:
         return False
-    _, exponent = torch.frexp(weight.abs().max())
+    largest = weight.abs().max()
+    # The library would take an infinite weight for the largest number of half precision.
+    if not torch.isfinite(largest):
+        return False
+    _, exponent = torch.frexp(largest)
     factor = 2.0 ** (int(exponent) - _LARGEST_EXPONENT)
     scaled = weight / factor
     if not torch.equal(scaled.half().float(), scaled):

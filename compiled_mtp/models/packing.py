@@ -17,7 +17,8 @@ def pack_weights(target: TargetModel, draft: DraftModel | None) -> None:
 
     Values alone decide what is packed, so tokens do not depend on anything else.
     """
-    weights = [*weights_of(target.modules()), target.head_weight]
+    weights = weights_of(target.modules())
+    weights += [target.head_weight] if target.is_tied else []
     weights += weights_of(draft.modules()) if draft is not None else []
     packed = [weight for weight in weights if pack(weight)]
     if packed:

@@ -21,11 +21,15 @@ _CANONICAL_ROWS = 64
 
 
 def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The matrices of products among `modules`, and of those that quantise their rows, which a CPU sums in
-    shares too, a share of the columns."""
-    products = [module for module in modules if isinstance(module, (Linear, Router))]
-    shares = [m.weight for m in products if isinstance(m, Linear) and m.quantizes_rows]
-    return [m.weight for m in products] + [w[:, : w.shape[1] // share_count(w.shape[1])] for w in shares]
+    """The matrices of products among `modules`, as these hold them."""
+    return [module.weight for module in modules if isinstance(module, (Linear, Router))]
+
+
+def shares_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Of every matrix whose product quantises its rows, a share of the columns: a CPU sums those in shares
+    too."""
+    whole = [m.weight for m in modules if isinstance(m, Linear) and m.quantizes_rows]
+    return [weight[:, : weight.shape[1] // share_count(weight.shape[1])] for weight in whole]
 
 
 def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:

@@ -47,11 +47,14 @@ def test_compiled_code_finds_what_was_packed() -> None:
 def test_what_is_not_exact_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = stored_weight()
     wide[0, 0], wide[0, 1] = 1e-9, 1e9
+    infinite = stored_weight()
+    infinite[3, 5] = -torch.inf
     for weight in (
         torch.randn(700, 96),
         stored_weight(64),
         stored_weight().bfloat16(),
         wide,
+        infinite,
         stored_weight() * torch.nan,
     ):
         assert not pack(weight)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
+from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, NOT_FINITE, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.window import Cursors, accept_window, read_window
 from compiled_mtp.ops.window.reference import position_hash
 from tests.ops.harness import check_compiles, check_launch, check_registration
 from tests.ops.window_cases import (
+    BLOCK_SIZE,
     BLOCKS,
     END,
     HASH_LIMIT,
     SLOTS,
     accept_arguments,
+    cursors_of,
+    history_of,
     make_slots,
     read_arguments,
     slot_of,
@@ -93,6 +96,40 @@ def test_the_leading_right_drafts_are_committed(
     for slot in set(range(SLOTS)) - set(order):
         for name in ("base", "pos", "last_token"):
             assert slots[name][slot] == before[name][slot]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
+    """Every tensor of both, over requests at any stage, reserved blocks at any place, and all outcomes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    mtp_step, batch = seed % 8, int(draw(1, 7))
+    width = mtp_step + 1
+    index = torch.randperm(SLOTS, generator=generator)[:batch].to(torch.int32)
+    index[draw(0, 2, batch) * draw(0, 2, batch) > 0] = 0
+    given = make_slots(mtp_step, "cpu")
+    given["pos"][1:] = draw(0, END + 3, SLOTS - 1)
+    given["block_table"][1:] = draw(-1, 4, SLOTS - 1, BLOCKS).to(torch.int32)
+    given["features"] = draw(0, 64, SLOTS).to(torch.int32)
+    # Few ids, so that drafts are right and a token comes again.
+    given["drafts"][1:] = draw(1, 3, *given["drafts"][1:].shape)
+    sampled = draw(1, 3, batch * width)
+    outcome = torch.tensor([DRAWN, DRAWN, DRAWN, NOT_FINITE, ALL_MASKED])[draw(0, 5, batch * width)]
+    limit = None if seed % 3 else torch.tensor([int(draw(-1, 65537))])
+    found = []
+    for read, accept in ((read_window, accept_window), (read_window.reference, accept_window.reference)):
+        slots = {name: tensor.clone() for name, tensor in given.items()}
+        sizes = (mtp_step, BLOCK_SIZE, END)
+        window = read(index, cursors_of(slots), slots["drafts"], slots["block_table"], *sizes)
+        drawn = (window.tokens, sampled, outcome.to(torch.uint8))
+        place = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
+        found.append([*window, *accept(*drawn, *place, *sizes, limit), *slots.values()])
+    for ours, expected in zip(*found, strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
 
 
 def test_hashes_of_neighbours_have_nothing_to_do_with_each_other() -> None:
