@@ -74,11 +74,11 @@ def first_token(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, P
     """Two lines: prompt tokens -> seconds, of prompts that are new and of such as come again."""
     rows = sorted((o for o in objects if "first_token_s" in o), key=lambda row: row["prompt_tokens"])
     names = {"new": "new prompts", "again": "prompts that come again, cached"}
-    return {
-        ", ".join(part for part in (label, said) if part): {row["prompt_tokens"]: row["first_token_s"][name] for row in rows}
-        for name, said in names.items()
-        if rows
-    }
+    lines = {}
+    for name, said in names.items() if rows else ():
+        points = {row["prompt_tokens"]: row["first_token_s"][name] for row in rows}
+        lines[", ".join(part for part in (label, said) if part)] = points
+    return lines
 
 
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Points]]
