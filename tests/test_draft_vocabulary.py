@@ -116,3 +116,12 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
     assert 0.3 < told["coverage"] < 1.0
     assert main(["rank-vocabulary", str(tmp_path), "--suffix", ".rst", "--output", str(output)]) == 2
     assert "error: paths must hold text, got none in 1 paths;" in capsys.readouterr().err
+    output.unlink()
+    refused = {
+        "top must be at least 1, got 0": [str(tmp_path), "--top=0"],
+        "paths must exist, got no": ["no"],
+    }
+    for said, given in refused.items():
+        assert main(["rank-vocabulary", "--output", str(output), *given]) == 2
+        assert f"error: {said}; " in capsys.readouterr().err
+    assert not output.exists()

@@ -1,4 +1,4 @@
-"""tools/plot.py: each picture from a few lines of JSON, and the committed ones from the committed data."""
+"""tools/plot.py: each picture from a few lines of JSON; what the committed ones were drawn from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ CASES_OF: dict[str, list[tuple[list[Any], dict[str, Any]]]] = {
     "first-token": [
         (
             PREFIX,
-            {"it, new": {512: 0.512, 2048: 2.048}, "it, again, the beginning cached": {512: 0.1, 2048: 0.1}},
+            {
+                "it, new prompts": {512: 0.512, 2048: 2.048},
+                "it, prompts that come again, cached": {512: 0.1, 2048: 0.1},
+            },
         )
     ],
 }
@@ -55,6 +58,11 @@ def test_a_picture_of_each(name: str, tmp_path: Path) -> None:
             assert plot.main([name, f"it={file}", "--title", "A title", "--output", str(picture)]) == 0
         assert pictures[0].read_bytes() == pictures[1].read_bytes()
         assert pictures[0].read_text().count("<use ") >= sum(map(len, lines.values()))
+
+
+def test_every_line_of_a_committed_picture_was_measured_by_itself() -> None:
+    files = sorted((ROOT / "docs" / "data").iterdir())
+    assert len({file.read_bytes() for file in files}) == len(files) > 0
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,19 +73,19 @@ def acceptance(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Po
 def first_token(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """Two lines: prompt tokens -> seconds, of prompts that are new and of such as come again."""
     rows = sorted((o for o in objects if "first_token_s" in o), key=lambda row: row["prompt_tokens"])
-    names = {"new": "new", "again": "again, the beginning cached"}
-    return {
-        f"{label}, {said}": {row["prompt_tokens"]: row["first_token_s"][name] for row in rows}
-        for name, said in names.items()
-        if rows
-    }
+    names = {"new": "new prompts", "again": "prompts that come again, cached"}
+    lines = {}
+    for name, said in names.items() if rows else ():
+        points = {row["prompt_tokens"]: row["first_token_s"][name] for row in rows}
+        lines[", ".join(part for part in (label, said) if part)] = points
+    return lines
 
 
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Points]]
 # How a plot reads its files, its axes' names, and the scale of the abscissa.
 PLOTS: dict[str, tuple[Reader, str, str, str]] = {
     "speedup": (speedup, "requests at a time", "tokens/s over those of mtp_step 0", "log"),
-    "acceptance": (acceptance, "index of the draft", "kept, of the rounds that had it", "linear"),
+    "acceptance": (acceptance, "index of the draft", "share of rounds that kept it", "linear"),
     "first-token": (first_token, "tokens of the prompt", "seconds to the first token", "log"),
 }
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from compiled_mtp.cli.console import EXIT_INTERRUPTED, say
 from compiled_mtp.cli.flags import Parser
 
 COMMANDS = {
@@ -20,7 +21,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for what cannot be done, after one line that says why."""
+    """Run a command and return its exit code: 2 for what cannot be done, after one line that says why;
+    130 for Ctrl-C while the command is loaded."""
     argv = sys.argv[1:] if argv is None else argv
     lines = [f"  {name:<17}{described}" for name, described in COMMANDS.items()]
     parser = Parser(
@@ -31,5 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
     command = parser.parse_args(argv[:1]).command
-    code: int = import_module(f"compiled_mtp.cli.{command.replace('-', '_')}").main(argv[1:])
+    try:
+        code: int = import_module(f"compiled_mtp.cli.{command.replace('-', '_')}").main(argv[1:])
+    except (
+        KeyboardInterrupt
+    ):  # While it is loaded, torch with it; behind that each command has its own answer.
+        say("interrupted: nothing more was done")
+        return EXIT_INTERRUPTED
     return code

@@ -67,6 +67,9 @@ def make_parser() -> Parser:
 
 def _rank(flags: argparse.Namespace) -> int:
     stdout = check_stdout()
+    check(flags.top is None or flags.top > 0, "top", "be at least 1", flags.top, "leave it out for all ids")
+    missing = [str(path) for path in flags.paths if not path.exists()]
+    check(not missing, "paths", "exist", ", ".join(missing), "name files of text, or directories of them")
     tokenizer = Tokenizer(find_checkpoint(flags.model, is_offline=False))
     counts = count_ids(tokenizer, flags.paths, flags.suffix)
     got = f"none in {len(flags.paths)} paths"

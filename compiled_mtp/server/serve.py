@@ -209,6 +209,9 @@ class Server(uvicorn.Server):
                 break
             await asyncio.wait((drain,), timeout=0.05)
         await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves it out, and its task would end in a traceback.
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -254,6 +257,8 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             asyncio.run(Server(service).serve([listener]))
         finally:
             service.engine.close()
+            # Else Triton's bindings report all that was frozen as leaked.
+            gc.unfreeze()
         return EXIT_OK
     finally:
         listener.close()
@@ -292,7 +297,10 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; return the exit code: 0, or 2 for a wrong flag, checkpoint or port."""
     flags = vars(make_parser().parse_args(argv))
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_JsonLog()])
+    # Of other packages warnings alone: torch logs counters at its end.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_JsonLog()])
+    for name in ("compiled_mtp", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.INFO)
     try:
         server_flags = given(flags, ServerConfig, skip=_SECRET)
         return serve(ServerConfig(**server_flags), EngineConfig(**given(flags, EngineConfig)))

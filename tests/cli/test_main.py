@@ -59,6 +59,17 @@ def test_help_tells_what_each_command_does(capsys: pytest.CaptureFixture[str]) -
         assert f"usage: compiled-mtp {name}" in capsys.readouterr().out
 
 
+def test_an_interrupt_while_a_command_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compiled_mtp.cli.main.import_module", load)
+    assert exit_code("run", "--prompt", "x") == 130
+    assert capsys.readouterr().err == "interrupted: nothing more was done\n"
+
+
 @pytest.mark.parametrize("door", [["-m", "compiled_mtp", "run"], ["-m", "compiled_mtp.run"]])
 def test_every_door_leads_to_the_same(door: list[str]) -> None:
     command = [sys.executable, *door, "--prompt-file", "/nowhere"]

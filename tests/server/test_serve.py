@@ -13,6 +13,8 @@ import pytest
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.server import serve
 from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import ScriptedEngine, running
 
 SHIPPED = Path(EngineConfig().model)
 
@@ -70,3 +72,10 @@ def test_what_was_loaded_is_not_looked_through_again() -> None:
     finally:
         gc.unfreeze()
         sys.setswitchinterval(before)
+
+
+def test_a_second_signal_ends_what_the_app_began(caplog: pytest.LogCaptureFixture) -> None:
+    with running(ScriptedEngine(Tokenizer(SHIPPED)), SHIPPED) as served:
+        served.server.force_exit = True
+        served.stop()
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
