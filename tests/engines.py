@@ -80,8 +80,11 @@ def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = la
                     buffer[move.slot] = nan
             step.slots.last_hidden[move.slot] = step.slots.kept_hidden[move.slot] = nan
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
-    table = step.slots.block_table
-    changed = [u.block_id for u in plan.block_updates if int(table[u.slot, u.column]) != u.block_id]
+    table, block_size = step.slots.block_table, step.kv_cache.block_size
+    # What a prompt resumes behind stays, even if the cache gives it up in the same plan.
+    starts = {slot: piece.start for slot, piece in zip(plan.slots, plan.pieces, strict=False)}
+    own = [u for u in plan.block_updates if u.column * block_size >= starts.get(u.slot, 0)]
+    changed = [u.block_id for u in own if int(table[u.slot, u.column]) != u.block_id]
     new = [block for block in changed if not is_shared(block)]
     blocks = torch.tensor(new, dtype=torch.int64)
     draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
