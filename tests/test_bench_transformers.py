@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import bench_transformers
 
 from compiled_mtp import Engine
+from tests.ops.gdn_cases import torch_threads
 
 REPEATS, PROMPT = 1, "import os\n" * 25
 
@@ -32,9 +32,9 @@ def test_every_turn_computes_the_whole_prompt(
     monkeypatch.setattr(bench_transformers, "Engine", make)
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": PROMPT}))
-    threads = f"--num-threads={torch.get_num_threads()}"
-    sizes = ["--max-tokens=2", "--mtp-step=1", f"--repeats={REPEATS}", threads]
-    bench_transformers.main([f"--prompt-file={path}", *sizes])
+    sizes = ["--max-tokens=2", "--mtp-step=1", f"--repeats={REPEATS}", "--num-threads=1"]
+    with torch_threads(1):
+        bench_transformers.main([f"--prompt-file={path}", *sizes])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["ratio_to_transformers"]["transformers"] == 1
     assert len(engines) == 2
