@@ -2,11 +2,12 @@
 
     python tools/bench_transformers.py --prompt-file examples/prompts.jsonl --max-tokens 128
 
-Greedy, float32, one prompt at a time, both warmed up; the engine uncompiled at mtp_step 0 and at
---mtp-step. The tokens must be the same first (transformers computes in another order, so a position where
-its two best logits are closer than 1e-3 may differ, and what follows with it). The three take turns prompt by
-prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a second, and
-ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats turns.
+Greedy, float32, one prompt at a time and all of it in every turn, both warmed up; the engine uncompiled at
+mtp_step 0 and at --mtp-step. The tokens must be the same first (transformers computes in another order, so a
+position where its two best logits are closer than 1e-3 may differ, and what follows with it). The three take
+turns prompt by prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a
+second, and ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats
+turns.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
     assert not wrong.any(), f"token {int(wrong.nonzero()[0])} differs from transformers"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +56,7 @@ def main() -> None:
         "--clock", choices=("wall", "processor"), default="wall", help="processor: where others compute too"
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.num_threads)
     from transformers import AutoModelForCausalLM
 
@@ -68,6 +69,8 @@ def main() -> None:
                 device="cpu",
                 mtp_step=step,
                 max_batch=1,
+                # Or a prompt's second turn would resume where its first was, and transformers' begins anew.
+                prefix_cache=False,
                 num_threads=arguments.num_threads,
             )
         )

@@ -45,7 +45,8 @@ def paged_attention(
     else:
         spans = list(zip(first_row.tolist(), length.tolist(), strict=True))
     # Rows of nobody may hold anything.
-    out = torch.zeros(q.shape) if sum(count for _, count in spans) < rows else torch.empty(q.shape)
+    is_full = sum(count for _, count in spans) == rows
+    out = (torch.empty if is_full else torch.zeros)(q.shape, dtype=torch.float32)
     for (begin, count), table in zip(spans, block_table, strict=True):
         if not count:
             continue
@@ -75,7 +76,7 @@ def _attend(
     begin = first_key // SPLIT * SPLIT
     splits = -(-(end - begin) // SPLIT)
     if splits <= 0:
-        return torch.zeros(q.shape)
+        return torch.zeros(q.shape, dtype=torch.float32)
     used_rows = query_len * group
     padding = -used_rows % _ROW_UNIT
     queries = q.float().view(query_len, num_kv_heads, group, hd).transpose(0, 1).reshape(-1, used_rows, hd)

@@ -235,3 +235,18 @@ def test_splits_cover_every_key_once(interpreter):
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for keys in (1, 64, 65, 1023, 1024, 1025, 4096, 4097, 8192, 8193, 32768, 32769, 40000):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)
+
+
+def test_a_process_whose_default_dtype_is_narrow_gets_the_same_bits():
+    """As frameworks set it while they load a model of theirs; with rows of nobody too."""
+    args = make([70], 8, 4, 2, 64)
+    pieces = (torch.tensor([0]), torch.tensor([5]))
+    expected = [paged_attention(*args), paged_attention(*args, *pieces)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [paged_attention(*args), paged_attention(*args, *pieces)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert torch.equal(ours, wanted)
+    assert torch.equal(found[0][:5], found[1][:5])
