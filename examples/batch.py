@@ -1,5 +1,6 @@
 """Many requests at once, each with parameters of its own: choices, a grammar, log probabilities.
 
+pip install '.[guided]'
 python examples/batch.py
 """
 

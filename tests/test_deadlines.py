@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("deadlines")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_what_hangs_is_killed_and_the_rest_is_done(tool: Any) -> None:
     jobs = ["a", "hang", "b", "die", "fail", "c"]
-    results = dict(tool.run_jobs(work, jobs, 2, 0.5))
+    results = dict(tool.run_jobs(work, jobs, 2, 3.0))
     assert [results[i] for i in (0, 2, 5)] == ["a done", "b done", "c done"]
     assert results[3] == "DIED"
     assert results[4] == "FAILED: ValueError: no such tile"
@@ -46,4 +44,4 @@ def test_leaving_early_kills_what_runs(tool: Any) -> None:
     assert next(found) == (0, "a done")
     begin = time.monotonic()
     found.close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
