@@ -31,19 +31,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_step import fill_random, model_config, rate_for
+from bench_step import fill_random, model_config, rate_for, uncompiled
 
+from compiled_mtp import programs as engine_programs
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.compile import compile_program, compiler_settings
+from compiled_mtp.graphs.compile import compiler_settings
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.window.reference import position_hash
 from compiled_mtp.plan import StepResult
@@ -136,19 +137,12 @@ class Bench:
     ) -> None:
         model = model_config(shape) if shape is not None else read_model_config(config.model)
         fill = None if shape is None else fill_random
-        make: Any = (lambda function, name, graph_mode: function) if is_plain else compile_program
-        with mock.patch("compiled_mtp.programs.compile_program", make):
+        with uncompiled() if is_plain else nullcontext():
             self.runner = Runner(config, model, model.vocab_size, fill=fill)
-        programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
-        if programs.is_compiled and len(depths) > 1:
-            if self.runner.later is not None:
-                self.runner.later.close()
-            later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
-            with compiler_settings():
-                for one in later:
-                    method = partial(one.method, programs.step)
-                    programs.adopt(one, make(method, one.name, programs.graph_mode))
-        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == first]
+            self._add_depths(config)
+        depths, first = config.depths, first_depth(config.depths)
+        buckets = self.runner.programs.buckets
+        sizes = [b.groups for b in buckets if b.verify_step == b.draft_step == first]
         self._depths, self._sizes = depths, sizes
         self.clock = clock
         self.policy = DepthPolicy(depths, sizes, clock)
@@ -166,6 +160,20 @@ class Bench:
         self.requests: list[Request] = []
         self._rounds = self._num_tokens = 0
         self._rate: float | None = config.synthetic_acceptance
+
+    def _add_depths(self, config: EngineConfig) -> None:
+        """Make the programs of every depth but the first, which the runner has."""
+        programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
+        if programs.is_compiled and len(depths) > 1:
+            if self.runner.later is not None:
+                self.runner.later.close()
+            later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
+            with compiler_settings():
+                for one in later:
+                    method = partial(one.method, programs.step)
+                    # By the name that `uncompiled` replaces.
+                    make = engine_programs.compile_program  # type: ignore[attr-defined]
+                    programs.adopt(one, make(method, one.name, programs.graph_mode))
 
     def forget_what_was_learnt(self) -> None:
         """Let auto begin anew."""

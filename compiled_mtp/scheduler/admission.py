@@ -36,7 +36,7 @@ class Admission:
             return needed <= holdings.pool.num_free
         # A chunk and a round take turns.
         chunk = limits.busy_chunk or limits.prefill_chunk
-        # Two more: it may stop where it parts from another prompt, and before its last tokens.
+        # Two more: beside others, whose launch has its one mark, a piece may end at each of its two places.
         chunks = -(-holding.request.prompt_len // chunk) + 2 if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
         needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows) - shared)
