@@ -369,9 +369,10 @@ class AsyncEngine:
                     start = time.perf_counter()
                     outputs = engine.step()
                     self.stats = engine.stats()
-                    self._dispatch(outputs)
+                    # Counted first: whoever has an answer finds it in the metrics.
                     if self._observer is not None:
                         self._observer.on_step(outputs, time.perf_counter() - start, self.stats)
+                    self._dispatch(outputs)
         except BaseException as error:
             reason = f"the engine died: {error!r}"
             logger.critical("%s; no request can be decoded until the process is started again", reason)

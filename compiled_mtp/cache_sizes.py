@@ -36,20 +36,20 @@ def cache_shape(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, m
     )
 
 
-def prefix_cache_bytes(config: EngineConfig) -> int | None:
-    """Bytes for checkpoints; None for the default."""
+def prefix_cache_bytes(config: EngineConfig, num_sharing: int = 1) -> int | None:
+    """Bytes for checkpoints of each of the ranks that share a memory; None for the default."""
     if not config.prefix_cache:
         return 0
-    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30)
+    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30) // num_sharing
 
 
-def shelf_bytes(config: EngineConfig, device_type: str, most_bytes: int) -> int:
-    """Bytes of host memory for what the prefix cache gives up: on a GPU as many as checkpoints may take, but
-    at most most_bytes; on a CPU none, which is the same memory.
+def shelf_bytes(config: EngineConfig, device_type: str, most_bytes: int, world: int = 1) -> int:
+    """Bytes of host memory for what the prefix cache of each of `world` ranks gives up: on GPUs for all as
+    many as checkpoints may take on one, but at most most_bytes each; on a CPU none, which is the same memory.
     """
     if device_type == "cpu":
         return 0
-    given = prefix_cache_bytes(config)
+    given = prefix_cache_bytes(config, world)
     return min(DEFAULT_PREFIX_CACHE_BYTES if given is None else given, most_bytes)
 
 

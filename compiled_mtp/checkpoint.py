@@ -45,7 +45,7 @@ def make_front(
         num_blocks=sys.maxsize,
         block_size=config.block_size,
         max_model_len=config.resolve_max_model_len(model_config),
-        prefill_chunk=config.resolve_prefill_chunk("cpu"),
+        prefill_chunk=config.resolve_prefill_chunk("cpu", model_config),
         mtp_step=config.depths[-1],
         max_in_flight=config.max_in_flight or 0,
     )

@@ -36,8 +36,12 @@ MOST_DRAFTS = 7
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
 # From 512 to 2,048 rows the products of 4B gain a fifth and those of 27B a tenth; but who decodes waits for
-# a chunk, of 27B 170 ms instead of 40: so where there is such a request chunks are short.
-_GPU_CHUNK, _BUSY_CHUNK, _CPU_CHUNK = 2048, 512, 512
+# a chunk, of 27B 170 ms instead of 40: so where there is such a request chunks are short. Narrow products
+# need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no more memory than its 2,048.
+_GPU_CHUNK, _NARROW_CHUNK, _BUSY_CHUNK, _CPU_CHUNK = 2048, 4096, 512, 512
+_NARROW = 2560
+# Up to so many rows a GPU that reads 27B's weights is not yet held up by its products.
+_ROWS_FOR_NOTHING = 256
 
 
 def split_at_commas(value: Any) -> Any:
@@ -155,6 +159,15 @@ class EngineConfig(BaseSettings):
         description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
         "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        description="processes that hold the model together, 1, 2, 4 or 8; no token depends on it",
+    )
+    exchange: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
+        default="auto",
+        description="how ranks exchange what they compute: on GPUs symmetric (memory that all may write) or "
+        "nccl, on CPUs gloo; no token depends on it",
+    )
     prefill_chunk: int | None = Field(
         default=None,
         ge=64,
@@ -162,7 +175,8 @@ class EngineConfig(BaseSettings):
         multiple_of=64,
         description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of "
         f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_CPU_CHUNK} on a CPU, "
-        f"{_GPU_CHUNK} on a GPU, and {_BUSY_CHUNK} there while other requests decode",
+        f"{_GPU_CHUNK} on a GPU ({_NARROW_CHUNK} for a hidden_size up to {_NARROW}), and {_BUSY_CHUNK} there "
+        "while other requests decode",
     )
     prefix_cache: bool = Field(
         default=True,
@@ -177,12 +191,15 @@ class EngineConfig(BaseSettings):
         "where that is less",
     )
     compile: Literal["auto", "off", "on"] = Field(
-        default="auto", description="off to run without torch.compile, on to insist on it"
-    )
-    graph_mode: Literal["auto", "reduce-overhead", "replay"] = Field(
         default="auto",
-        description="how a compiled step is replayed on a GPU, by torch or a graph captured by hand; auto: "
-        "as its graph_cache was made, else reduce-overhead for models of 1 GiB and more",
+        description="off to run without torch.compile, on a GPU as graphs captured of the code as it is, "
+        "which starts quickest; on to insist on it",
+    )
+    graph_mode: Literal["auto", "reduce-overhead", "replay", "off"] = Field(
+        default="auto",
+        description="how a step is replayed on a GPU, by torch (if compiled) or a graph captured by hand; "
+        "off to launch every kernel by itself, for debugging; auto: off with reference_ops, as its "
+        "graph_cache was made, else reduce-overhead for models of 1 GiB and more",
     )
     graph_cache: Path | None = Field(default=None, description="a file that `compiled-mtp export` wrote")
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
@@ -276,6 +293,14 @@ class EngineConfig(BaseSettings):
         except RuntimeError as error:
             raise fail("model", "be a path", value, f"{error}; write it out") from None
 
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _ranks_are_even(cls, value: int) -> int:
+        check(
+            value in (1, 2, 4, 8), "tensor_parallel", "be 1, 2, 4 or 8", value, "use another number of ranks"
+        )
+        return value
+
     @field_validator("num_threads")
     @classmethod
     def _threads_fit(cls, value: int | None) -> int | None:
@@ -303,6 +328,17 @@ class EngineConfig(BaseSettings):
         step = self.resume_step
         rule = f"divide a multiple of {PREFILL_MULTIPLE} that is at most {MOST_PREFILL_CHUNK}"
         check(step <= MOST_PREFILL_CHUNK, "block_size", rule, self.block_size, "give a power of two")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_start_and_compile_alone(self) -> EngineConfig:
+        others = os.environ.get("WORLD_SIZE", "1")
+        alone = self.tensor_parallel == 1 or others == "1"
+        remedy = "start one process without torchrun: the engine starts its ranks"
+        check(alone, "WORLD_SIZE", "be unset with tensor_parallel above 1", others, remedy)
+        rule = f"be None with tensor_parallel={self.tensor_parallel}"
+        fits = self.tensor_parallel == 1 or self.graph_cache is None
+        check(fits, "graph_cache", rule, self.graph_cache, "leave it out: every rank compiles its own")
         return self
 
     @property
@@ -335,22 +371,24 @@ class EngineConfig(BaseSettings):
         check(self.max_model_len <= limit, "max_model_len", rule, self.max_model_len, "lower it")
         return self.max_model_len
 
-    def resolve_prefill_chunk(self, device: str) -> int:
+    def resolve_prefill_chunk(self, device: str, model: ModelConfig) -> int:
         """The most tokens of a prompt in one launch on `device` ('cpu' or 'cuda')."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
-        return self._whole_steps(_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
+        if device == "cpu":
+            return self._whole_steps(_CPU_CHUNK)
+        return self._whole_steps(_NARROW_CHUNK if model.hidden_size <= _NARROW else _GPU_CHUNK)
 
-    def resolve_busy_chunk(self, device: str) -> int:
+    def resolve_busy_chunk(self, device: str, model: ModelConfig) -> int:
         """The most tokens of a prompt in a launch that rounds of other requests wait for."""
         if self.prefill_chunk is not None or device == "cpu":
-            return self.resolve_prefill_chunk(device)
+            return self.resolve_prefill_chunk(device, model)
         return self._whole_steps(_BUSY_CHUNK)
 
     def resolve_least_saved(self, device: str) -> int:
-        """Tokens that a checkpoint near a prompt's end must save the prompt when it comes again: where they
-        are computed as fast as on a GPU, fewer are not worth what it takes and pushes out."""
-        return _BUSY_CHUNK if device == "cuda" else 0
+        """Tokens that a checkpoint near a prompt's end must save the prompt when it comes again: on a GPU a
+        launch takes as long without fewer, and a checkpoint takes the place of another."""
+        return _ROWS_FOR_NOTHING if device == "cuda" else 0
 
     def _whole_steps(self, num_tokens: int) -> int:
         return max(1, num_tokens // self.resume_step) * self.resume_step

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from compiled_mtp.build import Fill, Progress
+from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
@@ -93,8 +94,8 @@ class Engine:
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
     model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
     the same config; it is the engine's from then on. `fill` writes the weights in the place of the
-    checkpoint's loader (benchmarks). `with` closes the engine at its end. Raises ValueError
-    for a config or checkpoint that does not fit, before any request exists.
+    checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
+    end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Engine:
         progress: Progress | None = None,
         front: Front | None = None,
         fill: Fill | None = None,
+        features: Features | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig() if config is None else EngineConfig(model=config)
@@ -113,9 +115,16 @@ class Engine:
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
-        self.runner = Runner(self.config, self.model_config, num_valid_ids, progress, fill)
+        make_runner: type[Runner] = Runner
+        if self.config.tensor_parallel > 1:
+            # What starts ranks is nothing for an engine alone to load.
+            from compiled_mtp.parallel.leader import LeadRunner
+
+            make_runner = LeadRunner
+        self.runner = make_runner(self.config, self.model_config, num_valid_ids, progress, fill, features)
         self._depths = self._make_depths()
-        self._prefill_chunk = self.config.resolve_prefill_chunk(self.runner.device.type)
+        device, model = self.runner.device.type, self.model_config
+        self._prefill_chunk = self.config.resolve_prefill_chunk(device, model)
         depth = None if self._depths is None else self._depths.choose
         self.scheduler = Scheduler(
             max_batch=self.config.max_batch,
@@ -124,7 +133,7 @@ class Engine:
             # More than all blocks hold is for the scheduler to tell.
             max_model_len=self.config.resolve_max_model_len(self.model_config),
             prefill_chunk=self._prefill_chunk,
-            busy_chunk=self.config.resolve_busy_chunk(self.runner.device.type),
+            busy_chunk=self.config.resolve_busy_chunk(device, model),
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=depth,
@@ -135,7 +144,7 @@ class Engine:
             shelf_blocks=self.runner.shelf.num_blocks,
             # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
             prefix_step=self.config.resume_step,
-            least_saved=self.config.resolve_least_saved(self.runner.device.type),
+            least_saved=self.config.resolve_least_saved(device),
             max_pieces=self.runner.programs.most_pieces,
         )
         self.front.limits = self.scheduler.limits
@@ -395,7 +404,7 @@ class Engine:
         depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
         sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
-        return DepthPolicy(depths if not programs.is_compiled else (begin,), sizes)
+        return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
         """Let rounds have a depth that has become ready."""

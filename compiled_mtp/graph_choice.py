@@ -24,7 +24,7 @@ def choose_compiled(config: EngineConfig, device: torch.device) -> bool:
     if device.type != "cpu" or config.graph_cache is not None:
         return True
     # Whoever chose a graph mode or shapes to compile wanted compiled code.
-    is_wanted = config.graph_mode != "auto" or config.batch_sizes is not None
+    is_wanted = config.graph_mode not in ("auto", "off") or config.batch_sizes is not None
     logger.log(
         logging.WARNING if is_wanted else logging.INFO,
         "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
@@ -32,17 +32,32 @@ def choose_compiled(config: EngineConfig, device: torch.device) -> bool:
     return False
 
 
-def choose_graph_mode(config: EngineConfig, device: torch.device, weight_bytes: int) -> GraphMode | None:
-    """How compiled steps become CUDA graphs; None on a CPU, which has none.
+def has_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps become CUDA graphs, compiled or not.
+
+    An operator's reference may read values on the host, which no graph can: "auto" leaves graphs out then.
+    """
+    if config.graph_mode == "auto" and config.reference_ops:
+        return False
+    return device.type != "cpu" and config.graph_mode != "off"
+
+
+def choose_graph_mode(
+    config: EngineConfig, device: torch.device, weight_bytes: int, *, is_compiled: bool
+) -> GraphMode | None:
+    """How steps become CUDA graphs; None where they do not.
 
     "auto" is what a graph_cache was made for; without one torch's CUDA-graph trees, where a step is long
-    enough to hide what they do between two of them.
+    enough to hide what they do between two of them. What is not compiled is captured by hand.
     """
-    if device.type == "cpu":
+    if not has_graphs(config, device):
         return None
+    if not is_compiled:
+        return "replay"
     if config.graph_mode != "auto":
+        assert config.graph_mode != "off"
         return config.graph_mode
     if config.graph_cache is not None:
-        stored: GraphMode = read_key(config.graph_cache).get("graph_mode", "replay")
+        stored: GraphMode | None = read_key(config.graph_cache).get("graph_mode", "replay")
         return stored
     return "reduce-overhead" if weight_bytes >= _LEAST_TREE_BYTES else "replay"

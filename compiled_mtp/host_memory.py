@@ -27,9 +27,16 @@ class HostPlans(NamedTuple):
 
 
 def plan_host_memory(
-    config: EngineConfig, features: Features, device_type: str, memory: MemoryPlan, free_bytes: int
+    config: EngineConfig,
+    features: Features,
+    device_type: str,
+    memory: MemoryPlan,
+    free_bytes: int,
+    world: int = 1,
 ) -> HostPlans:
     """Divide the free_bytes of the host that are free now; what is planned is taken when it is first needed.
+
+    free_bytes are those of one of `world` ranks, which has its share of offload_gb and prefix_cache_gb.
 
     What the prefix cache gives up has what requests leave it, with a warning where that is less than its
     own share. Raises ValueError if offload_gb is more than there is.
@@ -40,9 +47,9 @@ def plan_host_memory(
     elif config.offload_gb is None:
         host = plan_host(share, memory)
     else:
-        host = plan_host(int(config.offload_gb * 2**30), memory, free_bytes)
+        host = plan_host(int(config.offload_gb * 2**30) // world, memory, free_bytes)
     host_bytes = host.num_records * memory.state_row_bytes + host.num_blocks * memory.block_bytes
-    wanted = shelf_bytes(config, device_type, share)
+    wanted = shelf_bytes(config, device_type, share, world)
     left = min(wanted, max(free_bytes - host_bytes, 0))
     if left < wanted:
         logger.warning(

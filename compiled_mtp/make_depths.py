@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_mtp.build import lay_out
@@ -39,7 +40,21 @@ def make(order: Order, folder: Path) -> Iterator[str]:
     alone = torch._inductor.config.patch(compile_threads=1)
     with FakeTensorMode(), torch.no_grad(), compiler_settings(), alone:
         programs = lay_out(order)
+        _part_views(programs.step)
         torch.set_num_threads(order.num_threads)
         for shape in programs.shapes_of(order.depths):
             programs.save_shape(shape, folder)
             yield shape.name
+
+
+def _part_views(step: nn.Module) -> None:
+    """Give every buffer that is a view, of what all layers share, memory of its own, which is none: the
+    compiler takes no view of a fake tensor, and what it makes knows shapes and strides alone.
+    """
+    for module in step.modules():
+        for name, tensor in module.named_buffers(recurse=False):
+            if tensor._is_view():
+                own = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+                setattr(module, name, own)

@@ -206,7 +206,8 @@ class StepResult:
     that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of
     the copies that are complete; copies_failed: of those that never began, since there was no memory for
     their target. logprobs: those of token_ids, where they were asked for, else empty; prompt_logprobs: those
-    of plan.next_ids. With an error none of the plan's copies is under way any more.
+    of plan.next_ids. is_late: the device was done before the host asked, since when is not known. With an
+    error none of the plan's copies is under way any more.
     """
 
     plan: StepPlan
@@ -219,3 +220,4 @@ class StepResult:
     all_masked: tuple[int, ...] = ()
     logprobs: Sequence[RowLogprobs] = ()
     prompt_logprobs: RowLogprobs | None = None
+    is_late: bool = False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -45,13 +46,16 @@ logger = logging.getLogger(__name__)
 # The first call compiles, the second records a CUDA graph, the third replays it.
 _WARM_UP_CALLS = 3
 _LAYOUT_NAME = "layout.json"
+# Where there are graphs these are captured of the code as it is: their time is that of our own operators, and
+# to compile the default chunk's six lengths takes a minute and more.
+_PLAIN_METHODS = (Step.prefill, Step.first_token)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One program: a method of Step, the static inputs it is compiled for, and where it is kept.
+    """One program: a method of Step, the static inputs it is made for, and where it is kept.
 
-    depth: of the rounds that need it, None for prompts.
+    depth: of the rounds that need it, None for what is made ready whatever they are.
     """
 
     depth: int | None
@@ -65,11 +69,12 @@ class Shape:
 class Programs:
     """Runs decode rounds, their halves, pieces of prompts and what the draft catches up with in fixed shapes.
 
-    Compiled, `warm_up` compiles every shape and nothing compiles afterwards; uncompiled, prompts are not
-    padded behind the last. graph_mode says how compiled code becomes CUDA graphs, None that it does not. A
-    round runs in one of `buckets`. with_halves: rounds as two halves are compiled too; without it, where
-    there are graphs, a half's code is captured as it is behind its first run, which costs the start nothing.
-    Inputs are copied to the device only when they change.
+    graph_mode says how code becomes CUDA graphs, None that it does not. `warm_up` makes every shape ready,
+    and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
+    padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
+    plain_depths are captured as they are. A round runs in one of `buckets`. with_halves: rounds as two halves
+    are made ready too; without it, where there are graphs, a half's code is captured as it is behind its
+    first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
 
     def __init__(
@@ -81,17 +86,22 @@ class Programs:
         is_compiled: bool,
         graph_mode: GraphMode | None,
         with_halves: bool = False,
+        plain_depths: Collection[int] = (),
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
         self.lengths = prefill_lengths(prefill_chunk)
         self.is_compiled = is_compiled
         self.graph_mode = graph_mode
+        self.has_shapes = is_compiled or graph_mode is not None
+        self.plain_depths = plain_depths
+        self._save_to: Path | None = None
         self.with_halves = with_halves
         self.device = step.slots.pos.device
         self._batches: dict[int, tuple[int, ...]] = {}
-        # Of the CUDA graphs.
+        # Of the CUDA graphs; the seconds that it took to capture them by hand.
         self._pool: Any = None
+        self.capture_s = 0.0
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
@@ -128,7 +138,7 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Number of shapes that `warm_up` compiles unless it is told a depth, and that `save` writes."""
+        """Number of shapes that `warm_up` makes ready unless it is told a depth."""
         halves = len(self._verify) + len(self._accept) if self.with_halves else 0
         rounds = len(self._decode) + halves + len(self._catch_up)
         return rounds + len(self._prefill) + len(self._first_token)
@@ -139,12 +149,12 @@ class Programs:
         self._verified = None
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
         state_index = self._upload_slots(bucket, slots)
-        return self._call(self._decode[bucket], (state_index, verify_step, draft_step))
+        return self._decode[bucket](state_index, verify_step, draft_step)
 
     def catch_up(self, slots: tuple[int, ...]) -> None:
         """Let the draft read what rounds of `slots` without drafts have kept."""
         bucket = pick(self.buckets, len(slots), self.step.mtp_step, self.step.mtp_step)
-        self._call(self._catch_up[bucket.groups], (self._upload_slots(bucket, slots),))
+        self._catch_up[bucket.groups](self._upload_slots(bucket, slots))
 
     def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
@@ -223,16 +233,16 @@ class Programs:
         first_rows, end = lay_out([len(piece.token_ids) for piece in pieces])
         length = pick_prefill_length(self.lengths, end, len(pieces), self.max_batch)
         buffer = self._prefill_inputs[length]
-        # A compiled launch has padding that Step.prefill masks. An uncompiled one ends, but on a GPU not
+        # A launch of a fixed shape has padding that Step.prefill masks. Another one ends, but on a GPU not
         # before 64 rows, and its padding lies between pieces alone.
         least = PREFILL_MULTIPLE if self.device.type == "cuda" else 0
-        tokens = buffer if self.is_compiled else buffer[: max(end, least)]
+        tokens = buffer if self.has_shapes else buffer[: max(end, least)]
         token_ids: list[int] = []
         for first_row, piece in zip(first_rows, pieces, strict=True):
             token_ids += [0] * (first_row - len(token_ids))
             token_ids += piece.token_ids
         self._upload(buffer[:end], token_ids)
-        num_pieces = piece_limit(length, self.max_batch) if self.is_compiled else len(pieces)
+        num_pieces = piece_limit(length, self.max_batch) if self.has_shapes else len(pieces)
         missing = num_pieces - len(pieces)
         columns = [
             (s, p.start, len(p.token_ids), r, p.mark)
@@ -241,7 +251,7 @@ class Programs:
         columns += [(0, 0, 0, end, 0)] * missing
         table = self._pieces[num_pieces]
         self._upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])
-        hidden = self._call(self._prefill[length], (tokens, table))
+        hidden = self._prefill[length](tokens, table)
         next_ids = pieces[0].next_ids
         if not next_ids:
             return None
@@ -258,9 +268,9 @@ class Programs:
         """
         self._check_draft_step(draft_step)
         kind = 1 if len(slots) == 1 else self.most_pieces
-        size = kind if self.is_compiled else len(slots)
+        size = kind if self.has_shapes else len(slots)
         self._upload(self._ended[size], (*slots, *[0] * (size - len(slots))))
-        return self._call(self._first_token[draft_step, kind], (self._ended[size], draft_step))
+        return self._first_token[draft_step, kind](self._ended[size], draft_step)
 
     def forget_batches(self) -> None:
         """Upload every batch again: an upload may have been interrupted. No round is half done."""
@@ -274,15 +284,21 @@ class Programs:
         saved: Path | None = None,
         *,
         depth: int | None = None,
+        save_to: Path | None = None,
     ) -> None:
-        """Compile every shape, on padding rows alone; with graphs, capture them.
+        """Make every shape ready, on padding rows alone: compile it, and with graphs capture it.
 
         With `depth` only those of prompts and of its rounds: no other round may be asked for before `adopt`
-        has been given each of its shapes. With `saved`, a directory that `save` has filled, nothing is
-        compiled: programs are loaded. Mutates nothing that a request reads. Calls progress(done, count) after
-        each shape. Raises ValueError if the saved programs were made for tensors of another layout.
+        has been given each of its shapes. Every compiled program is written to save_to, a directory that is
+        made; with `saved`, such a directory, nothing is compiled: programs are loaded. CUDA-graph trees live
+        in the process that recorded them: with "reduce-overhead" nothing is written, and what the compiler
+        cached has to do. Mutates nothing that a request reads. Calls progress(done, count) after each shape.
+        Raises ValueError if the saved programs were made for tensors of another layout.
         """
-        assert self.is_compiled
+        assert self.has_shapes
+        if save_to is not None and self.graph_mode != "reduce-overhead":
+            save_to.mkdir()
+            self._save_to = save_to
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved, list(self.shapes(depth)))
 
@@ -328,17 +344,27 @@ class Programs:
         for table in self._pieces.values():
             table[2, 0] = 1
             table[3, 1:] = PIECE_MULTIPLE
+        # All before the first capture, which gives back what they took: a prompt's memory is held once.
+        for shape in filter(self._is_plain, shapes):
+            shape.programs[shape.key](*shape.inputs)
         with compiler_settings():
             for done, shape in enumerate(shapes):
-                if saved is not None:
-                    program = load_program(saved / shape.name, self.step)
+                if self._is_plain(shape):
+                    shape.programs[shape.key] = self._capture(shape.programs[shape.key], shape.inputs)
                 else:
-                    bound = partial(shape.method, self.step)
-                    program = compile_program(bound, shape.name, self._mode_of(shape))
-                self._make_ready(shape, program)
+                    self._make_ready(shape, self._make_program(shape, saved))
                 if progress is not None:
                     progress(done + 1, len(shapes))
         self.step.slots.clear_padding_row()
+
+    def _make_program(self, shape: Shape, saved: Path | None) -> Program:
+        if self._save_to is not None:
+            # What was traced once is what both processes run.
+            self.save_shape(shape, self._save_to)
+            saved = self._save_to
+        if saved is not None:
+            return load_program(saved / shape.name, self.step)
+        return compile_program(partial(shape.method, self.step), shape.name, self.graph_mode)
 
     @property
     def is_between_rounds(self) -> bool:
@@ -356,20 +382,6 @@ class Programs:
         self._make_ready(shape, program)
         self.step.slots.clear_padding_row()
 
-    @torch.no_grad()
-    def save(self, directory: Path) -> None:
-        """Write every program to `directory`, for `warm_up` in another process.
-
-        CUDA-graph trees live in the process that recorded them: with "reduce-overhead" nothing is written,
-        and what the compiler cached has to do.
-        """
-        if self.graph_mode == "reduce-overhead":
-            return
-        directory.mkdir()
-        with compiler_settings():
-            for shape in self.shapes():
-                self.save_shape(shape, directory)
-
     def save_shape(self, shape: Shape, directory: Path) -> None:
         """Write one program to `directory`, and the layout that all have been compiled for."""
         self._mark_static()
@@ -380,7 +392,7 @@ class Programs:
 
     def shapes(self, depth: int | None = None) -> Iterator[Shape]:
         """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool
-        of the CUDA graphs need not grow again."""
+        of the CUDA graphs need not grow again, and prompts have more rows than rounds."""
         return (shape for shape in self._every_shape() if depth is None or shape.depth in (depth, None))
 
     def shapes_of(self, depths: Sequence[int]) -> Iterator[Shape]:
@@ -388,6 +400,9 @@ class Programs:
         return (shape for depth in depths for shape in self.shapes(depth) if shape.depth == depth)
 
     def _every_shape(self) -> Iterator[Shape]:
+        for length in reversed(self.lengths):
+            chunk = (self._prefill_inputs[length], self._pieces[piece_limit(length, self.max_batch)])
+            yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):
             rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
             inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
@@ -407,28 +422,31 @@ class Programs:
             draft_step, count = first
             name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)
             name = f"{name}_{draft_step}_drafts"
-            yield Shape(draft_step, name, Step.first_token, ended, self._first_token, first)
-        for length in reversed(self.lengths):
-            chunk = (self._prefill_inputs[length], self._pieces[piece_limit(length, self.max_batch)])
-            yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
+            # Captured in no time, they need not wait for their rounds.
+            of_depth = draft_step if self.graph_mode is None else None
+            yield Shape(of_depth, name, Step.first_token, ended, self._first_token, first)
 
-    def _mode_of(self, shape: Shape) -> GraphMode | None:
-        # Prefill is compute-bound and launched once a chunk: a graph would gain nothing and hold memory.
-        return None if shape.method is Step.prefill else self.graph_mode
+    def _is_plain(self, shape: Shape) -> bool:
+        """Whether its graph is captured of the code as it is."""
+        is_round = self.is_compiled and shape.method not in _PLAIN_METHODS
+        return self.graph_mode is not None and not (is_round and shape.depth not in self.plain_depths)
 
     def _make_ready(self, shape: Shape, program: Program) -> None:
-        graph_mode = self._mode_of(shape)
-        for _ in range(_WARM_UP_CALLS if graph_mode == "reduce-overhead" else 1):
-            self._call(program, shape.inputs)
-        is_captured = graph_mode == "replay"
+        for _ in range(_WARM_UP_CALLS if self.graph_mode == "reduce-overhead" else 1):
+            program(*shape.inputs)
+        is_captured = self.graph_mode == "replay"
         shape.programs[shape.key] = (
-            capture(program, shape.inputs, self._pool) if is_captured else torch.no_grad()(program)
+            self._capture(program, shape.inputs) if is_captured else torch.no_grad()(program)
         )
 
+    def _capture(self, program: Program, inputs: tuple[torch.Tensor | int, ...]) -> Program:
+        begin_s = time.perf_counter()
+        captured = capture(program, inputs, self._pool)
+        self.capture_s += time.perf_counter() - begin_s
+        return captured
+
     def _mark_static(self) -> None:
-        mark_static([*self.step.parameters(), *self.step.buffers()])
-        mark_static([*self._state_indices.values(), *self._prefill_inputs.values()])
-        mark_static([*self._pieces.values(), *self._ended.values()])
+        mark_static([*self.step.parameters(), *self.step.buffers(), *self._state_indices.values()])
 
     def _layout(self) -> dict[str, Any]:
         """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
@@ -465,20 +483,15 @@ class Programs:
             self._batches[size] = slots
         return state_index
 
-    def _call(self, program: Program, inputs: tuple[torch.Tensor | int, ...]) -> Any:
-        if self.graph_mode == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-        return program(*inputs)
-
     def _call_half(
         self, programs: dict[Any, Program], key: Hashable, inputs: tuple[torch.Tensor | int, ...]
     ) -> Any:
-        """`_call`, and capture what is not compiled: its operators have their kernels and counters now."""
-        output = self._call(programs[key], inputs)
+        """Run a program, and capture what is not compiled: its operators have kernels and counters now."""
+        output = programs[key](*inputs)
         if key in self._uncaptured:
             self._uncaptured.remove(key)
             try:
-                programs[key] = capture(programs[key], inputs, self._pool)
+                programs[key] = self._capture(programs[key], inputs)
             except RuntimeError as error:  # No memory for its pool, say: who decodes is not to end.
                 logger.warning("half a round of %s runs without a graph: %s", key, error)
         return output

@@ -215,7 +215,7 @@ class Ingress:
             RelayLimits(settings.max_failovers, settings.start_timeout_s),
             seed=config.seed,
             # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
-            chunk=config.resolve_prefill_chunk("cpu"),
+            chunk=config.resolve_prefill_chunk("cpu", front.model_config),
             num_chunks=settings.prefix_chunks,
             max_open=server.max_open * settings.most_replicas,
             stream_buffer=server.stream_buffer,

@@ -2,7 +2,7 @@
 
 import sys
 
-from compiled_mtp.cli.run import main
+from compiled_mtp.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["run", *sys.argv[1:]]))

@@ -14,6 +14,7 @@ from compiled_mtp.build import Fill, Progress, build
 from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.parallel.exchange import Exchange
 from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
@@ -34,7 +35,8 @@ class Runner:
 
     `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
     of the checkpoint's loader (benchmarks: no weights of that size are at hand). `features` are those that
-    EngineConfig does not know. Raises ValueError while it is created for a checkpoint that does not fit its
+    EngineConfig does not know. `exchange`: the model is held by several ranks, each of which runs the same
+    plans. Raises ValueError while it is created for a checkpoint that does not fit its
     config.
     """
 
@@ -46,11 +48,12 @@ class Runner:
         progress: Progress | None = None,
         fill: Fill | None = None,
         features: Features | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.features = features if features is not None else Features()
-        assembly = build(config, model_config, num_valid_ids, self.features, progress, fill)
+        assembly = build(config, model_config, num_valid_ids, self.features, progress, fill, exchange)
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
@@ -183,14 +186,16 @@ class Runner:
         return _HostBuffer(packed, torch.Event(self.device) if is_cuda else None)
 
     def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
+        is_late = False
         if buffer.ready is not None:
             begin = time.perf_counter()
             try:
+                is_late = buffer.ready.query()
                 buffer.ready.synchronize()
             except Exception as error:
                 return self._fail(plan, error)
             self.waited_s += time.perf_counter() - begin
-        result = self._read(plan, buffer.packed, failed)
+        result = self._read(plan, buffer.packed, failed, is_late)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
@@ -200,7 +205,9 @@ class Runner:
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 
-    def _read(self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...]) -> StepResult:
+    def _read(
+        self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...], is_late: bool
+    ) -> StepResult:
         """What the packed StepOutput of a plan means for its slots."""
         copies_done = self.moves.take_done(plan, failed)
         prompt_logprobs = None
@@ -214,6 +221,7 @@ class Runner:
                 copies_done=copies_done,
                 copies_failed=failed,
                 prompt_logprobs=prompt_logprobs,
+                is_late=is_late,
             )
         num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
@@ -235,6 +243,7 @@ class Runner:
             all_masked=tuple([owners[i] for i in undrawn if output[i].is_masked]),
             logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
             prompt_logprobs=prompt_logprobs,
+            is_late=is_late,
         )
 
 

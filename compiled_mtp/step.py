@@ -114,8 +114,8 @@ class Step(nn.Module):
 
     def reserve_halves(self, rows: int) -> None:
         """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""
-        vocab_size, hidden_size = self.target.head_weight.shape
-        like = self.slots.last_hidden
+        like, vocab_size = self.slots.last_hidden, self.target.vocab_size
+        hidden_size = like.shape[1]
         made = {
             "verified_hidden": like.new_zeros((rows, hidden_size)),
             "verified_logits": like.new_zeros((rows, vocab_size), dtype=torch.float32),
@@ -241,8 +241,9 @@ class Step(nn.Module):
     def _sampling_of(
         self, drafts: torch.Tensor, positions: torch.Tensor, state_index: torch.Tensor
     ) -> SamplingArguments:
-        tables = SamplingTables(*(getattr(self.slots, name) for name in SamplingTables._fields))
-        num_valid_ids = min(self.num_valid_ids, self.slots.bias.shape[1])
+        slots = self.slots
+        tables = SamplingTables(*[getattr(slots, name) for name in SamplingTables._fields])
+        num_valid_ids = min(self.num_valid_ids, tables.bias.shape[1])
         return drafts, positions, state_index, tables, num_valid_ids
 
     def accept_and_commit(self, state_index: torch.Tensor, window: Window, sampled: Sampled) -> Accepted:
@@ -423,13 +424,16 @@ class Step(nn.Module):
         (Daliri, Musco, Suresh, arXiv 2408.07978).
         """
         drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
-        head = self.target.head_weight if self.draft_head is None else self.draft_head
+        head = self.draft_head
         for i in range(draft_step):
             if i:
                 # The pair of the draft before.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self._draft_forward(token, hidden, chained)
-            logits = linear(hidden, head, self.draft_head_scale, True, False)
+            if head is None:
+                logits = self.target.logits(hidden)
+            else:
+                logits = linear(hidden, head, self.draft_head_scale, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
             before = drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1)
             sampling = self._sampling_of(before, chain_positions[i, :batch], rows.state_index)

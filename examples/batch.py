@@ -31,4 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:  # A mistake of the caller's, in one line.
+        raise SystemExit(f"error: {error}") from None

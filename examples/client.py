@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,4 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:  # No server there, or what it refused, in one line.
+        raise SystemExit(f"error: {error} (--url says where the service is)") from None

@@ -119,7 +119,10 @@ def end_with_parent(folder: Path) -> None:
     """In the process: end it and all that it has started, and remove the folder, once stdin ends."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not by `sys.stdin`: whoever reads from that holds a lock, for want of which the interpreter aborts
+        # at an end of its own.
+        while os.read(0, 1 << 16):
+            pass
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 

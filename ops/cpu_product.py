@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
 from compiled_mtp.ops.packed_weight import find_packed
+from compiled_mtp.ops.shares import add_tree
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
 ROW_UNIT = 4
+# A `bmm` of fewer multiplications goes another way there, with other bits (torch 2.13).
+_LEAST_MULTIPLICATIONS = 400
 WEIGHT_ROWS_PER_CAST = 8192
 
 
 def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
     """x [M, K] @ weight [N, K].T in float32; weight_scale: the factors of an FP8 weight in blocks."""
-    rows = x.shape[0]
-    padded = x.float() if rows % ROW_UNIT == 0 else F.pad(x.float(), (0, 0, 0, -rows % ROW_UNIT))
+    packed = find_packed(weight)
+    if packed is not None:
+        return packed.product(x.float())
+    padded = _padded(x)
     if weight.dtype == torch.float32:
-        packed = find_packed(weight)
-        y = F.linear(padded, weight) if packed is None else packed.product(padded)
-        return y if padded is x else y[:rows]
-    # Cast in parts: a float32 copy of a whole output projection may not fit.
+        return _first(F.linear(padded, weight), x)
     y = padded.new_empty((padded.shape[0], weight.shape[0]))
+    for part, values in _casts(weight, weight_scale):
+        y[:, part] = F.linear(padded, values)
+    return _first(y, x)
+
+
+def product_in_shares(x: Tensor, weight: Tensor, weight_scale: Tensor | None, shares: int) -> Tensor:
+    """`product`, of so many equal shares of K, added as a tree.
+
+    Each is a product of its own: measured, `bmm` gives it the same bits however many stand beside it, and
+    wherever its columns lie. So does what was packed, which is packed by shares.
+    """
+    packed = find_packed(weight)
+    if packed is not None:
+        assert len(packed.matrices) == shares
+        return packed.product(x.float())
+    a_row = max(1, weight.numel() // shares)
+    padded = _padded(x, -(-_LEAST_MULTIPLICATIONS // a_row)).unflatten(1, (shares, -1)).transpose(0, 1)
+    y = padded.new_empty((padded.shape[1], weight.shape[0]))
+    casts = ((slice(None), weight),) if weight.dtype == torch.float32 else _casts(weight, weight_scale)
+    for part, values in casts:
+        y[:, part] = add_tree(torch.bmm(padded, values.unflatten(1, (shares, -1)).permute(1, 2, 0)))
+    return _first(y, x)
+
+
+def _padded(x: Tensor, least: int = 0) -> Tensor:
+    """The rows in float32, and zeros up to a multiple of ROW_UNIT, `least` at the least."""
+    rows = x.shape[0]
+    missing = max(rows, least) - rows
+    missing += -(rows + missing) % ROW_UNIT
+    return F.pad(x.float(), (0, 0, 0, missing)) if missing else x.float()
+
+
+def _first(y: Tensor, x: Tensor) -> Tensor:
+    """As many rows of y as x has."""
+    return y if y.shape[0] == x.shape[0] else y[: x.shape[0]]
+
+
+def _casts(weight: Tensor, weight_scale: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """The values of some rows after the other: a float32 copy of a whole output projection may not fit."""
     for first in range(0, weight.shape[0], WEIGHT_ROWS_PER_CAST):
         part = slice(first, first + WEIGHT_ROWS_PER_CAST)
         if weight_scale is None:
-            part_f32 = weight[part].float()
+            yield part, weight[part].float()
         else:
             first_scale = first // FP8_BLOCK
             scales = weight_scale[first_scale : first_scale + WEIGHT_ROWS_PER_CAST // FP8_BLOCK]
-            part_f32 = dequantize(weight[part], scales)
-        y[:, part] = F.linear(padded, part_f32)
-    return y[:rows]
+            yield part, dequantize(weight[part], scales)

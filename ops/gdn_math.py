@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.numerics import sigmoid, silu
+from compiled_mtp.ops.numerics import number, sigmoid, silu
 
 
 def check_gdn_heads(Hk: int, Hv: int, gate_activation: str) -> None:
@@ -30,7 +30,8 @@ def gated_norm(
     out: torch.Tensor, z: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_activation: str
 ) -> torch.Tensor:
     """rmsnorm(out) * norm_weight * act(z), [M, nv*dv] in z's dtype: out [M, nv, dv] f32, z [M, nv*dv]."""
-    gate = z.float().reshape(out.shape)
-    gate = sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)
-    scale = (out * out).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (out * scale).mul_(norm_weight).mul_(gate).to(z.dtype).flatten(1)
+    gate = z.float()
+    gate = (sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)).view(out.shape)
+    scale = (out * out).sum(-1, keepdim=True).mul_(number(1.0 / out.shape[-1])).add_(number(eps)).rsqrt_()
+    y = (out * scale).mul_(norm_weight).mul_(gate).flatten(1)
+    return y if z.dtype == torch.float32 else y.to(z.dtype)

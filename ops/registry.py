@@ -21,6 +21,8 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # Registration is process-wide in torch, so the choice of implementation is too.
 _ON_REFERENCE: set[str] = set()
 _OPERATORS: dict[str, Operator[..., Any]] = {}
+# Of operators that are no specification with a kernel: an exchange between ranks.
+_OTHER_OVERLOADS: list[Any] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -129,8 +131,13 @@ def operators() -> dict[str, Operator[..., Any]]:
 
 
 def overloads() -> tuple[Any, ...]:
-    """Every operator registered so far, as torch calls it."""
-    return tuple(made.overload for made in _OPERATORS.values())
+    """Every operator registered so far, and those of `add_overload`, as torch calls them."""
+    return (*(made.overload for made in _OPERATORS.values()), *_OTHER_OVERLOADS)
+
+
+def add_overload(overload: Any) -> None:
+    """Let compilers call `overload`, which is not made by `operator`, as they call those that are."""
+    _OTHER_OVERLOADS.append(overload)
 
 
 def use_reference(names: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 SHARE_UNIT = 128  # a block of FP8 scales, which every tile of K divides
+CPU_SHARES = 4
 
 
 def share_count(k: int) -> int:
@@ -20,6 +21,14 @@ def share_count(k: int) -> int:
     of 512 have four.
     """
     return next((count for count in (8, 4, 2) if k % (count * SHARE_UNIT) == 0), 1)
+
+
+def cpu_share_count(k: int) -> int:
+    """The shares of K columns on a CPU: four where they come out even, of any length.
+
+    More would cost more, since each is a product of its own there: the most ranks that share a CPU's work.
+    """
+    return next(count for count in (CPU_SHARES, 2, 1) if k % count == 0)
 
 
 def add_tree(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:

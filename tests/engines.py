@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.build import Progress
+from compiled_mtp.build_order import Features
 from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -20,7 +21,9 @@ from compiled_mtp.step import Step
 from tests import tiny
 
 
-def make_engine(directory: Path, progress: Progress | None = None, **options: Any) -> Engine:
+def make_engine(
+    directory: Path, progress: Progress | None = None, features: Features | None = None, **options: Any
+) -> Engine:
     """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
     defaults: dict[str, Any] = {
         "device": "cpu",
@@ -29,7 +32,8 @@ def make_engine(directory: Path, progress: Progress | None = None, **options: An
         "max_model_len": 512,
         "max_batch": 8,
     }
-    engine = Engine(EngineConfig(model=directory, **(defaults | options)), progress=progress)
+    config = EngineConfig(model=directory, **(defaults | options))
+    engine = Engine(config, progress=progress, features=features)
     step = engine.runner.step
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.plan import StepResult
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of, run_to_end
@@ -87,6 +89,36 @@ def test_the_draft_reads_written_keys_alone_after_rounds_without_drafts(
                 checked += 1
     assert tokens == streams
     assert checked > 5
+
+
+def test_a_result_that_was_there_before_it_was_asked_for_is_late(
+    engine: Engine, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With events as a GPU has them, by turns done and not."""
+    assert engine._depths is not None
+    runner, turns, expected, found = engine.runner, cycle([True, False, False]), [], []
+    make, read = runner._make_buffer, engine._depths.read
+
+    class Event:
+        def query(self) -> bool:
+            expected.append(next(turns))
+            return expected[-1]
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    def note(result: StepResult) -> None:
+        found.append(result.is_late)
+        read(result)
+
+    monkeypatch.setattr(runner, "_free_buffers", {})
+    monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(make(shape), ready=Event()))
+    monkeypatch.setattr(engine._depths, "read", note)
+    add_all(engine)
+    assert run_to_end(engine) == streams
+    assert found == expected
+    assert {True, False} == set(found)
 
 
 def test_auto_chooses_by_itself_and_counts_what_it_chose(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp import build
+from compiled_mtp import build_settings
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
@@ -91,6 +91,6 @@ def test_small_models_run_on_one_thread(
     torch.set_num_threads(2)
     assert Engine(EngineConfig(model=checkpoint, **SMALL, num_threads=2)).num_threads == 2
     assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 1
-    monkeypatch.setattr(build, "_LEAST_THREADED_BYTES", 1)
+    monkeypatch.setattr(build_settings, "_LEAST_THREADED_BYTES", 1)
     torch.set_num_threads(2)
     assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 2

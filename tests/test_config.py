@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.tiny import tiny_config
 
 
 @pytest.fixture
@@ -369,21 +371,28 @@ def test_engine_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "chunk", "busy"),
+    ("given", "device", "hidden_size", "chunk", "busy"),
     [
-        ({}, "cuda", 2048, 512),
-        ({}, "cpu", 512, 512),
-        ({"block_size": 48}, "cuda", 1920, 384),
-        ({"block_size": 2112}, "cuda", 2112, 2112),
-        ({"prefill_chunk": 256}, "cuda", 256, 256),
-        ({"prefill_chunk": 4096}, "cuda", 4096, 4096),
-        ({"prefill_chunk": 4096}, "cpu", 4096, 4096),
+        # 27B, 9B, 4B and the narrower ones.
+        ({}, "cuda", 5120, 2048, 512),
+        ({}, "cuda", 4096, 2048, 512),
+        ({}, "cuda", 2560, 4096, 512),
+        ({}, "cuda", 1024, 4096, 512),
+        ({}, "cpu", 1024, 512, 512),
+        ({"block_size": 48}, "cuda", 5120, 1920, 384),
+        ({"block_size": 2112}, "cuda", 5120, 2112, 2112),
+        ({"prefill_chunk": 256}, "cuda", 2560, 256, 256),
+        ({"prefill_chunk": 8192}, "cuda", 5120, 8192, 8192),
+        ({"prefill_chunk": 4096}, "cpu", 5120, 4096, 4096),
     ],
 )
-def test_chunks_follow_the_device(given: dict[str, int], device: str, chunk: int, busy: int) -> None:
+def test_chunks_follow_the_device_and_the_width(
+    given: dict[str, int], device: str, hidden_size: int, chunk: int, busy: int
+) -> None:
     """Whole blocks and whole chunks of the GDN layers; those that others wait for are short on a GPU."""
-    config = EngineConfig(**given)
-    assert (config.resolve_prefill_chunk(device), config.resolve_busy_chunk(device)) == (chunk, busy)
+    config, model = EngineConfig(**given), replace(tiny_config(), hidden_size=hidden_size)
+    chunks = (config.resolve_prefill_chunk(device, model), config.resolve_busy_chunk(device, model))
+    assert chunks == (chunk, busy)
 
 
 def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +460,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
-    ({"graph_mode": "x"}, "graph_mode must be 'auto', 'reduce-overhead' or 'replay', got 'x'; give how a"),
+    (
+        {"graph_mode": "x"},
+        "graph_mode must be 'auto', 'reduce-overhead', 'replay' or 'off', got 'x'; give how",
+    ),
     ({"draft_vocab": 0}, "draft_vocab must be greater than or equal to 1, got 0; give draft only from that"),
     ({"seed": 2**63}, f"seed must be less than {2**63}, got {2**63}; give seed of requests that bring none"),
     (

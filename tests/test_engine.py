@@ -277,7 +277,7 @@ def test_an_fp8_cache_is_refused_where_kernels_cannot_read_it(
     ):
         resolve_kv_dtype("float8_e4m3fn", torch.bfloat16, cuda)
     # The engine asks before it reads weights or plans memory.
-    monkeypatch.setattr("compiled_mtp.build._resolve_device", lambda name: cuda)
+    monkeypatch.setattr("compiled_mtp.build_settings.resolve_device", lambda name: cuda)
     with pytest.raises(ValueError, match="kv_dtype must be auto below"):
         Engine(EngineConfig(model=checkpoint, kv_dtype="float8_e4m3fn"))
 
@@ -345,3 +345,16 @@ def test_progress_tells_of_weights_and_of_prompts_longer_than_a_chunk(checkpoint
     prefill = [("prefill", 64, 150), ("prefill", 128, 150), ("prefill", 150, 150)]
     # They share the last launch.
     assert seen == [*prefill, ("requests", 2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_callers_default_dtype_is_none_of_ours(
+    checkpoint: Path, stream: list[int], dtype: torch.dtype
+) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        engine = make_engine(checkpoint, mtp_step=3)
+        (output,) = engine.generate([prompt_of(20, 1, VOCAB)], GREEDY)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.new_token_ids == stream

@@ -30,8 +30,8 @@ OPS = Path(__file__).parents[1] / "ops"
 # Arguments of kernels that are neither tensors nor end in _stride.
 NUMBERS = {
     "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
-    "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows", "scale_log2",
-    "share_length",
+    "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
+    "scale_log2", "share_length",
 }  # fmt: skip
 
 

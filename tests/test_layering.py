@@ -54,6 +54,18 @@ FLOORS = {
     "compiled_mtp.sampling.schema_types": 0,
     "compiled_mtp.sampling.tool_calls": 0,
     "compiled_mtp.sampling.grammar": 3,
+    "compiled_mtp.parallel": 0,
+    "compiled_mtp.parallel.plans": 0,
+    "compiled_mtp.parallel.exchange": 3,
+    "compiled_mtp.parallel.gloo": 4,
+    "compiled_mtp.parallel.nccl": 5,
+    "compiled_mtp.parallel.symmetric_kernel": 1,
+    "compiled_mtp.parallel.symmetric": 5,
+    "compiled_mtp.parallel.choose": 6,
+    "compiled_mtp.parallel.ranks": 9,
+    "compiled_mtp.parallel.follower": 10,
+    "compiled_mtp.parallel.limits": 9,
+    "compiled_mtp.parallel.leader": 10,
     "compiled_mtp.models": 4,
     "compiled_mtp.spec": 5,
     "compiled_mtp.prompt_logprobs": 6,
@@ -62,7 +74,9 @@ FLOORS = {
     "compiled_mtp.build_order": 1,
     "compiled_mtp.draft_vocabulary": 0,
     "compiled_mtp.draft_choice": 5,
+    "compiled_mtp.depth_choice": 6,
     "compiled_mtp.graph_choice": 3,
+    "compiled_mtp.build_settings": 7,
     "compiled_mtp.host_memory": 7,
     "compiled_mtp.build": 8,
     "compiled_mtp.make_depths": 9,
@@ -75,17 +89,21 @@ FLOORS = {
     "compiled_mtp.prompts": 1,
     "compiled_mtp.hub": 0,
     "compiled_mtp.inbox": 8,
-    "compiled_mtp.engine": 10,
-    "compiled_mtp.async_engine": 11,
-    "compiled_mtp.cli": 13,
+    "compiled_mtp.engine": 11,
+    "compiled_mtp.async_engine": 12,
+    "compiled_mtp.cli": 14,
     "compiled_mtp.cli.flags": 1,
-    "compiled_mtp.run": 14,
-    "compiled_mtp.__main__": 14,
-    "compiled_mtp.server": 12,
-    "compiled_mtp.replicas": 13,
-    "compiled_mtp.ray_serve": 14,
-    "tools": 14,
+    "compiled_mtp.cli.signals": 0,
+    "compiled_mtp.cli.console": 12,
+    "compiled_mtp.run": 15,
+    "compiled_mtp.__main__": 15,
+    "compiled_mtp.server": 13,
+    "compiled_mtp.server.__main__": 15,
+    "compiled_mtp.replicas": 14,
+    "compiled_mtp.ray_serve": 15,
+    "tools": 15,
 }
+SEVERAL_FLOORS = [f"compiled_mtp.{name}" for name in ("cache", "graphs", "parallel", "sampling")]
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"
 NO_TORCH = [m for m, floor in FLOORS.items() if floor == 0] + ["compiled_mtp.scheduler"]
@@ -118,7 +136,7 @@ def floor_of(module: str) -> int | None:
             return FLOORS[name]
         # A new module of a package whose modules lie on several floors must be placed by name.
         name = name.rpartition(".")[0]
-        if name in ("compiled_mtp.cache", "compiled_mtp.graphs", "compiled_mtp.sampling"):
+        if name in SEVERAL_FLOORS:
             return None
     return None
 
@@ -239,3 +257,12 @@ def test_the_scheduler_does_not_wait_for_torch() -> None:
     """Nor does anything on floor 0, directly or through what it imports."""
     code = f"import sys, {', '.join(NO_TORCH)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_an_engine_alone_loads_nothing_that_starts_ranks() -> None:
+    code = "import sys, compiled_mtp.engine; print(*[m for m in sys.modules if '.parallel' in m])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    ours = [name for name in loaded.stdout.split() if name.startswith("compiled_mtp.")]
+    assert ours == ["compiled_mtp.parallel", "compiled_mtp.parallel.exchange"]

@@ -157,6 +157,9 @@ def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> N
 def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
     config = EngineConfig(**options)
     assert shelf_bytes(config, device, 10 << 30) == gib << 30
+    # What is given is that of all ranks.
+    of_two = gib << 29 if options.get("prefix_cache_gb") == 6.0 else gib << 30
+    assert shelf_bytes(config, device, 10 << 30, 2) == of_two
 
 
 def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,6 +184,10 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "free: the prefix cache gets 2048 MiB; lower offload_gb or prefix_cache_gb" in caplog.text
         assert sizes(offload_gb=38, prefix_cache=False) == [38, 0]
         assert "lower" not in caplog.text
+    # One of two ranks, with its part of what is free and of offload_gb.
+    config, part = EngineConfig(block_size=64, offload_gb=12), EngineConfig(block_size=64, offload_gb=6)
+    places = (Features(), "cuda", plan, 20 * gib)
+    assert plan_host_memory(config, *places, world=2) == plan_host_memory(part, *places)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
 

@@ -32,6 +32,16 @@ def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> 
         assert [piece.mark for piece in chunks] == marks
 
 
+@pytest.mark.parametrize(("length", "kept"), [(12, []), (16, [16]), (20, [16]), (48, [32, 44])])
+def test_a_prompt_leaves_its_very_end_only_where_that_saves_enough(length: int, kept: list[int]) -> None:
+    """It is known where the prompt is as long as whole chunks; of 48 tokens the end of the first launch is
+    kept, and the last place before its end."""
+    scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=12 if length == 48 else 16)
+    run(scheduler, runner, request_of("a", [1] * length))
+    chunks = scheduler.prefix.index._chunks.values()
+    assert [4 * chunk.number for chunk in chunks if chunk.checkpoint is not None] == kept
+
+
 def test_a_launch_has_one_mark() -> None:
     """A second place in a piece ends it, and so does a place in the piece of another prompt."""
     scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_pieces=3)

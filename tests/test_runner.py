@@ -20,6 +20,15 @@ SMALL, LARGE = 10 << 20, 2 << 30
 @pytest.mark.parametrize(
     "options, device, weight_bytes, mode",
     [
+        ({"compile": "off"}, "cuda", LARGE, "replay"),
+        ({"compile": "off", "graph_mode": "reduce-overhead"}, "cuda", LARGE, "replay"),
+        ({"compile": "off", "graph_mode": "off"}, "cuda", LARGE, None),
+        ({"compile": "off"}, "cpu", LARGE, None),
+        ({"graph_mode": "off"}, "cuda", LARGE, None),
+        # A reference may read values on the host.
+        ({"compile": "off", "reference_ops": "sample"}, "cuda", LARGE, None),
+        ({"reference_ops": "sample"}, "cuda", LARGE, None),
+        ({"graph_mode": "replay", "reference_ops": "linear"}, "cuda", LARGE, "replay"),
         ({}, "cuda", LARGE, "reduce-overhead"),
         ({}, "cuda", SMALL, "replay"),
         ({"graph_mode": "replay"}, "cuda", LARGE, "replay"),
@@ -30,7 +39,9 @@ SMALL, LARGE = 10 << 20, 2 << 30
 def test_the_form_follows_the_config_and_then_the_model(
     options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
 ) -> None:
-    assert choose_graph_mode(EngineConfig(**options), torch.device(device), weight_bytes) == mode
+    config, place = EngineConfig(**options), torch.device(device)
+    is_compiled = choose_compiled(config, place)
+    assert choose_graph_mode(config, place, weight_bytes, is_compiled=is_compiled) == mode
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,6 @@ def test_auto_is_what_the_cache_was_made_for(tmp_path: Path, made_for: str) -> N
     file = tmp_path / "graphs.zip"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(KEY_NAME, json.dumps({"graph_mode": made_for}))
+    config, place = EngineConfig(graph_cache=file), torch.device("cuda")
     for weight_bytes in (SMALL, LARGE):
-        assert (
-            choose_graph_mode(EngineConfig(graph_cache=file), torch.device("cuda"), weight_bytes) == made_for
-        )
+        assert choose_graph_mode(config, place, weight_bytes, is_compiled=True) == made_for

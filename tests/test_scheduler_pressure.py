@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput, RoundDrafts
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.holdings import Holding
+from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
 from tests.fake_runner import (
     FakeRunner,
@@ -301,6 +303,31 @@ def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
     sooner = [name for name in others if int(name) % 3 == 0]
     assert [name for name in others[:9] if name in sooner] == sooner[: len(set(others[:9]) & set(sooner))]
     assert ended[:7] == sooner[:7]
+
+
+def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nobody has room that is asked at every step; the answer is that of a look at everybody."""
+    line, rng, looks = Line(), random.Random(3), [0]
+    waiting = list[Holding]()
+
+    def look(self: Line) -> Iterator[Holding]:
+        looks[0] += 1
+        return (holding for _, holding in self._sorted)
+
+    monkeypatch.setattr(Line, "__iter__", look)
+    for index in range(600):
+        holding = Holding(make_request(str(index), 3, 2), arrival=index)
+        holding.request.priority = rng.randrange(3)
+        waiting.append(holding)
+        line.add(holding)
+        if rng.random() < 0.2:
+            line.discard(gone := waiting.pop(rng.randrange(len(waiting))))
+            if rng.random() < 0.5:
+                waiting.append(gone)
+                line.add(gone)
+        line._num_taken = 7
+        assert all(line.first() is min(waiting, key=lambda one: one.arrival) for _ in range(3))
+    assert looks[0] < 100
 
 
 def test_whoever_got_its_place_after_its_wait_is_not_sent_away_for_others() -> None:

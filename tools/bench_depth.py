@@ -12,8 +12,8 @@ from 3.3 to 1.1 and back every 200 rounds. In a turn auto has 25 rounds and ever
 that do not count; --rounds is how many auto has in a case. How long a fixed depth would have taken for the
 text that auto decoded in the turn is computed, from its rounds' time there and then and the hash that decides
 what is kept. Where a round of auto verified what was no draft, nothing beyond its drafts counts. On a GPU
---graph-mode uncompiled captures the rounds as they are: the start takes seconds where compiling five depths
-takes minutes, and every depth pays for it alike.
+the first depth is compiled and the others are captured as they are, as in any engine; with --graph-mode
+uncompiled the first is too, so that every depth pays for it alike and the start takes seconds.
 
 In either case auto learns first, for rounds that do not count. --seconds bounds the whole run, its start
 included: cases share what is left. A ratio is of all turns' seconds, with the interval that 95 % of
@@ -31,7 +31,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,11 +39,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_step import fill_random, model_config, rate_for, uncompiled
+from bench_step import fill_random, model_config, rate_for
 
-from compiled_mtp import programs as engine_programs
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.compile import compiler_settings
+from compiled_mtp.graphs.compile import compile_program, compiler_settings
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.window.reference import position_hash
 from compiled_mtp.plan import StepResult
@@ -132,14 +130,11 @@ class Bench:
     """A runner with every depth of its config ready, and a scheduler whose depths come from the way that is
     tried: the number of drafts, or AUTO."""
 
-    def __init__(
-        self, config: EngineConfig, shape: str | None, clock: Callable[[], float], *, is_plain: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, shape: str | None, clock: Callable[[], float]) -> None:
         model = model_config(shape) if shape is not None else read_model_config(config.model)
         fill = None if shape is None else fill_random
-        with uncompiled() if is_plain else nullcontext():
-            self.runner = Runner(config, model, model.vocab_size, fill=fill)
-            self._add_depths(config)
+        self.runner = Runner(config, model, model.vocab_size, fill=fill)
+        self._add_depths(config)
         depths, first = config.depths, first_depth(config.depths)
         buckets = self.runner.programs.buckets
         sizes = [b.groups for b in buckets if b.verify_step == b.draft_step == first]
@@ -152,7 +147,7 @@ class Bench:
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
             max_model_len=self.runner.max_model_len,
-            prefill_chunk=config.resolve_prefill_chunk("cuda"),
+            prefill_chunk=config.resolve_prefill_chunk("cuda", self.runner.model_config),
             mtp_step=self.runner.step.mtp_step,
             max_in_flight=self.runner.max_in_flight,
             depth=self._choose,
@@ -162,18 +157,16 @@ class Bench:
         self._rate: float | None = config.synthetic_acceptance
 
     def _add_depths(self, config: EngineConfig) -> None:
-        """Make the programs of every depth but the first, which the runner has."""
+        """Make the programs at once that an engine on a CPU gets beside its steps; a GPU's runner has all."""
         programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
-        if programs.is_compiled and len(depths) > 1:
-            if self.runner.later is not None:
-                self.runner.later.close()
-            later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
-            with compiler_settings():
-                for one in later:
-                    method = partial(one.method, programs.step)
-                    # By the name that `uncompiled` replaces.
-                    make = engine_programs.compile_program  # type: ignore[attr-defined]
-                    programs.adopt(one, make(method, one.name, programs.graph_mode))
+        if self.runner.later is None:
+            return
+        self.runner.later.close()
+        later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
+        with compiler_settings():
+            for one in later:
+                method = partial(one.method, programs.step)
+                programs.adopt(one, compile_program(method, one.name, programs.graph_mode))
 
     def forget_what_was_learnt(self) -> None:
         """Let auto begin anew."""
@@ -323,13 +316,13 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def make_bench(mtp_step: int | str, arguments: argparse.Namespace) -> Bench:
     """The engine of one way, or of all of them."""
     batches, width = numbers(arguments.batches), max(numbers(arguments.depths)) + 1
-    is_plain, is_synthetic = arguments.graph_mode == "uncompiled", bool(arguments.accept)
+    is_synthetic = bool(arguments.accept)
     max_model_len, block_size = most_tokens(arguments) + PROMPT_TOKENS + 2 * width, EngineConfig().block_size
     given: dict[str, Any] = {
         "mtp_step": mtp_step,
         "mtp_depths": arguments.depths,
         "device": arguments.device,
-        "compile": "on" if is_plain else arguments.compile,
+        "compile": "off" if arguments.graph_mode == "uncompiled" else arguments.compile,
         "max_batch": max(batches),
         "max_model_len": max_model_len,
         # No more than they need, for engines stand side by side.
@@ -341,7 +334,7 @@ def make_bench(mtp_step: int | str, arguments: argparse.Namespace) -> Bench:
         given |= {"batch_sizes": arguments.batches, "graph_mode": "replay"}
     given |= {"model": arguments.model} if arguments.shape is None else {"model": Path(__file__)}
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    return Bench(EngineConfig(**given), arguments.shape, clock, is_plain=is_plain)
+    return Bench(EngineConfig(**given), arguments.shape, clock)
 
 
 def most_tokens(arguments: argparse.Namespace) -> int:
@@ -439,16 +432,21 @@ def time_acceptance(
         if done and done % BLOCK_TURNS == 0:
             bench.begin(AUTO, case.prompts(done), most)
         rate = case.rate(done * AUTO_ROUNDS)
-        found = bench.advance(AUTO, rounds=AUTO_ROUNDS, skipped=SKIPPED_ROUNDS, rate=rate)
-        text = sum(after - before for _, before, after in found.spans)
+        # Whoever comes first must not always be the same.
+        ways, found = list(turns.seconds), dict[str, Stretch]()
+        for way in ways[done % len(ways) :] + ways[: done % len(ways)]:
+            counted = AUTO_ROUNDS if way == AUTO else FIXED_ROUNDS
+            found[way] = bench.advance(way, rounds=counted, skipped=SKIPPED_ROUNDS, rate=rate)
+        auto = found[AUTO]
+        text = sum(after - before for _, before, after in auto.spans)
         turns.tokens.append(text)
         # Positions that a round has gained by what was no draft are text that is still to be decoded.
-        turns.seconds[AUTO].append(found.seconds * text / found.num_tokens)
+        turns.seconds[AUTO].append(auto.seconds * text / auto.num_tokens)
         for depth in fixed:
-            one = bench.advance(str(depth), rounds=FIXED_ROUNDS, skipped=SKIPPED_ROUNDS, rate=rate)
+            one = found[str(depth)]
             round_s = one.seconds / one.rounds
             spent[depth] += round_s
-            turns.seconds[str(depth)].append(round_s * rounds_of(depth, rate, found.spans) / case.batch)
+            turns.seconds[str(depth)].append(round_s * rounds_of(depth, rate, auto.spans) / case.batch)
         done += 1
     return turns, {"ms_by_depth": {depth: round(1e3 * sum_s / done, 3) for depth, sum_s in spent.items()}}
 

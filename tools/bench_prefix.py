@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--mtp-step", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, help="a released shape with random weights, on a GPU")
     parser.add_argument("--compile", choices=("off", "on"), default=None, help="default: off with --shape")
@@ -109,7 +109,7 @@ def main() -> None:
     arguments = parser.parse_args()
     length, most, turn = arguments.prompt_tokens, arguments.max_tokens, arguments.turn_tokens
     engine = make_engine(arguments)
-    chunk = engine.config.resolve_prefill_chunk(engine.runner.device.type)
+    chunk = engine.config.resolve_prefill_chunk(engine.runner.device.type, engine.model_config)
     params = SamplingParams(max_tokens=most, temperature=0.8, seed=1, ignore_eos=True)
     rng, vocab_size = random.Random(0), engine.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(arguments.repeats)]

@@ -15,9 +15,9 @@ drafted, so that they are counted and not compared. Every pool has an engine of 
 uncompiled starts it in seconds.
 
 Ends in one JSON line. For each pool: tokens a second (of the last of --repeats runs: the first takes host
-memory and compiles kernels), the share of the full pool's, both also without the steps that launch prompts,
-which uncompiled take the host far longer; how often requests left for host memory (offloads) or to be
-computed again (withdrawals); tokens a time that one left, of all and of the request that left most often.
+memory), the share of the full pool's, both also without the steps that launch prompts; how often requests
+left for host memory (offloads) or to be computed again (withdrawals); host memory that the run was the first
+to need; tokens a time that one left, of all and of the request that left most often.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_step import fill_random, model_config, rate_for, uncompiled
+from bench_step import fill_random, model_config, rate_for
 from op_cases import SHAPES
 
 from compiled_mtp.checkpoint import make_front, open_front
@@ -62,6 +61,7 @@ class Run:
     most_running: int = 0
     offloads: int = 0
     withdrawals: int = 0
+    host_bytes: int = 0
     left: Counter[str] = field(default_factory=Counter)
 
 
@@ -128,6 +128,7 @@ def _line(
         "most_running": run.most_running,
         "offloads": run.offloads,
         "withdrawals": run.withdrawals,
+        "host_mib_taken": run.host_bytes >> 20,
         "tokens_a_move": None,
         "least_tokens_a_move": None,
     }
@@ -157,7 +158,6 @@ def _measure(options: argparse.Namespace, num_blocks: int) -> tuple[tuple[Run, R
 
 def _make_engine(options: argparse.Namespace, num_blocks: int) -> Engine:
     """An engine of so many blocks; all have the same weights."""
-    is_plain = options.graph_mode == "uncompiled"
     given: dict[str, Any] = {
         "model": options.model,
         "device": options.device,
@@ -166,18 +166,17 @@ def _make_engine(options: argparse.Namespace, num_blocks: int) -> Engine:
         "num_blocks": num_blocks,
         "mtp_step": options.mtp_step,
         "offload_gb": options.offload_gb,
-        "graph_mode": "replay" if is_plain else options.graph_mode,
         "synthetic_acceptance": None if options.accept is None else 0.0,
     }
-    given |= {"compile": "on"} if is_plain else {}
+    is_plain = options.graph_mode == "uncompiled"
+    given |= {"compile": "off"} if is_plain else {"graph_mode": options.graph_mode}
     given |= {"dtype": "bfloat16"} if options.shape is not None and options.device != "cpu" else {}
     config, fill = EngineConfig(**given), None
     if options.shape is None:
         front = open_front(config)
     else:
         front, fill = make_front(config, options.model, model_config(options.shape), None), _fill
-    with uncompiled() if is_plain else nullcontext():
-        return Engine(config, front=front, fill=fill)
+    return Engine(config, front=front, fill=fill)
 
 
 def _fill(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -202,6 +201,7 @@ def _run(engine: Engine, options: argparse.Namespace, seed: int) -> Run:
         return launch(plan)
 
     engine.runner.run = note_kind  # type: ignore[method-assign]
+    host_bytes = engine.runner.moves.host_bytes
     before, places = engine.stats(), dict.fromkeys(run.streams, RequestPhase.WAITING)
     begin = last = clock()
     while engine.has_unfinished_requests():
@@ -215,6 +215,7 @@ def _run(engine: Engine, options: argparse.Namespace, seed: int) -> Run:
     engine.runner.run = launch  # type: ignore[method-assign]
     run.offloads = after.offloads - before.offloads
     run.withdrawals = after.withdrawals - before.withdrawals
+    run.host_bytes = engine.runner.moves.host_bytes - host_bytes
     return run
 
 

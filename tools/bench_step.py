@@ -26,12 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,6 +40,7 @@ from saved_rows import Row, describe_beside, read_rows, rows_beside
 from torch._dynamo.utils import calculate_time_spent
 
 from compiled_mtp import __version__
+from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 from compiled_mtp.model_config import ModelConfig
@@ -117,17 +116,6 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
                     parameter[index].copy_(first.roll(index, 0))
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """What is made within is not compiled: graphs are captured of the code as it is, in seconds."""
-
-    def as_it_is(function: Callable[..., Any], name: str, graph_mode: str | None) -> Callable[..., Any]:
-        return function
-
-    with mock.patch("compiled_mtp.programs.compile_program", as_it_is):
-        yield
-
-
 def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
     """The acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`."""
     low, high = 0.0, 1.0
@@ -197,18 +185,19 @@ class Loop:
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
     """`batch` requests with `context` tokens each, prefilled."""
     config = runner.config
+    chunk = config.resolve_prefill_chunk("cuda", runner.model_config)
     scheduler = Scheduler(
         max_batch=batch,
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
         max_model_len=runner.max_model_len,
-        prefill_chunk=config.resolve_prefill_chunk("cuda"),
+        prefill_chunk=chunk,
         mtp_step=runner.step.mtp_step,
         max_in_flight=runner.max_in_flight,
     )
     generator = torch.Generator().manual_seed(batch)
     # The first request decodes a round for every chunk of the others' prefill.
-    rounds = batch * -(-context // config.resolve_prefill_chunk("cuda")) + WARM_UP_STEPS + TIMED_STEPS + 64
+    rounds = batch * -(-context // chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
     most = min(rounds * (runner.step.mtp_step + 1), runner.max_model_len - context)
     for index in range(batch):
         ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()
@@ -392,6 +381,9 @@ def main() -> None:
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="time N GPUs beside one instead: bench_ranks.py"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to stand beside ours")
     arguments = parser.parse_args()
@@ -401,6 +393,8 @@ def main() -> None:
         parser.exit(2, f"bench_step: --beside: {error}\n")
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
+    if arguments.tensor_parallel is not None:
+        sys.exit(subprocess.run(ranks_command(arguments)).returncode)
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
     modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
     depths = [int(step) for step in arguments.mtp_step.split(",")]
@@ -420,12 +414,24 @@ def main() -> None:
                 sys.exit(status)
 
 
-def start_by_phase(startup_s: float) -> dict[str, float]:
-    """Seconds of this process's start: what Dynamo traces, what its backends make of that, and the rest
-    (first launches, which compile our kernels, captures, caches)."""
+def ranks_command(arguments: argparse.Namespace) -> list[str]:
+    """The command of bench_ranks.py, which ranks can import what they need from, for the last depth."""
+    tool = str(Path(__file__).with_name("bench_ranks.py"))
+    command = [sys.executable, tool, "--shape", arguments.shape, "--ranks", str(arguments.tensor_parallel)]
+    command += ["--mtp-step", arguments.mtp_step.split(",")[-1], "--batch", arguments.batch]
+    command += ["--accept", str(arguments.accept), "--context", str(arguments.context)]
+    command += ["--fp8"] if arguments.fp8 is not None else []
+    command += ["--uncompiled"] if arguments.graph_mode == "uncompiled" else []
+    return command + (["--layers", str(arguments.layers)] if arguments.layers is not None else [])
+
+
+def start_by_phase(startup_s: float, capture_s: float) -> dict[str, float]:
+    """Seconds of this process's start: what Dynamo traces, what its backends make of that, captures by hand,
+    and the rest (first launches, which compile our kernels, caches, CUDA-graph trees)."""
     spent = calculate_time_spent()
     traced, generated = spent.get("entire_frame_compile", 0.0), spent.get("backend_compile", 0.0)
-    phases = {"trace": traced - generated, "generate": generated, "rest": startup_s - traced}
+    phases = {"trace": traced - generated, "generate": generated, "capture": capture_s}
+    phases |= {"rest": startup_s - traced - capture_s}
     return {name: round(seconds, 1) for name, seconds in phases.items()}
 
 
@@ -448,7 +454,7 @@ def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
     """Time one depth and graph mode, or export it, and print beside the saved rows."""
-    model, is_plain = model_config(arguments.shape, arguments.fp8 is not None), mode == "uncompiled"
+    model = model_config(arguments.shape, arguments.fp8 is not None)
     if arguments.layers is not None:
         model = replace(
             model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
@@ -479,8 +485,8 @@ def run(
         batch_sizes=tuple(batches),
         max_model_len=arguments.context + 2048 + gained,
         prefill_chunk=prefill_chunk,
-        compile="on",
-        graph_mode="replay" if is_plain else mode,
+        compile="off" if mode == "uncompiled" else "on",
+        graph_mode="auto" if mode == "uncompiled" else mode,
         graph_cache=arguments.graph_cache,
         synthetic_acceptance=rate,
         draft_vocab=arguments.draft_vocab,
@@ -495,14 +501,13 @@ def run(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    with uncompiled() if is_plain else nullcontext():
-        runner = Runner(config, model, model.vocab_size, None, fill)
+    features = Features(save_to=directory / PROGRAMS_NAME if arguments.export else None)
+    runner = Runner(config, model, model.vocab_size, None, fill, features)
     startup_s = time.perf_counter() - loaded[0]
-    phases = start_by_phase(startup_s)
-    mode = mode if is_plain else str(runner.programs.graph_mode)  # what "auto" stands for
+    phases = start_by_phase(startup_s, runner.programs.capture_s)
+    mode = str(runner.programs.graph_mode) if mode == "auto" else mode
     if arguments.export:
         begin = time.perf_counter()
-        runner.programs.save(directory / PROGRAMS_NAME)
         size = save(arguments.export, directory, runner.cache_key)
         export_s = time.perf_counter() - begin
         print(

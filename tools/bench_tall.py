@@ -1,28 +1,30 @@
-"""Time a candidate for products of 32 to 256 rows beside the product in use, cuBLAS and the bytes alone.
+"""Find the tiles of products of 17 to 256 rows on this GPU, beside the kernel without descriptors and cuBLAS.
 
-    python tools/bench_tall.py --shape 27b --rows 128,32                 # some two minutes
-    python tools/bench_tall.py --shape 27b --specialized                 # warps of their own fetch, too
+    python tools/bench_tall.py --shape 27b --rows 128,32                   # some two minutes
+    python tools/bench_tall.py --shape 27b --weights gdn_out --out FILE    # write what was faster
+    python tools/bench_tall.py --shape 27b --specialized                   # warps of their own fetch, too
 
-The candidate (tall_product.py) should have the bits of the product in use: each tile is checked at the number
-of rows and at 4 before it is timed. Kernels are first compiled without a GPU, in many processes, then run in
-one process that is killed when a kernel hangs; a line is printed as soon as it is known. Of a product before
-a norm the time with that norm, which adds the parts up, decides. Weights are rotated beyond L2.
+Each tile is checked at the number of rows and at 4, against the bits of the operator, before it is timed.
+Kernels are first compiled without a GPU, in many processes, then run in one process that is killed when a
+kernel hangs; a line is printed as soon as it is known, and at the end what the table of tiles
+(ops/linear/tall.json) should hold. No tile changes a bit. Of a product before a norm the time with that norm,
+which adds the parts up, decides; how many parts it has is the other table's to say. Weights are rotated
+beyond L2.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,21 +34,28 @@ from deadlines import run_jobs
 from op_cases import SHAPES
 from op_cases.linear import BEFORE_NORM, GATE_UP, projections
 from record_launches import Launch, record
-from tall_product import TallTile, launch_tall
 
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
-from compiled_mtp.ops.linear.config import PROCESSORS, narrow_config, shared_split
+from compiled_mtp.ops.linear.config import choose, narrow_config, shared_split
+from compiled_mtp.ops.linear.kernel import launch_config
+from compiled_mtp.ops.linear.tall_config import (
+    TallProduct,
+    TallTile,
+    ranked_tiles,
+    read_tall_table,
+    row_class,
+)
+from compiled_mtp.ops.linear.tall_kernel import launch_tall
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 
 ARCH, CAPABILITY, SHARED_BYTES = "sm_90", 90, 227 * 1024
 DEVICE = "cuda"
 NOT_TIMED = ("router", "mtp_fc")
-# Of a thread; what a tile needs beside its sums takes the rest.
-MOST_SUM_REGISTERS = 190
-OTHER_REGISTERS = 40
-KEPT = 4
+# Tiles tried for each number of parts.
+KEPT = 3
 FEW_ROWS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,21 +75,44 @@ class Weight:
     def is_before_norm(self) -> bool:
         return self.name in BEFORE_NORM
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """In how many parts it may be summed, the table's number first."""
+        if not self.is_before_norm:
+            return (1,)
+        chosen = shared_split(ARCH, self.n, self.k, torch.bfloat16)
+        return tuple(dict.fromkeys([chosen, *part_counts(self.k, self.k)]))
+
+    def product(self, count: int) -> TallProduct:
+        return TallProduct(self.n, self.k, count, self.chains // count, self.gated, self.is_before_norm)
+
 
 @dataclass(frozen=True)
 class Job:
-    """One way to run a weight with so many rows: cuBLAS, the product in use in `count` parts, or a tile."""
+    """One way to run a weight with so many rows: cuBLAS, the operator in `count` parts, `linear_kernel`
+    (`is_plain`), or a tile."""
 
     weight: Weight
     rows: int
     count: int = 1
     tile: TallTile | None = None
     is_cublas: bool = False
+    is_plain: bool = False
 
     @property
     def label(self) -> str:
-        own = self.tile.label if self.tile else "cuBLAS" if self.is_cublas else f"in use x{self.count}"
+        if self.is_cublas:
+            own = "cuBLAS"
+        elif self.tile:
+            own = f"{tile_label(self.tile)} x{self.count}"
+        else:
+            own = f"{'no descriptors' if self.is_plain else 'in use'} x{self.count}"
         return f"{self.weight.name:8} {self.weight.n}x{self.weight.k} {self.rows:4} rows {own:44}"
+
+
+def tile_label(tile: TallTile) -> str:
+    size = f"{tile.block_m}x({tile.block_n}+{tile.rest_n}) k{tile.block_k} w{tile.num_warps}"
+    return f"{size} s{tile.num_stages} L2 {tile.prefetch_bytes}" + " specialized" * tile.specialized
 
 
 def weights_of(shape: str) -> Iterator[Weight]:
@@ -97,63 +129,55 @@ def weights_of(shape: str) -> Iterator[Weight]:
             yield Weight(name, n, k, chains)
 
 
-def tiles_of(weight: Weight, rows: int) -> list[TallTile]:
-    """The tiles that waste least: of the last round of programs, and of reading the rows for each again."""
-    block_m = 64 if rows <= 64 else 128
-    width, pieces = (weight.n // 2, 2) if weight.gated else (weight.n, 1)
-    counts = part_counts(weight.k, weight.k) if weight.is_before_norm else (1,)
-    ranked: list[tuple[float, TallTile]] = []
-    for split, warps, places, first, rest in itertools.product(
-        counts, (4, 8), (1, 2), (32, 64, 128, 256), (0, 16, 32, 64)
-    ):
-        chains, columns = weight.chains // split, (first + rest) * pieces
-        sums = block_m * columns // (32 * warps) * chains.bit_length()
-        most = min(MOST_SUM_REGISTERS, 65536 // (32 * warps * places) - OTHER_REGISTERS)
-        stages = min(6, (SHARED_BYTES // places - 2048) // (128 * (block_m + columns)))
-        if rest >= first or sums > most or stages < 3:
-            continue
-        row_tiles = -(-rows // block_m)
-        programs = row_tiles * -(-width // (first + rest)) * split
-        rounds = -(-programs // (PROCESSORS * places))
-        waste = rounds * PROCESSORS * places * (first + rest) / (width * split * row_tiles)
-        parts_bytes = 8 * split * rows / (2 * weight.k) if split > 1 else 0.0
-        cost = waste * (1 + block_m / columns) + parts_bytes
-        ranked.append((cost, TallTile(block_m, first, rest, 64, warps, stages, split)))
-    tiles = [tile for _, tile in sorted(ranked, key=lambda pair: pair[0])[:KEPT]]
-    best = tiles[0]
-    more = [replace(best, prefetch_bytes=0), replace(best, num_stages=best.num_stages - 1)]
-    if best.num_stages >= 4:
-        more.append(replace(best, block_k=128, num_stages=best.num_stages // 2))
-    return list(dict.fromkeys([*tiles, *more]))
+def tiles_of(weight: Weight, rows: int, count: int) -> list[TallTile]:
+    """The tiles that should waste least in so many parts; in the chosen number more of the best."""
+    tiles = [tile for _, tile in ranked_tiles(weight.product(count), rows, SHARED_BYTES)[:KEPT]]
+    if tiles and count == weight.counts[0]:
+        best = tiles[0]
+        tiles += [replace(best, prefetch_bytes=0), replace(best, num_stages=best.num_stages - 1)]
+        if best.num_stages >= 4:
+            tiles.append(replace(best, block_k=128, num_stages=best.num_stages // 2))
+    return tiles
 
 
 def specialized_tiles(weight: Weight, rows: int) -> list[TallTile]:
     """Tiles of four warps beside which others fetch; nothing may stand between their loop and the launch."""
-    narrow = [tile for tile in tiles_of(weight, rows) if tile.num_warps == 4 and tile.rest_n == 0]
+    tiles = tiles_of(weight, rows, weight.counts[0])
+    narrow = [tile for tile in tiles if tile.num_warps == 4 and tile.rest_n == 0]
     half = TallTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
     return [replace(tile, specialized=True, prefetch_bytes=0) for tile in [half, *narrow][:2]]
 
 
 def jobs_of(weight: Weight, rows: int, is_specialized: bool) -> Iterator[Job]:
     yield Job(weight, rows, is_cublas=True)
-    chosen = shared_split(ARCH, weight.n, weight.k, torch.bfloat16) if weight.is_before_norm else 1
-    # The table's number of parts first.
-    for count in dict.fromkeys([chosen, *(part_counts(weight.k, weight.k) if weight.is_before_norm else ())]):
+    for count in weight.counts:
         yield Job(weight, rows, count)
-    for tile in specialized_tiles(weight, rows) if is_specialized else tiles_of(weight, rows):
-        yield Job(weight, rows, tile.split, tile)
+        yield Job(weight, rows, count, is_plain=True)
+        if is_specialized and count == weight.counts[0]:
+            for tile in specialized_tiles(weight, rows):
+                yield Job(weight, rows, count, tile)
+        else:
+            for tile in tiles_of(weight, rows, count):
+                yield Job(weight, rows, count, tile)
 
 
 def call(job: Job, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[M, N], gated [M, N / 2], or parts [P, M, N]."""
+    """[M, N], gated [M, N / 2], or parts [P, M, N]; of the head in float32, as everywhere."""
     own = job.weight
     if job.is_cublas:
         return torch.mm(x, weight.T)
+    out_float32 = own.name == "lm_head" or (own.is_before_norm and job.count > 1)
     if job.tile is not None:
-        return launch_tall(job.tile, x, weight, own.chains, own.gated, own.is_before_norm)
+        dtype = torch.float32 if out_float32 else x.dtype
+        return launch_tall(job.tile, own.product(job.count), x, weight, dtype)
+    if job.is_plain:
+        config = choose(x, weight, (0, 0), False, job.count if own.is_before_norm else 0)
+        return launch_config(config, x, weight, None, out_float32, own.gated, own.is_before_norm)
     if own.gated:
         return linear_silu_mul(x, weight, None)
-    return linear_parts(x, weight, None, job.count) if own.is_before_norm else linear(x, weight, None)
+    if own.is_before_norm:
+        return linear_parts(x, weight, None, job.count)
+    return linear(x, weight, None, out_float32)
 
 
 def launches_of(job: Job) -> list[Launch]:
@@ -175,12 +199,16 @@ def compile_job(job: Job) -> str:
 
 
 def describe_job(job: Job) -> str:
-    """What the kernels of a job take, and which tensor-core products they hold, in words."""
+    return describe_launches(launches_of(job))
+
+
+def describe_launches(launches: Iterable[Launch]) -> str:
+    """What kernels take, and which tensor-core products they hold, in words."""
     # It hides the GPU from a process that imports it, as this one may.
     from kernel_table import inspect
 
     texts = []
-    for launch in launches_of(job):
+    for launch in launches:
         compiled = launch.compile()
         usage = dict(re.findall(r"(REG|STACK):(\d+)", inspect(compiled, "cuobjdump", "-res-usage")))
         found = Counter(re.findall(r"\b([A-Z]*MMA)\.", inspect(compiled, "nvdisasm", "-c")))
@@ -197,7 +225,7 @@ def distinct(jobs: list[Job]) -> list[Job]:
     found: dict[object, Job] = {}
     for job in jobs:
         own = job.weight
-        same = (job.tile, own.chains, own.gated, own.is_before_norm) if job.tile else job
+        same = (job.tile, own.product(job.count), own.name == "lm_head") if job.tile else job
         if not job.is_cublas:
             found.setdefault(same, job)
     return list(found.values())
@@ -260,8 +288,12 @@ def time_job(job: Job) -> str:
     return json.dumps(found)
 
 
-def show(job: Job, text: str, best: dict[str, tuple[float, str]]) -> None:
-    """Print what a job found; keep the fastest tile of each weight and number of rows."""
+# Microseconds and tile of what was fastest, by name in the table and row class; no tile: `linear_kernel`.
+Best = dict[tuple[str, int], tuple[float, TallTile | None]]
+
+
+def show(job: Job, text: str, best: Best) -> None:
+    """Print what a job found; keep the fastest way of each product and row class."""
     if not text.startswith("{"):
         print(f"{job.label} {text}", flush=True)
         return
@@ -271,14 +303,47 @@ def show(job: Job, text: str, best: dict[str, tuple[float, str]]) -> None:
     bits = {None: "", True: ", same bits", False: ", OTHER BITS"}[found["same_bits"]]
     ratio = found["us"] / found["floor_us"]
     print(f"{job.label} {found['us']:8.1f} us, {ratio:.2f} of reading it{norm}{bits}", flush=True)
-    case = f"{job.weight.name} {job.weight.n}x{job.weight.k} {job.rows} rows"
-    if job.tile and found["same_bits"]:
-        best[case] = min(best.get(case, (1e9, "")), (decisive, f"{job.tile.label}: {astuple(job.tile)}"))
+    if (job.tile or job.is_plain) and found["same_bits"]:
+        case = (job.weight.product(job.count).name, row_class(job.rows))
+        best[case] = min(best.get(case, (1e9, None)), (decisive, job.tile), key=lambda pair: pair[0])
+
+
+def write_table(entries: dict[str, dict[str, list[Any] | None]], path: Path) -> None:
+    """Write the table of tiles, a line for each row class."""
+
+    def order(name: str) -> tuple[list[int], str]:
+        size, kind = name.split()
+        return [int(number) for number in size.split("x")], kind
+
+    texts = []
+    for name in sorted(entries, key=order):
+        rows = sorted(entries[name].items(), key=lambda pair: int(pair[0]))
+        lines = ",\n".join(f'  "{height}": {json.dumps(fields)}' for height, fields in rows)
+        texts.append(f' "{name}": {{\n{lines}\n }}')
+    path.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+
+
+def fields_of(tile: TallTile | None) -> list[Any] | None:
+    """What the table holds of a tile."""
+    if tile is None:
+        return None
+    fields = [*astuple(tile)]
+    return fields if tile.specialized else fields[:-1]
+
+
+def merged(best: Best) -> dict[str, dict[str, list[Any] | None]]:
+    """The table with what was found."""
+    entries: dict[str, dict[str, list[Any] | None]] = {
+        name: dict(rows) for name, rows in read_tall_table().items()
+    }
+    for (name, height), (_, tile) in best.items():
+        entries.setdefault(name, {})[str(height)] = fields_of(tile)
+    return entries
 
 
 def run_phase(
-    work: Callable[[Any], str], jobs: list[Job], workers: int, seconds: float, until: float
-) -> Iterator[tuple[Job, str]]:
+    work: Callable[[Any], str], jobs: list[T], workers: int, seconds: float, until: float
+) -> Iterator[tuple[T, str]]:
     """Jobs and their texts until that time."""
     for index, text in run_jobs(work, jobs, workers, seconds):
         yield jobs[index], text
@@ -297,6 +362,7 @@ def main() -> None:
     parser.add_argument("--weights", default="", help="comma-separated names; all by rule")
     parser.add_argument("--specialized", action="store_true", help="time tiles of which other warps fetch")
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
+    parser.add_argument("--out", type=Path, help="write the table with what was faster")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=110, help="start no further job after this long")
     args = parser.parse_args()
@@ -319,11 +385,13 @@ def main() -> None:
         if text:
             print(f"{job.label} {text}", flush=True)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
-    best: dict[str, tuple[float, str]] = {}
+    best: Best = {}
     for job, text in run_phase(time_job, jobs, 1, 20.0, started + args.seconds):
         show(job, text, best)
-    for case, (us, text) in best.items():
-        print(f"fastest of {case}: {us:.1f} us, {text}")
+    for (name, height), (us, tile) in best.items():
+        print(f"fastest of {name}, up to {height} rows: {us:.1f} us, {json.dumps(fields_of(tile))}")
+    if args.out is not None:
+        write_table(merged(best), args.out)
 
 
 if __name__ == "__main__":

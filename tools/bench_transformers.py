@@ -7,7 +7,7 @@ mtp_step 0 and at --mtp-step. The tokens must be the same first (transformers co
 position where its two best logits are closer than 1e-3 may differ, and what follows with it). The three take
 turns prompt by prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a
 second, and ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats
-turns.
+turns. With --neighbours other processes keep a core busy each meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -43,6 +45,18 @@ def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
     assert not wrong.any(), f"token {int(wrong.nonzero()[0])} differs from transformers"
 
 
+@contextmanager
+def busy_neighbours(count: int) -> Iterator[None]:
+    """Keep `count` other processes computing during the body."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         "--clock", choices=("wall", "processor"), default="wall", help="processor: where others compute too"
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside it")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.num_threads)
     from transformers import AutoModelForCausalLM
@@ -109,11 +124,12 @@ def main(argv: list[str] | None = None) -> None:
         check_same(model, prompt, outputs["mtp_step 0"])
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     now = time.perf_counter if arguments.clock == "wall" else time.process_time
-    for prompt in prompts * arguments.repeats:
-        for name, way in ways.items():
-            begin = now()
-            way(prompt)
-            speeds[name].append(arguments.max_tokens / (now() - begin))
+    with busy_neighbours(arguments.neighbours):
+        for prompt in prompts * arguments.repeats:
+            for name, way in ways.items():
+                begin = now()
+                way(prompt)
+                speeds[name].append(arguments.max_tokens / (now() - begin))
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratios = {
         name: statistics.median(map(truediv, values, speeds["transformers"]))
@@ -131,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
                 ),
                 "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
                 "num_threads": arguments.num_threads,
+                "neighbours": arguments.neighbours,
                 "prompts": len(prompts),
                 "max_tokens": arguments.max_tokens,
             }

@@ -18,6 +18,7 @@ from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
+from compiled_mtp.ops.linear.tall_config import read_tall_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
@@ -132,17 +133,27 @@ def spec_conv1d_cases(capability: int) -> Iterator[LaunchCase]:
 
 
 def product(
-    device: torch.device, rows: int, n: int, k: int, dtype: torch.dtype, kind: str, prefill: bool = False
+    device: torch.device,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    kind: str,
+    prefill: bool = False,
+    gap: int = 0,
 ) -> None:
-    """linear ("product", or "logits" in float32), linear_silu_mul ("gated") or linear_parts ("parts")."""
+    """linear ("product", or "logits" in float32), linear_silu_mul ("gated") or linear_parts ("parts").
+
+    gap: numbers between two rows; with 1 they have no descriptor.
+    """
     empty = functools.partial(tensor, device)
-    x = empty(rows, k, dtype=FP32 if dtype == FP32 else BF16)
+    x = empty(rows, k + gap, dtype=FP32 if dtype == FP32 else BF16)[:, :k]
     weight = empty(n, k, dtype=dtype)
     scale = empty(-(-n // 128), -(-k // 128)) if dtype == FP8 else None
     if kind == "gated":
         linear_silu_mul(x, weight, scale)
     elif kind == "parts":
-        linear_parts(x, weight, scale, count_parts(weight))
+        linear_parts(x, weight, scale, count_parts(weight, rows))
     else:
         linear(x, weight, scale, kind == "logits", prefill)
 
@@ -167,6 +178,9 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
             for kind in kinds:
                 label = f"{kind}-{name}-{rows}"
                 yield LaunchCase(label, functools.partial(shape, kind=kind), capability_of(dtype))
+                if dtype == BF16 and rows != 4:
+                    without = functools.partial(shape, kind=kind, gap=1)
+                    yield LaunchCase(f"{label}-unaligned", without)
             if dtype == FP8 and rows == 100:
                 call = functools.partial(shape, kind="product", prefill=True)
                 yield LaunchCase(f"prefill-{name}-{rows}", call, FP8_CAPABILITY)
@@ -177,6 +191,7 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
     # The router's: its rows lie at no multiple of 16 bytes.
     router = functools.partial(product, rows=512, n=257, k=2048, dtype=BF16, kind="logits", prefill=True)
     yield LaunchCase("prefill-logits-257x2048", router)
+    yield from tall_cases()
     for entry in read_table().get(f"sm_{capability}", {}):
         size, dtype_text = entry.split()
         n, k = map(int, size.split("x"))
@@ -187,13 +202,38 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
         yield LaunchCase(f"{kind}-{size}-{dtype_text}", call, capability_of(dtype))
 
 
+def tall_cases() -> Iterator[LaunchCase]:
+    """Each measured product of many rows at each height of a tile, the head, and pieces of weights."""
+    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_tall_table(), (20, 100, 200))
+    more = (f"{VOCAB}x5120 logits", "5120x2176 parts1", "4352x5120 gated")
+    products |= dict.fromkeys(more, (20, 100))
+    for name, heights in products.items():
+        size, kind = name.split()
+        n, k = map(int, size.split("x"))
+        whole = {"5120x2176": (0, 17408), "4352x5120": (34816, 0)}.get(size, (0, 0))
+        for rows in heights:
+            call = functools.partial(tall_product, rows=rows, n=n, k=k, kind=kind, whole=whole)
+            yield LaunchCase(f"tall-{size}-{kind}-{rows}", call)
+
+
+def tall_product(device: torch.device, rows: int, n: int, k: int, kind: str, whole: tuple[int, int]) -> None:
+    """As a name in the table of tiles has it; whole: N and K of the weight, where it is a piece."""
+    x, weight = tensor(device, rows, k, dtype=BF16), tensor(device, n, k, dtype=BF16)
+    if kind == "gated":
+        linear_silu_mul(x, weight, None, *whole)
+    elif kind.startswith("parts"):
+        linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole)
+    else:
+        linear(x, weight, None, kind == "logits", False, *whole)
+
+
 def capability_of(dtype: torch.dtype) -> int:
     return FP8_CAPABILITY if dtype == FP8 else 80
 
 
-def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int) -> None:
-    """linear_w8a8 ("count" 0) or linear_w8a8_parts in that many parts."""
-    x, weight = tensor(device, rows, k, dtype=FP8), tensor(device, n, k, dtype=FP8)
+def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int, gap: int = 0) -> None:
+    """linear_w8a8 ("count" 0) or linear_w8a8_parts in that many parts; gap: bytes between two rows."""
+    x, weight = tensor(device, rows, k + gap, dtype=FP8)[:, :k], tensor(device, n, k, dtype=FP8)
     scales = tensor(device, rows, k // 128), tensor(device, -(-n // 128), k // 128)
     if count:
         linear_w8a8_parts(x, scales[0], weight, scales[1], count)
@@ -208,6 +248,22 @@ def linear_w8a8_cases(capability: int) -> Iterator[LaunchCase]:
             for count in counts:
                 call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
                 yield LaunchCase(f"{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+
+    for rows, n, k, counts in (
+        (20, 16384, 5120, (0,)),
+        (200, 34816, 5120, (0,)),
+        (2048, 34816, 5120, (0,)),
+        (100, 5120, 6144, (1, 2, 4, 8)),
+        (2048, 5120, 17408, (0,)),
+    ):
+        for count in counts:
+            call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
+            yield LaunchCase(f"tall-{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+    # Rows at no multiple of 16 bytes.
+    for rows in (20, 50, 100):
+        for count in (0, 1, 4):
+            call = functools.partial(w8a8_product, rows=rows, n=5120, k=17408, count=count, gap=8)
+            yield LaunchCase(f"unaligned-{rows}" + f"-parts{count}" * (count > 0), call, 90)
 
 
 def quantize_rows_cases(capability: int) -> Iterator[LaunchCase]:
@@ -272,17 +328,22 @@ def pages(
 
 
 def attention(
-    device: torch.device, window: int, heads: tuple[int, int, int], cache_dtype: torch.dtype
+    device: torch.device,
+    window: int,
+    heads: tuple[int, int, int],
+    cache_dtype: torch.dtype,
+    requests: int = 1,
 ) -> None:
-    """One request; heads: of queries, of keys, and the dims of each."""
+    """heads: of queries, of keys, and the dims of each."""
     query_heads, kv_heads, dim = heads
     dtype = FP32 if cache_dtype == FP32 else BF16
-    qkv = tensor(device, window, (2 * query_heads + 2 * kv_heads) * dim, dtype=dtype)
+    rows = requests * window
+    qkv = tensor(device, rows, (2 * query_heads + 2 * kv_heads) * dim, dtype=dtype)
     own_gate = qkv[:, : 2 * query_heads * dim].view(-1, query_heads, 2, dim)[:, :, 1]
     paged_attention(
-        tensor(device, window, query_heads, dim, dtype=dtype), own_gate,
+        tensor(device, rows, query_heads, dim, dtype=dtype), own_gate,
         *pages(device, kv_heads, dim, cache_dtype),
-        tensor(device, 1, MAX_BLOCKS, dtype=INT32), tensor(device, window, dtype=INT64), dim**-0.5, 0,
+        tensor(device, requests, MAX_BLOCKS, dtype=INT32), tensor(device, rows, dtype=INT64), dim**-0.5, 0,
     )  # fmt: skip
 
 
@@ -291,9 +352,17 @@ def paged_attention_cases(capability: int) -> Iterator[LaunchCase]:
         for dtype in (BF16, FP8, FP32):
             if dtype == FP32 and heads not in ((8, 2, 256), (4, 2, 64)):
                 continue
-            for name, window in (("verify", WINDOW), ("prefill", PREFILL_ROWS), ("short-prefill", 128)):
+            for name, window, requests in (
+                ("verify", WINDOW, 1),
+                # So many that a program may have a group of splits.
+                ("grouped-verify", WINDOW, 32),
+                ("prefill", PREFILL_ROWS, 1),
+                ("short-prefill", 128, 1),
+            ):
                 label = f"{name}-{'-'.join(map(str, heads))}-{dtype_name(dtype)}"
-                call = functools.partial(attention, window=window, heads=heads, cache_dtype=dtype)
+                call = functools.partial(
+                    attention, window=window, heads=heads, cache_dtype=dtype, requests=requests
+                )
                 yield LaunchCase(label, call, capability_of(dtype))
 
 

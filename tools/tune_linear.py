@@ -39,7 +39,7 @@ from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import count_parts
+from compiled_mtp.ops.linear import NARROW_ROWS, count_parts
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     TABLE,
@@ -299,7 +299,8 @@ class Stack:
         linear_config.cache_clear()
         for module in self.target.modules():
             if isinstance(module, Linear):
-                module.num_parts = count_parts(module.weight)
+                module.num_parts = count_parts(module.weight, 1)
+                module.num_tall_parts = count_parts(module.weight, NARROW_ROWS + 1)
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 

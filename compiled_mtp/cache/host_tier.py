@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,6 +19,41 @@ _MOST_WASTE = 0.08
 _MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 1 << 26, 1 << 20
 
 
+# Records, and segments, that are made ready once the first of them has been needed.
+_NUM_AHEAD = 2
+
+
+class _Supply:
+    """At most `most` times what `make` gives. Pinning takes about half a second a GiB: once the first has
+    been taken, a thread keeps a few ready. Without a thread each is made when it is taken.
+    """
+
+    def __init__(
+        self, make: Callable[[], list[torch.Tensor]], most: int, thread: ThreadPoolExecutor | None
+    ) -> None:
+        self._make = make
+        self._num_left = most
+        self._thread = thread
+        self._coming: deque[Future[list[torch.Tensor]]] = deque()
+
+    def take(self) -> list[torch.Tensor]:
+        """One of them. Raises RuntimeError or MemoryError if it cannot be had."""
+        coming = self._coming.popleft() if self._coming else None
+        # What could not be had then may be had now.
+        made = self._make() if coming is None or coming.exception() is not None else coming.result()
+        self._num_left -= coming is None
+        while self._thread is not None and self._num_left > 0 and len(self._coming) < _NUM_AHEAD:
+            self._coming.append(self._thread.submit(self._make))
+            self._num_left -= 1
+        return made
+
+    @property
+    def ready(self) -> list[torch.Tensor]:
+        """What is made and was not taken yet."""
+        done = [one for one in self._coming if one.done() and one.exception() is None]
+        return [tensor for one in done for tensor in one.result()]
+
+
 class _Run(NamedTuple):
     """Blocks that lie behind one another: `memory` [n, block_bytes] has those at `indices` of a list."""
 
@@ -26,7 +64,8 @@ class _Run(NamedTuple):
 class HostTier:
     """Room for num_records rows of row_bytes and for num_blocks blocks of block_bytes of a device.
 
-    Memory that was allocated once is kept.
+    Memory that was allocated once is kept. Beside a GPU a thread makes a little more ready than was needed so
+    far, since nobody who decodes can wait for the system to pin it.
     """
 
     def __init__(
@@ -41,6 +80,15 @@ class HostTier:
         self._segment = max(min(blocks_in_segment(block_bytes), num_blocks), 1)
         self._records: dict[int, list[torch.Tensor]] = {}
         self._segments: dict[int, torch.Tensor] = {}
+        # Ends with the tier, or with the interpreter, behind what it has begun.
+        thread = ThreadPoolExecutor(1, "host memory") if self._is_pinned else None
+        self._new_records = _Supply(
+            partial(_allocate_all, self._piece_bytes, self._is_pinned), num_records, thread
+        )
+        segment_bytes = [self._segment * block_bytes]
+        self._new_segments = _Supply(
+            partial(_allocate_all, segment_bytes, self._is_pinned), -(-num_blocks // self._segment), thread
+        )
 
     @property
     def most_bytes_at_once(self) -> int:
@@ -52,9 +100,9 @@ class HostTier:
         cannot be had.
         """
         if record is not None and record not in self._records:
-            self._records[record] = [_allocate(size, self._is_pinned) for size in self._piece_bytes]
+            self._records[record] = self._new_records.take()
         for segment in sorted({block_id // self._segment for block_id in block_ids} - self._segments.keys()):
-            memory = _allocate(self._segment * self._block_bytes, self._is_pinned)
+            (memory,) = self._new_segments.take()
             self._segments[segment] = memory.view(self._segment, self._block_bytes)
 
     def pieces(self, record: int) -> list[torch.Tensor]:
@@ -75,9 +123,10 @@ class HostTier:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that have been needed so far; pinned ones as they are given out."""
+        """Bytes that have been needed so far, or are ready; pinned ones as they are given out."""
         pieces = [piece for record in self._records.values() for piece in record]
-        sizes = [piece.nbytes for piece in (*pieces, *self._segments.values())]
+        ready = [*self._new_records.ready, *self._new_segments.ready]
+        sizes = [piece.nbytes for piece in (*pieces, *self._segments.values(), *ready)]
         return sum(1 << (size - 1).bit_length() for size in sizes) if self._is_pinned else sum(sizes)
 
 
@@ -132,6 +181,10 @@ def copy_in(pieces: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     for piece, part in zip(pieces, parts, strict=True):
         if piece.data_ptr() != part.data_ptr():
             part.copy_(piece, non_blocking=True)
+
+
+def _allocate_all(sizes: Sequence[int], is_pinned: bool) -> list[torch.Tensor]:
+    return [_allocate(size, is_pinned) for size in sizes]
 
 
 def _allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:

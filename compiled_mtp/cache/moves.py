@@ -30,13 +30,22 @@ class Moves:
     """The executor of `StepPlan.moves` over the registered tensors and every layer's blocks.
 
     A copy takes every registered row and the listed blocks, with their scales. It takes no row of the block
-    table: who moves a request into a slot lists its blocks in the plan's block_updates.
+    table: who moves a request into a slot lists its blocks in the plan's block_updates. holds_launches: every
+    later launch waits for a copy, since whoever plans does not ask here whether it is complete.
     """
 
-    def __init__(self, slot_tensors: SlotTensors, block_table: torch.Tensor, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        slot_tensors: SlotTensors,
+        block_table: torch.Tensor,
+        kv_cache: KVCache,
+        *,
+        holds_launches: bool = False,
+    ) -> None:
         self.slot_tensors = slot_tensors
         self.block_table = block_table
         self.num_blocks = kv_cache.num_blocks
+        self._holds_launches = holds_launches
         self._block_layout = RowLayout(kv_cache.block_tensors())
         # Of host memory, by the name of the tier. A request that leaves takes longer than a hit may wait.
         self._tiers: dict[str, HostTier] = {}
@@ -159,7 +168,7 @@ class Moves:
             self._copy_rows(copy)
             self._copy_blocks(copy, lane)
             lane.record(step_id, copy.copy_id)
-        if copy.source.tier == "shelf":
+        if copy.source.tier == "shelf" or self._holds_launches:
             lane.hold_launches()
         return True
 

@@ -22,6 +22,7 @@ from compiled_mtp.cli.console import (
     write_text,
 )
 from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
 from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
@@ -64,7 +65,8 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
     stdout = check_stdout()
     if sys.stdin is None:
         raise ValueError("standard input must be open for a chat, got a closed one; use compiled-mtp run")
-    from compiled_mtp.checkpoint import open_front
+    with leaving():
+        from compiled_mtp.checkpoint import open_front
 
     front = open_front(config)
     params = SamplingParams(**({"max_tokens": front.limits.max_model_len} | sampling))

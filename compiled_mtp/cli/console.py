@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from tqdm import tqdm
 
 from compiled_mtp.cli.flags import EXIT_USAGE as EXIT_USAGE
+from compiled_mtp.cli.signals import INTERRUPTED, NUMBERS, leaving, restore
 from compiled_mtp.errors import escape
 
 if TYPE_CHECKING:  # What they come from waits for torch.
+    from compiled_mtp.build_order import Features
     from compiled_mtp.config import EngineConfig
     from compiled_mtp.engine import Engine
     from compiled_mtp.front import Front
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED = 0, 1
 MOST_ERROR_CHARACTERS = 4000
 
 
@@ -65,7 +67,7 @@ def run_command(command: Callable[[Interrupts], int]) -> int:
         try:
             return command(interrupts)
         except KeyboardInterrupt:
-            say("interrupted: nothing more was done")
+            say(INTERRUPTED)
             return interrupts.exit_code
         except BrokenPipeError:  # Whoever reads standard output has seen enough.
             return EXIT_FAILED
@@ -84,18 +86,16 @@ class Interrupts:
         self.is_asked = False
         self._is_held = False
         self._number = signal.SIGINT
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in NUMBERS:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            # None: installed by something else than Python, which cannot put it back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        restore(self._before)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -148,14 +148,17 @@ class Progress:
             self._bars.popitem()[1].close()
 
 
-def start_engine(config: EngineConfig, front: Front | None = None) -> Engine:
+def start_engine(
+    config: EngineConfig, front: Front | None = None, features: Features | None = None
+) -> Engine:
     """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
-    recipe of FP8 weights."""
-    from compiled_mtp.engine import Engine
+    recipe of FP8 weights. `front` and `features` are what `Engine` takes."""
+    with leaving():
+        from compiled_mtp.engine import Engine
 
     progress = Progress()
     try:
-        engine = Engine(config, progress=progress, front=front)
+        engine = Engine(config, progress=progress, front=front, features=features)
     finally:
         progress.close()
     if engine.num_threads is not None:

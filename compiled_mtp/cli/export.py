@@ -18,12 +18,15 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_command, start_engine, write_text
 from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 
 _SKIPPED = ("compile", "graph_cache")
 
@@ -75,8 +78,16 @@ def check_writable(out: Path) -> None:
 
 def export(config: EngineConfig, out: Path) -> tuple[int, int]:
     """Compile for `config`; return the bytes of `out` and how many shapes."""
-    from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
+    with leaving():
+        from compiled_mtp.build_order import Features
+        from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 
+        # As long as there is nothing to remove.
+        import_module("compiled_mtp.engine")
+
+    is_alone = config.tensor_parallel == 1
+    remedy = "leave it out: ranks compile their own programs"
+    check(is_alone, "tensor_parallel", "be 1 for an export", config.tensor_parallel, remedy)
     # After Ctrl-C a compiler may still write to what is being removed; that must not become the error.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as enclosing:
         directory, scratch = Path(enclosing) / "made", Path(enclosing) / "scratch"
@@ -85,11 +96,7 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         use_directory(directory)
         # A compiler that is killed leaves its own temporary files.
         os.environ["TMPDIR"] = str(scratch)
-        engine = start_engine(config)
-        if engine.runner.later is not None:
-            # Every depth is compiled here.
-            engine.runner.later.close()
-        engine.runner.programs.save(directory / PROGRAMS_NAME)
+        engine = start_engine(config, features=Features(save_to=directory / PROGRAMS_NAME))
         size = save(out, directory, engine.runner.cache_key)
         engine.close()
         return size, engine.runner.programs.count

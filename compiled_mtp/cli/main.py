@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from compiled_mtp.cli.console import EXIT_INTERRUPTED, say
-from compiled_mtp.cli.flags import Parser
+from compiled_mtp.cli.signals import leaving
 
 COMMANDS = {
     "run": "decode prompts: --prompt TEXT, or --prompt-file FILE with a request a line",
@@ -22,8 +20,20 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for what cannot be done, after one line that says why;
-    130 for Ctrl-C while the command is loaded."""
+    130 and 143 for Ctrl-C and SIGTERM, from before the command is imported."""
     argv = sys.argv[1:] if argv is None else argv
+    # Nothing is imported above but what it takes to get here: a Ctrl-C there is Python's.
+    with leaving():
+        command = _find(argv[:1])
+    return command(argv[1:])
+
+
+def _find(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """The function of the command that `words` holds, imported with all that it needs at once."""
+    import argparse
+
+    from compiled_mtp.cli.flags import Parser
+
     lines = [f"  {name:<17}{described}" for name, described in COMMANDS.items()]
     parser = Parser(
         prog="compiled-mtp",
@@ -32,12 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
-    command = parser.parse_args(argv[:1]).command
-    try:
-        code: int = import_module(f"compiled_mtp.cli.{command.replace('-', '_')}").main(argv[1:])
-    except (
-        KeyboardInterrupt
-    ):  # While it is loaded, torch with it; behind that each command has its own answer.
-        say("interrupted: nothing more was done")
-        return EXIT_INTERRUPTED
-    return code
+    name = parser.parse_args(words).command
+    command: Callable[[Sequence[str]], int] = import_module(f"compiled_mtp.cli.{name.replace('-', '_')}").main
+    return command

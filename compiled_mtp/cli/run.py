@@ -24,6 +24,7 @@ from compiled_mtp.cli.console import (
 from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
 from compiled_mtp.cli.printer import Printer
+from compiled_mtp.cli.signals import leaving
 from compiled_mtp.cli.summary import Outcome, find_difference, summarize
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.request import SamplingParams
@@ -113,7 +114,8 @@ def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, inter
     An interrupt ends it with what was decoded. Raises ValueError, before the weights are loaded where that
     can be known, if the config, the checkpoint or a job is wrong.
     """
-    from compiled_mtp.checkpoint import open_front
+    with leaving():
+        from compiled_mtp.checkpoint import open_front
 
     front = open_front(config)
     requests = [job for job in jobs if job.choice == 0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compiled_mtp.cli.console import EXIT_USAGE, say
+from compiled_mtp.cli.signals import leaving
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; return the exit code."""
     try:
-        from compiled_mtp.server.serve import main as serve
+        with leaving():
+            from compiled_mtp.server.serve import main as serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("compiled_mtp"):
             raise

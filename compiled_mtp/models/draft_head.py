@@ -6,6 +6,7 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,12 +38,12 @@ class DraftHeadPlan:
         """How many rows, None for all."""
         return None if self.ids is None else len(self.ids)
 
-    def make(self, head: torch.Tensor) -> DraftHead:
-        """Copy what is needed of the target's head [V, H]."""
+    def make(self, head: torch.Tensor, take_rows: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
+        """Copy what is needed of the target's head [V, H], of which take_rows gives the rows of ids [n]."""
         ids = None
         if self.ids is not None:
             ids = torch.tensor(self.ids, dtype=torch.int64, device=head.device)
-        weight = head if ids is None else head[ids]
+        weight = head if ids is None else take_rows(ids)
         if self.is_fp8:
             return DraftHead(*quantize_weight(weight), ids)
         return DraftHead() if ids is None else DraftHead(weight, None, ids)

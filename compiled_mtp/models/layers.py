@@ -19,7 +19,7 @@ from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import NARROW_ROWS, count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.paged_attention import paged_attention
@@ -31,31 +31,77 @@ from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 
 class Linear(nn.Module):
     """y = x W^T without bias; weight [out_features, in_features] in its format, with its factors if it has
-    any. x and y have the activations' dtype; where the format quantises rows, x is multiplied in e4m3."""
+    any. x and y have the activations' dtype; where the format quantises rows, x is multiplied in e4m3.
+
+    Of several ranks each holds some of the weight's rows or, is_before_norm, neighbouring columns of it, and
+    where a prompt's sums have no shares, also some rows of the whole: prompt_weight.
+    """
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
+    prompt_weight: nn.Parameter
+    prompt_weight_scale: nn.Parameter | None
 
-    def __init__(self, make: ParameterFactory, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, make: ParameterFactory, in_features: int, out_features: int, *, is_before_norm: bool = False
+    ) -> None:
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
         self.quantizes_rows = make.format_of("weight").quantizes_rows
+        self.is_before_norm = is_before_norm
         self.is_float32 = make.dtype == torch.float32
-        self.num_parts = (count_w8a8_parts if self.quantizes_rows else count_parts)(self.weight)
+        self.exchange = exchange = make.exchange
+        # What decides bits is looked up by the whole weight's rows.
+        self.whole_n = 0 if exchange is None or is_before_norm else out_features * exchange.world
+        self.has_prompt_rows = exchange is not None and is_before_norm and exchange.keeps_prompt_rows
+        if exchange is not None and self.has_prompt_rows:
+            shape = (out_features // exchange.world, in_features * exchange.world)
+            make.add_weight(self, "prompt_weight", *shape, like="weight")
+        # Of a rank's piece the norm gets one part.
+        count = count_w8a8_parts if self.quantizes_rows else count_parts
+        has_parts = exchange is None
+        self.num_parts = count(self.weight, 1) if has_parts else 1
+        self.num_tall_parts = count(self.weight, NARROW_ROWS + 1) if has_parts else 1
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
             return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
-        return linear(as_they_are(x), self.weight, self.weight_scale, False, isinstance(rows, PrefillRows))
+        place = (isinstance(rows, PrefillRows), self.whole_n)
+        return linear(as_they_are(x), self.weight, self.weight_scale, False, *place)
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
-        """y for `RMSNorm.add`: in decode [P, M, out_features], P parts that it adds up."""
-        if isinstance(rows, PrefillRows):
-            return self(x, rows)
+        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or of a prompt's quantised rows
+        the sum. Of several ranks' parts each is what one makes.
+        """
+        is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
         if self.quantizes_rows:
+            assert exchange is None, "ranks are refused quantised rows"
+            if is_prefill:
+                return self(x, rows)
             factors = self.weight_scale
-            return linear_w8a8_parts(*quantized(x), self.weight, factors, self.num_parts, 0, self.is_float32)
-        return linear_parts(as_they_are(x), self.weight, self.weight_scale, self.num_parts)
+            x, x_scale = quantized(x)
+            count = self._count_of(x)
+            return linear_w8a8_parts(x, x_scale, self.weight, factors, count, 0, self.is_float32)
+        x = as_they_are(x)
+        if is_prefill and self.has_prompt_rows:
+            return self._prompt_sums(x)
+        count = 1 if is_prefill else self._count_of(x)
+        whole_k = 0 if exchange is None else x.shape[1] * exchange.world
+        parts = linear_parts(x, self.weight, self.weight_scale, count, 0, whole_k, is_prefill)
+        return parts if exchange is None else exchange.gather_parts(parts[0], x.dtype)
+
+    def _count_of(self, x: torch.Tensor) -> int:
+        """The parts of a product of so many rows."""
+        return self.num_parts if x.shape[0] <= NARROW_ROWS else self.num_tall_parts
+
+    def _prompt_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
+        exchange, weight = self.exchange, self.prompt_weight
+        assert exchange is not None
+        whole = exchange.gather_columns(x)
+        whole_n = weight.shape[0] * exchange.world
+        sums = linear_parts(whole, weight, self.prompt_weight_scale, 1, whole_n, 0, True)
+        return exchange.gather_columns(sums[0])[None]
 
 
 class RMSNorm(nn.Module):
@@ -105,7 +151,7 @@ class Attention(nn.Module):
         self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim)
         self.q_norm = make.empty(config.head_dim)
         self.k_norm = make.empty(config.head_dim)
-        self.o_proj = Linear(make.part("o_proj"), value, hidden)
+        self.o_proj = Linear(make.part("o_proj"), value, hidden, is_before_norm=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -181,7 +227,7 @@ class GatedDeltaNet(nn.Module):
         self.a_log = make.empty(num_value_heads, dtype=torch.float32)
         self.dt_bias = make.empty(num_value_heads, dtype=torch.float32)
         self.norm_weight = make.empty(self.heads[3], dtype=torch.float32)
-        self.out_proj = Linear(make.part("out_proj"), self.value_dim, hidden)
+        self.out_proj = Linear(make.part("out_proj"), self.value_dim, hidden, is_before_norm=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -216,7 +262,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner)
-        self.down = Linear(make.part("down"), inner, hidden)
+        self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -230,7 +276,8 @@ class MLP(nn.Module):
         elif isinstance(rows, PrefillRows) or self.quantizes_rows:
             y = silu_mul(self.gate_up(x, rows))
         else:
-            y = linear_silu_mul(as_they_are(x), self.gate_up.weight, self.gate_up.weight_scale)
+            gate_up = self.gate_up
+            y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, gate_up.whole_n)
         return self.down.parts(y, rows)
 
 

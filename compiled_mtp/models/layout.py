@@ -10,7 +10,8 @@ of a 27B in bfloat16. Embedding and head are bfloat16 too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,19 +36,25 @@ class Piece:
     expert: int | None = None
     columns: tuple[int, int] | None = None
 
-    def part_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """The piece as a view of the stored tensor."""
-        rows = slice(self.source, self.source + self.rows)
-        part = stored[:, rows] if self.expert is not None and stored.dim() == 3 else stored[rows]
-        return part if self.columns is None else part[..., slice(*self.columns)]
+    def region(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Where the piece lies in a stored tensor of that shape."""
+        whole = [slice(0, size) for size in shape]
+        whole[int(self.expert is not None and len(shape) == 3)] = slice(self.source, self.source + self.rows)
+        if self.columns is not None:
+            whole[-1] = slice(*self.columns)
+        return tuple(whole)
 
-    def place_in(self, parameter: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """The view of `parameter` that the piece of `stored` fills."""
+    def size_of(self, shape: Sequence[int]) -> int:
+        """Its numbers in a stored tensor of that shape."""
+        return math.prod(part.stop - part.start for part in self.region(shape))
+
+    def place_in(self, parameter: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The view of `parameter` that the piece of a stored tensor of that shape fills."""
         rows = slice(self.start, self.start + self.rows)
         if self.expert is None:
             return parameter[rows]
-        if stored.dim() == 3:
-            return parameter[self.expert : self.expert + len(stored), rows]
+        if len(shape) == 3:
+            return parameter[self.expert : self.expert + shape[0], rows]
         return parameter[self.expert, rows]
 
 

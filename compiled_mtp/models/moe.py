@@ -30,7 +30,9 @@ class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
     The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format; where
-    it has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None.
+    it has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None. Of several
+    ranks each holds some neighbouring rows and columns of every expert; `forward` then gives the ranks' parts
+    [P, M, hidden], which the norm adds up, and else the sums [M, hidden].
     """
 
     gate_up: nn.Parameter
@@ -43,6 +45,8 @@ class MoE(nn.Module):
         experts, width, hidden = config.num_experts + 1, config.moe_intermediate_size, config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
+        self.exchange = make.exchange
+        self.whole_width = 0 if make.exchange is None else width * make.exchange.world
         self.router = Router(make.part("router"), config)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
         make.add_weight(self, "down", experts, hidden, width)
@@ -55,5 +59,6 @@ class MoE(nn.Module):
         if self.quantizes_rows:
             stacks = (self.gate_up, self.down)
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
-        x = as_they_are(x)
-        return moe_experts(x, weights, ids, self.gate_up, self.down, *scales, isinstance(rows, PrefillRows))
+        stacks, place = (self.gate_up, self.down), (isinstance(rows, PrefillRows), self.whole_width)
+        y = moe_experts(as_they_are(x), weights, ids, *stacks, *scales, *place)
+        return y if self.exchange is None else self.exchange.gather(y)

@@ -11,6 +11,7 @@ from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
+from compiled_mtp.parallel.exchange import Exchange
 
 # Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
 FIRST_DRAFT_KEY = 1
@@ -24,7 +25,8 @@ class DraftModel(nn.Module):
     that of those rows alone. `table` is the target's embedding, `hidden` of a first pass the target's after
     its final norm. Writes the pairs' keys and values into `kv`.
     Embeddings [M, H] may come in place of token ids: as the table, with 0 .. M-1 as the ids. `formats` are
-    those of the parameters by their full names; those of this model begin 'mtp.'.
+    those of the parameters by their full names; those of this model begin 'mtp.'. `exchange` is the way to
+    the other ranks where `config` is that of one of several.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class DraftModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         formats: Formats = NO_FORMATS,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
-        make = ParameterFactory(dtype, device, formats, "mtp.")
+        make = ParameterFactory(dtype, device, formats, "mtp.", exchange)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = Linear(make.part("fc"), 2 * size, size)
+        self.fc = Linear(make.part("fc").whole(), 2 * size, size)
         self.norm_embedding = RMSNorm(make.part("norm_embedding"), size, eps)
         self.norm_hidden = RMSNorm(make.part("norm_hidden"), size, eps)
         layer = make.part("layer")

@@ -3,26 +3,77 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 
+import torch
+from torch import nn
+
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import weights_of
-from compiled_mtp.ops.packed_weight import pack
+from compiled_mtp.models.weight_format import Formats
+from compiled_mtp.ops.packed_weight import largest_exponent, may_pack, pack, unpack
+from compiled_mtp.ops.shares import cpu_share_count
+from compiled_mtp.parallel.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
 
-def pack_weights(target: TargetModel, draft: DraftModel | None) -> None:
+def pack_weights(
+    target: TargetModel,
+    draft: DraftModel | None,
+    config: ModelConfig,
+    formats: Formats,
+    exchange: Exchange | None,
+) -> None:
     """Pack what `ops.packed_weight.pack` takes of the products of both models; the weights stay as they are.
 
-    Values alone decide what is packed, so tokens do not depend on anything else.
+    The whole weights' sizes and values alone decide what is packed, in the shares of K in which it is summed,
+    so tokens do not depend on anything else: what a rank has is packed where the pieces of all can be.
+    config: of the whole model.
     """
-    weights = weights_of(target.modules())
-    weights += [target.head_weight] if target.is_tied else []
-    weights += weights_of(draft.modules()) if draft is not None else []
-    packed = [weight for weight in weights if pack(weight)]
+    models = [target] if draft is None else [target, draft]
+    whole: list[nn.Module] = [*models]
+    if exchange is not None:
+        meta = (torch.float32, torch.device("meta"), formats)
+        whole = [type(model)(config, *meta) for model in models]
+    found = zip(_products(models), _products(whole), strict=True)
+    products = [
+        (weight, 1 if count == 1 else count * weight.shape[1] // of.shape[1])
+        for (weight, _), (of, count) in found
+        if may_pack(weight, of.numel())
+    ]
+    exponents = _most([largest_exponent(weight) for weight, _ in products], exchange)
+    failed = [
+        int(not pack(weight, shares, exponent))
+        for (weight, shares), exponent in zip(products, exponents, strict=True)
+    ]
+    packed = 0
+    for (weight, _), has_failed in zip(products, _most(failed, exchange), strict=True):
+        if has_failed:
+            unpack(weight)
+        else:
+            packed += weight.numel()
     if packed:
-        size = sum(weight.numel() for weight in packed) * 2 >> 20
-        logger.info(
-            "%d of %d matrices are packed in half precision too, %d MiB", len(packed), len(weights), size
-        )
+        logger.info("%d MiB of weights are packed in half precision too", packed * 2 >> 20)
+
+
+def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]:
+    """The matrices of products, each with the shares that a whole one's K is summed in."""
+    for model in models:
+        for module in model.modules():
+            for weight in weights_of([module]):
+                is_summed = isinstance(module, Linear) and module.is_before_norm
+                yield weight, cpu_share_count(weight.shape[1]) if is_summed else 1
+        if isinstance(model, TargetModel) and model.is_tied:
+            yield model.head_weight, 1
+
+
+def _most(values: list[int], exchange: Exchange | None) -> list[int]:
+    """The largest of all ranks' values, one by one."""
+    if exchange is None or not values:
+        return values
+    most: list[int] = exchange.gather(torch.tensor(values)).amax(0).tolist()
+    return most

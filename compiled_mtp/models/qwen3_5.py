@@ -13,6 +13,7 @@ from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.parallel.exchange import Exchange
 
 
 class Embedding(nn.Module):
@@ -32,8 +33,12 @@ class TargetModel(nn.Module):
     `forward(inputs, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final norm [M,
     hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
     `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype. `formats`
-    are those of the parameters by their full names; embedding and head are always plain.
+    are those of the parameters by their full names; embedding and head are always plain. `exchange` is the
+    way to the other ranks where `config` is that of one of several: each has its rows of the head, and all
+    have the logits.
     """
+
+    tied_head: torch.Tensor
 
     def __init__(
         self,
@@ -41,9 +46,11 @@ class TargetModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         formats: Formats = NO_FORMATS,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
-        make = ParameterFactory(dtype, device, formats)
+        make = ParameterFactory(dtype, device, formats, exchange=exchange)
+        self.exchange = exchange
         self.embed = Embedding(make.part("embed"), config)
         self.layers = nn.ModuleList(
             DecoderLayer(make.part(f"layers.{i}"), config, is_full_attention=is_full_attention)
@@ -53,15 +60,36 @@ class TargetModel(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(make.part("lm_head"), config.hidden_size, config.head_vocab_size)
         self.is_tied = config.tie_word_embeddings
+        if exchange is not None and self.is_tied:
+            # One tensor for good: a CPU keeps what it packs with it.
+            own = self.embed.weight.chunk(exchange.world)[exchange.rank]
+            self.register_buffer("tied_head", own, persistent=False)
+        self.vocab_size = config.vocab_size
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[head_vocab_size, hidden_size], the output head shared by target and draft."""
-        return self.embed.weight if self.is_tied else self.lm_head.weight
+        """The output head shared by target and draft, [vocab_size, hidden_size], or a rank's rows of it."""
+        if not self.is_tied:
+            return self.lm_head.weight
+        if self.exchange is not None:
+            return self.tied_head
+        weight: torch.Tensor = self.embed.weight
+        return weight
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [n, hidden_size] of the whole head, for ids [n] int64; every rank must ask for the same."""
+        if self.exchange is None:
+            return self.head_weight[ids]
+        size = self.head_weight.shape[0]
+        own = self.head_weight[(ids - self.exchange.rank * size).clamp(0, size - 1)]
+        return self.exchange.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden_size] to float32 logits [M, vocab_size]; of prompts too, whose rows here are few."""
-        return linear(hidden, self.head_weight, None, True)
+        head, exchange = self.head_weight, self.exchange
+        if exchange is None:
+            return linear(hidden, head, None, True)
+        return exchange.gather_columns(linear(hidden, head, None, True, False, len(head) * exchange.world))
 
     def forward(
         self,

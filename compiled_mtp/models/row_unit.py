@@ -13,7 +13,7 @@ from compiled_mtp.models.moe import Router
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.packed_weight import find_packed
-from compiled_mtp.ops.shares import share_count
+from compiled_mtp.ops.shares import cpu_share_count, share_count
 
 CANDIDATES = (1, 2, 4, 8)
 # Every engine compares with the same row count, so two engines that pass agree with each other too.
@@ -26,10 +26,16 @@ def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 
 def shares_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Of every matrix whose product quantises its rows, a share of the columns: a CPU sums those in shares
-    too."""
-    whole = [m.weight for m in modules if isinstance(m, Linear) and m.quantizes_rows]
-    return [weight[:, : weight.shape[1] // share_count(weight.shape[1])] for weight in whole]
+    """Of every matrix that a CPU sums in shares, unless it is packed so, the columns of one."""
+    shares = []
+    for module in modules:
+        if not isinstance(module, Linear) or not module.is_before_norm:
+            continue
+        weight, world = module.weight, 1 if module.exchange is None else module.exchange.world
+        count = share_count if module.quantizes_rows else cpu_share_count
+        if find_packed(weight) is None:
+            shares.append(weight[:, : weight.shape[1] * world // count(weight.shape[1] * world)])
+    return shares
 
 
 def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:
@@ -50,8 +56,8 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     for weight in shapes.values():
         size = max(_CANONICAL_ROWS, largest)
         is_fp8 = weight.dtype == FP8.storage
-        scale = torch.ones(FP8.scale_shape(tuple(weight.shape))) if is_fp8 else None
-        x = torch.randn(size, weight.shape[1], generator=generator)
+        scale = torch.ones(FP8.scale_shape(tuple(weight.shape)), dtype=torch.float32) if is_fp8 else None
+        x = torch.randn(size, weight.shape[1], generator=generator, dtype=torch.float32)
         x = x if is_fp8 else x.to(weight.dtype)
         counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})
         kinds = (True, False) if weight.dtype == torch.bfloat16 else (True,)

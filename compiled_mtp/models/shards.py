@@ -81,12 +81,24 @@ class Cutter:
         return Cut(columns=(begin * part[1], end * part[1]))
 
 
+def prompt_name(parameter: str) -> str:
+    """The parameter that holds rows of a weight for prompts, where `parameter` holds columns of it."""
+    return parameter.removesuffix("weight") + "prompt_weight"
+
+
+def with_prompt_rows(formats: Formats) -> Formats:
+    """`formats`, and those of the rows for prompts of what is cut by columns: the same."""
+    cut = [name for name in formats if name.endswith(("o_proj.weight", "out_proj.weight", "down.weight"))]
+    return {**formats, **{prompt_name(name): formats[name] for name in cut}}
+
+
 def shard_layout(
-    layout: Layout, config: ModelConfig, formats: Formats, rank: int, world: int
+    layout: Layout, config: ModelConfig, formats: Formats, rank: int, world: int, *, prompt_rows: bool = False
 ) -> dict[str, Stored]:
     """The layout of one rank: of every stored tensor of the whole model's `layout` the pieces it holds.
 
-    Shapes stay those in the files. Raises ValueError by name for sizes that `world` does not divide, and for
+    Shapes stay those in the files. prompt_rows: of what is cut by columns it also holds some rows, as
+    `prompt_name` calls them. Raises ValueError by name for sizes that `world` does not divide, and for
     a cut through a block of a parameter that is kept in a format with blocks.
     """
     config.shard(rank, world)
@@ -101,6 +113,9 @@ def shard_layout(
             if piece.parameter not in cuts:
                 cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
             pieces += _held(piece, cuts[piece.parameter])
+            if prompt_rows and cuts[piece.parameter].columns and piece.expert is None:
+                own = share(stored.shape[0], rank, world)
+                pieces += _held(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
         sharded[name] = replace(stored, pieces=tuple(pieces))
         for piece in pieces:
             _check_blocks(piece, stored.shape, formats)

@@ -20,6 +20,7 @@ from torch import nn
 
 from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import fp8
+from compiled_mtp.parallel.exchange import Exchange
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
 """How FP8 weights are multiplied: with rows quantised in groups of 128, or with rows as they are."""
@@ -153,17 +154,23 @@ def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) 
 class ParameterFactory:
     """Allocates the parameters of a module, each in its format; `name` is where in the model the module is.
 
-    Nothing is initialised: the loader fills parameters and nothing trains them.
+    Nothing is initialised: the loader fills parameters and nothing trains them. exchange: the way to the
+    other ranks where the module holds one of several pieces, else None.
     """
 
     dtype: torch.dtype
     device: torch.device
     formats: Formats
     name: str = ""
+    exchange: Exchange | None = None
 
     def part(self, name: str) -> ParameterFactory:
         """The factory of the part `name` of this module."""
-        return ParameterFactory(self.dtype, self.device, self.formats, f"{self.name}{name}.")
+        return replace(self, name=f"{self.name}{name}.")
+
+    def whole(self) -> ParameterFactory:
+        """The factory of a module that every rank holds as it is."""
+        return replace(self, exchange=None)
 
     def format_of(self, name: str) -> WeightFormat:
         """The format of this module's parameter `name`."""
@@ -174,10 +181,10 @@ class ParameterFactory:
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
 
-    def add_weight(self, module: nn.Module, name: str, *shape: int) -> None:
-        """Give `module` the weight `name` [..., N, K] in its format, and its factors, or None, as
-        `name`_scale."""
-        form = self.format_of(name)
+    def add_weight(self, module: nn.Module, name: str, *shape: int, like: str | None = None) -> None:
+        """Give `module` the weight `name` [..., N, K] in its format, or that of `like`, and its factors, or
+        None, as `name`_scale."""
+        form = self.format_of(like or name)
         module.register_parameter(name, self.empty(*shape, dtype=form.storage))
         scale = self.empty(*form.scale_shape(shape), dtype=torch.float32) if form.has_factors else None
         module.register_parameter(f"{name}_scale", scale)

@@ -19,7 +19,7 @@ from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.headers import read_headers
+from compiled_mtp.models.headers import Header, read_headers
 from compiled_mtp.models.layout import Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
@@ -63,18 +63,22 @@ def check_weights(
     *,
     with_mtp: bool,
     free_bytes: int,
+    rank: int = 0,
+    world: int = 1,
+    prompt_rows: bool = False,
 ) -> None:
     """Raise what is wrong with the checkpoint in `path`, before anything is allocated for it.
 
-    `formats` are those of `read_formats` and `dtype` that of the other parameters. Raises ValueError as
-    `load_weights`, and for weights that take more than `free_bytes`.
+    `formats` are those of `read_formats` and `dtype` that of the other parameters; of `world` ranks this is
+    `rank`; prompt_rows as for `shard_layout`. Raises ValueError as `load_weights`, and for weights that take
+    more than `free_bytes`.
     """
-    layout = checked_layout(config, path, read_headers(Path(path)), formats, with_mtp)
+    whole = checked_layout(config, path, read_headers(Path(path)), formats, with_mtp)
     needed = 0
-    for stored in layout.values():
+    for stored in shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows).values():
         form = formats.get(stored.pieces[0].parameter)
         itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
-        needed += math.prod(stored.shape) * itemsize
+        needed += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
     rule, got = f"hold {_gib(needed)} of weights", f"{_gib(free_bytes)} for {path}"
     check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
 
@@ -89,23 +93,26 @@ def load_weights(
     formats: Formats = NO_FORMATS,
     rank: int = 0,
     world: int = 1,
+    prompt_rows: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
     `parameters` are allocated, on any device and in the dtype to keep; their names are those of the layout,
     their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
-    the whole model's. Weights in FP8 (with a `_scale_inv` beside them) are copied with their factors to
-    parameters in FP8 and multiplied out for others. Host memory beside the parameters: the largest stored
-    tensor, and its product where it is multiplied out. `progress` gets the bytes done and the bytes in all.
+    the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
+    are copied with their factors to parameters in FP8 and multiplied out for others. Host memory beside the
+    parameters: the largest piece of a stored tensor, and its product where it is multiplied out. `progress`
+    gets the bytes done and the bytes in all.
     Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
     another shape or dtype, and the first parameters that would not be filled.
     """
     headers = read_headers(Path(path))
     whole = checked_layout(config, path, headers, formats, with_mtp)
-    layout = with_scales(shard_layout(whole, config, formats, rank, world), formats)
+    layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path)
-    total, done = sum(headers[name].num_bytes for name in layout), 0
+    held = {name: _held_bytes(stored, headers[name]) for name, stored in layout.items()}
+    done = 0
     with ExitStack() as stack:
         # A scale may lie in another file than its weight, so all stay open; they are mapped, not read.
         files = {
@@ -113,24 +120,45 @@ def load_weights(
             for file in {header.file for header in headers.values()}
         }
 
-        def read(name: str) -> torch.Tensor:
-            return files[headers[name].file].get_tensor(headers[name].name)
+        def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
+            part: torch.Tensor = files[headers[name].file].get_slice(headers[name].name)[region]
+            return part
 
         # Headers keep the order of the files, so that a disk reads forwards.
         for name in (n for n in headers if n in layout):
-            weight, parameter = read(name), layout[name].pieces[0].parameter
-            if name + FP8.scale_suffix in headers and not formats.get(parameter, PLAIN).has_factors:
-                weight = FP8.dequantize(weight, read(name + FP8.scale_suffix), parameters[parameter].dtype)
-            _copy(weight, layout[name], parameters)
-            done += headers[name].num_bytes
+            shape, scale = headers[name].shape, name + FP8.scale_suffix
+            for piece in layout[name].pieces:
+                parameter, region = parameters[piece.parameter], piece.region(shape)
+                if scale in headers and not formats.get(piece.parameter, PLAIN).has_factors:
+                    part = _multiply_out(read, name, scale, region, parameter.dtype)
+                else:
+                    part = read(name, region)
+                target = piece.place_in(parameter, shape)
+                target.copy_(part.reshape(target.shape))
+            done += held[name]
             if progress is not None:
-                progress(done, total)
+                progress(done, sum(held.values()))
 
 
-def _copy(weight: torch.Tensor, stored: Stored, parameters: Mapping[str, torch.Tensor]) -> None:
-    for piece in stored.pieces:
-        target = piece.place_in(parameters[piece.parameter], weight)
-        target.copy_(piece.part_of(weight).reshape(target.shape))
+def _multiply_out(
+    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
+    name: str,
+    scale: str,
+    region: tuple[slice, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The values of a region of an FP8 matrix, of which whole blocks are read."""
+    block = FP8.block
+    blocks = tuple(slice(part.start // block, -(-part.stop // block)) for part in region)
+    whole = tuple(slice(part.start * block, part.stop * block) for part in blocks)
+    within = tuple(slice(r.start - w.start, r.stop - w.start) for r, w in zip(region, whole, strict=True))
+    return FP8.dequantize(read(name, whole), read(scale, blocks), dtype)[within]
+
+
+def _held_bytes(stored: Stored, header: Header) -> int:
+    """Bytes of the pieces of a stored tensor."""
+    numbers = sum(piece.size_of(header.shape) for piece in stored.pieces)
+    return header.num_bytes * numbers // max(math.prod(header.shape), 1)
 
 
 def _gib(count: int) -> str:

@@ -39,7 +39,8 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{one}{end}" for one in (_IN_TEXT, _IN_STR
 
 
 class Reasoning(NamedTuple):
-    """A part before the grammar that is free: it ends with the ids `end`; `lead` may follow once."""
+    """A part before the grammar: any ids but those that end a request, up to the ids `end`; `lead` may follow
+    once."""
 
     end: tuple[int, ...]
     lead: str = "\n\n"
@@ -67,6 +68,7 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._num_ids = num_ids
         self._eos_token_ids = sorted(eos_token_ids)
+        self._goes_on = _allow_but(self._eos_token_ids, num_ids)
         self._step_max_items = step_max_items
         # A signal's handler may add a request while its thread is adding one.
         self._lock = threading.RLock()
@@ -88,7 +90,7 @@ class GrammarCompiler:
                 self._kept[text] = start
                 if len(self._kept) > _KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
-        return Matcher(start, reasoning.end if reasoning else ())
+        return Matcher(start, reasoning.end if reasoning else (), self._goes_on)
 
     def _compile(self, source: GrammarSource, text: str) -> LLMatcher:
         llguidance = _llguidance(source.place)
@@ -123,11 +125,12 @@ class Matcher:
     the request ends with it.
     """
 
-    def __init__(self, start: LLMatcher, reasoning_end: tuple[int, ...] = ()) -> None:
+    def __init__(self, start: LLMatcher, reasoning_end: tuple[int, ...], goes_on: torch.Tensor) -> None:
         self.is_ended = False
         self.error: str | None = None
         self._start = start  # never advanced
         self._reasoning_end = reasoning_end
+        self._goes_on = goes_on  # the mask of a row in the reasoning part
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +145,7 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """Return a matcher that stands where this one does and goes its own way."""
-        other = Matcher(self._start, self._reasoning_end)
+        other = Matcher(self._start, self._reasoning_end, self._goes_on)
         other.is_ended, other.error, other._tail = self.is_ended, self.error, self._tail
         other._dead_end = self._dead_end
         other._live, other._accepted = self._live.deep_copy(), list(self._accepted)
@@ -201,12 +204,19 @@ class Matcher:
                 tail = _next_tail(tail, draft, self._reasoning_end)
         return None
 
+    def _fill_reasoning(self, masks: torch.Tensor, drafts: Sequence[int]) -> int | None:
+        """Fill the rows of this request up to the first that the grammar masks, and return that; those behind
+        it allow every id."""
+        first = self._first_row(drafts)
+        masks.fill_(_ALL_IDS)
+        masks[:first] = self._goes_on
+        return first
+
     def _fill_alone(self, masks: torch.Tensor, drafts: Sequence[int]) -> None:
         """Fill the rows of this request again, each by a matcher that saw nothing but its own prefix."""
         self._live = self._copy_at([])
-        first = self._first_row(drafts)
+        first = self._fill_reasoning(masks, drafts)
         assert first is not None
-        masks.fill_(_ALL_IDS)
         for row in range(first, len(drafts) + 1):
             matcher = self._copy_at(drafts[first:row])
             if matcher.is_error() and row > first:
@@ -240,18 +250,18 @@ class MaskFiller:
         """Write the mask of every row of `windows`; other rows of `masks` are left alone.
 
         masks [rows, ceil(num_ids / 32)] i32 on the CPU, contiguous, mutated: bit v % 32 of word v // 32 says
-        that id v is allowed. All are where nothing binds: in a reasoning part, and behind a draft that the
-        grammar forbids, which is rejected. Ids that no token has are never allowed by a grammar. A window's
-        matcher may have its `error` set: its request ends. Each matcher may stand in one window only.
+        that id v is allowed. All are behind a draft that the grammar forbids, which is rejected, and all but
+        those that would end the request in a reasoning part. Ids that no token has are never allowed by a
+        grammar. A window's matcher may have its `error` set: its request ends. Each matcher may stand in one
+        window only.
         """
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
         without: list[tuple[LLMatcher, int]] = []
         masked: list[Window] = []
         for window in windows:
             matcher, row, drafts = window
-            masks[row : row + len(drafts) + 1].fill_(_ALL_IDS)
             matcher._dead_end = None
-            first = matcher._first_row(drafts)
+            first = matcher._fill_reasoning(masks[row : row + len(drafts) + 1], drafts)
             if first is None or matcher.error is not None:
                 continue
             masked.append(window)
@@ -268,6 +278,14 @@ class MaskFiller:
         for matcher, row, drafts in masked:
             if matcher._live.is_error():
                 matcher._fill_alone(masks[row : row + len(drafts) + 1], drafts)
+
+
+def _allow_but(token_ids: Iterable[int], num_ids: int) -> torch.Tensor:
+    """The mask [ceil(num_ids / 32)] i32 of one row that allows every id but these."""
+    words = [2**32 - 1] * -(-num_ids // 32)
+    for token_id in token_ids:
+        words[token_id // 32] &= ~(1 << token_id % 32)
+    return torch.tensor([word - 2**32 if word >> 31 else word for word in words], dtype=torch.int32)
 
 
 def _next_tail(tail: tuple[int, ...], token_id: int, end: tuple[int, ...]) -> tuple[int, ...] | None:

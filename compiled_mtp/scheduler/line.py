@@ -22,6 +22,8 @@ class Line:
     def __init__(self) -> None:
         self._sorted: list[tuple[tuple[int, int, int], Holding]] = []
         self._num_taken = 0
+        # Who came first of all; None where that is to be looked for.
+        self._oldest: Holding | None = None
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -32,12 +34,16 @@ class Line:
     def add(self, holding: Holding) -> None:
         """Put a request into its place in the line."""
         insort(self._sorted, (holding.rank, holding), key=_rank)
+        if self._oldest is not None and holding.arrival < self._oldest.arrival:
+            self._oldest = holding
 
     def discard(self, holding: Holding) -> None:
         """Take a request out of the line if it stands there."""
         at = bisect_left(self._sorted, holding.rank, key=_rank)
         if at < len(self._sorted) and self._sorted[at][1] is holding:
             del self._sorted[at]
+            if self._oldest is holding:
+                self._oldest = None
 
     def first(self) -> Holding | None:
         """Who comes next, None if nobody waits; the same until somebody is taken or a better one comes."""
@@ -46,7 +52,10 @@ class Line:
         is_for_oldest = self._num_taken % _TURN_OF_THE_OLDEST == _TURN_OF_THE_OLDEST - 1
         first = self._sorted[0][1]
         if is_for_oldest and first.request.priority != self._sorted[-1][1].request.priority:
-            return min(self, key=lambda holding: holding.arrival)
+            # Asked for at every step until there is room, and the line may be long.
+            if self._oldest is None:
+                self._oldest = min(self, key=lambda holding: holding.arrival)
+            return self._oldest
         return first
 
     def take(self, holding: Holding) -> None:

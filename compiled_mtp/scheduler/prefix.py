@@ -221,12 +221,18 @@ class PrefixCache:
         places = {branch, rest if rest - start >= self.least_saved else 0}
         return sorted(place for place in places if start < place < end)
 
-    def take_checkpoint(self, holding: Holding, position: int) -> int | None:
-        """Where the state at a position is to be copied which a piece leaves that is planned now; None:
-        nowhere."""
+    def take_checkpoint(self, holding: Holding, start: int, position: int) -> int | None:
+        """Where the state at a position is to be copied which a piece leaves that is planned now, and begins
+        at `start`; None: nowhere. At the prompt's end too only if that saves enough.
+        """
         trail, (number, tail) = self._trails.get(holding), divmod(position, self.chunk)
         if trail is None or tail:
             return None
+        if position == holding.request.prompt_len:
+            rest = trail.rest * self.chunk
+            before = rest if rest - start >= self.least_saved else start
+            if position - before < self.least_saved:
+                return None
         key = trail.keys[number - 1]
         known = self.index.find(key)
         if known is not None and known.checkpoint is not None:

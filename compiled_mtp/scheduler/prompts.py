@@ -129,7 +129,7 @@ class Prompts:
         holding.num_prefilled, holding.is_told = end, True
         slots = {marked: self._holdings.limits.max_batch + 1, end: holding.slot}
         for position in sorted(slots.keys() - {0}):
-            if (checkpoint := prefix.take_checkpoint(holding, position)) is not None:
+            if (checkpoint := prefix.take_checkpoint(holding, start, position)) is not None:
                 source, target = Place("slot", slots[position]), Place("checkpoint", checkpoint)
                 launch.saves.append(self.copy(source, target))
             elif position == marked:

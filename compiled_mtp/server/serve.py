@@ -24,7 +24,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
-from compiled_mtp.cli.flags import EXIT_USAGE, Parser, add_fields, given
+from compiled_mtp.cli.console import EXIT_OK, Interrupts, run_command
+from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.hub import is_repository
 from compiled_mtp.server.app import create_app
@@ -35,7 +37,6 @@ from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.tokenizer import Tokenizer
 
-EXIT_OK = 0
 logger = logging.getLogger("compiled_mtp.server")
 
 # Flags are public.
@@ -238,8 +239,9 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     config.read_keys()
     listener = _listen(config)
     try:
-        from compiled_mtp.checkpoint import open_front
-        from compiled_mtp.engine import Engine
+        with leaving():
+            from compiled_mtp.checkpoint import open_front
+            from compiled_mtp.engine import Engine
 
         front = open_front(engine_config)
         if front.tokenizer is None:
@@ -295,20 +297,20 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; return the exit code: 0, or 2 for a wrong flag, checkpoint or port."""
+    """Serve until a signal; return the exit code: 0, 2 for a wrong flag, checkpoint or port, or, for a signal
+    before the port is served, 130 (Ctrl-C) and 143 (SIGTERM)."""
     flags = vars(make_parser().parse_args(argv))
     # Of other packages warnings alone: torch logs counters at its end.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_JsonLog()])
     for name in ("compiled_mtp", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
-    try:
+
+    def command(interrupts: Interrupts) -> int:
         server_flags = given(flags, ServerConfig, skip=_SECRET)
         return serve(ServerConfig(**server_flags), EngineConfig(**given(flags, EngineConfig)))
-    except (ValueError, OSError) as error:
-        print(f"error: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_OK
+
+    # Until uvicorn listens to signals itself, and behind that.
+    return run_command(command)
 
 
 class _JsonLog(logging.StreamHandler[Any]):

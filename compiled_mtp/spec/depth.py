@@ -1,8 +1,8 @@
 """How many tokens to draft in the next round: the depth that is expected to give the most tokens a second.
 
 A depth costs time (a wider verify, more draft passes) and pays by the drafts that are kept. Both are learnt
-while the engine runs: a round's time by (depth, bucket, context class), and how often each draft is kept,
-given that the ones before it were. No token depends on it, whatever it chooses. Pure Python.
+while the engine runs: a round's time by (depth, bucket, context class), and the tokens that a round of each
+depth would give (`gains.py`). No token depends on it, whatever it chooses. Pure Python.
 """
 
 from __future__ import annotations
@@ -11,22 +11,12 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
+from compiled_mtp.spec.gains import Gains
+
 Reason: TypeAlias = Literal["best", "probe", "retry", "only"]
 """Why a round has its depth: it promises most, it is to show what drafts are worth, its time is to be
 measured again, no other is ready."""
 
-# A round's weight halves after so many rounds of one request: long enough for a steady text, short enough to
-# follow one that changes every few hundred tokens. With more requests, that of a round
-# of one halves after as many more of these as the square root of their number: the mean is to be steadier.
-_FAST_ROUNDS = 24.0
-_SLOW_ROUNDS = 1000.0
-# Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
-_MOST_SEEN = 96
-# The weight, in rounds, of what has been seen so far beside what was seen lately.
-_SLOW_WEIGHT = 6.0
-# What is believed of a draft nobody has tried: a try costs little, never trying may cost a lot.
-_UNTRIED = 0.8
-_BELIEF_WEIGHT = 8.0
 # Of so many times of a depth the least counts: a neighbour of the machine, or what a first round makes ready,
 # only ever holds a round up. Before as many were taken the depth is said to be a little faster than it is
 # estimated to be, so that it is tried where that could pay; but if its rounds cannot be timed, only for as
@@ -35,8 +25,9 @@ _TRIES, _HOPE, _MOST_HOPES = 3, 0.93, 4
 # A new measurement's share in the time of the depth in use, the most by which it may seem slower, and its
 # share if it is slower than what was known of a depth that was not in use: if it is faster, that was wrong.
 _SHARE, _MOST_RISE, _RETRIED_SHARE = 0.3, 1.3, 0.5
-# Of a change in the time of the depth in use, the part that is taken to be one of all depths.
-_COMMON = 0.5
+# Of a change in the time of the depth in use, the part that is taken to be one of all depths; and of how many
+# measurements it is none, once a depth has come into use: it may have, since its time was wrong.
+_COMMON, _OWN_MEASUREMENTS = 0.5, 5
 # The most measurements that count in the weight of a depth's time.
 _MOST_COUNT = 6
 # The weight, in measurements, of a straight line through the times of all depths beside a depth's own; that
@@ -47,9 +38,9 @@ _LINE_WEIGHT, _SLOPE_WEIGHT = 1.0, 7.0
 _USUAL_SLOPE, _LEAST_SLOPE = 0.12, 0.02
 # Another depth is taken only if it promises this much more: two that are as good would alternate.
 _MARGIN = 1.01
-# What was recorded is taken in, and the depths are compared, once in so many rounds, for the host's sake;
-# while a depth's time is not believed yet, more often.
-_HELD_ROUNDS, _TRIED_ROUNDS = 8, 2
+# What was recorded is taken in, and the depths are compared, once in so many rounds: of the first ones, when
+# most is learnt, of later ones, for the host's sake, and while a depth's time is not believed yet.
+_FIRST_ROUNDS, _EARLY_HELD_ROUNDS, _HELD_ROUNDS, _TRIED_ROUNDS = 128, 8, 24, 2
 # A probe is two rounds, since the first has no drafts to verify; the interval between two doubles.
 _PROBE_ROUNDS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 1024
@@ -60,34 +51,6 @@ _FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 32, 1024, 4
 # What retries may lose, in rounds of the chosen depth, is a share of all rounds and some at the start, when
 # most is to be learnt. A time far too long would never be measured again, were its loss not bounded.
 _MOST_LOST, _EARLY_LOST, _LARGEST_LOSS = 0.01, 1.0, 0.5
-
-
-class _Rate:
-    """A share of successes, of late and of all times; both weights are in observations."""
-
-    __slots__ = ("kept_fast", "kept_slow", "seen_fast", "seen_slow")
-
-    def __init__(self) -> None:
-        self.kept_fast = self.seen_fast = self.kept_slow = self.seen_slow = 0.0
-
-    def add(self, kept: int, seen: int, fast_rounds: float) -> None:
-        """Count so many successes of so many; fast_rounds: the observations by which the late ones halve."""
-        fast, slow = 0.5 ** (seen / fast_rounds), 0.5 ** (seen / _SLOW_ROUNDS)
-        self.kept_fast = self.kept_fast * fast + kept
-        self.seen_fast = self.seen_fast * fast + seen
-        self.kept_slow = self.kept_slow * slow + kept
-        self.seen_slow = self.seen_slow * slow + seen
-
-    def age(self, rounds: int) -> None:
-        """Let rounds pass that tried nothing: what was seen of late is less and less of late."""
-        fade = 0.5 ** (rounds / _FAST_ROUNDS)
-        self.kept_fast *= fade
-        self.seen_fast *= fade
-
-    def value(self, believed: float) -> float:
-        """The share now; `believed` is that of an untried one, and counts as several observations."""
-        long_run = (self.kept_slow + _BELIEF_WEIGHT * believed) / (self.seen_slow + _BELIEF_WEIGHT)
-        return (self.kept_fast + _SLOW_WEIGHT * long_run) / (self.seen_fast + _SLOW_WEIGHT)
 
 
 class _Time:
@@ -111,6 +74,11 @@ class _Time:
         """Count one more of the first times."""
         self.tries, self.seconds = self.number, self.least
         if self.tries == _TRIES:
+            self.least, self.number = math.inf, 0
+
+    def begin_anew(self) -> None:
+        """Drop what is there of a measurement: its times are older than those to come."""
+        if self.tries >= _TRIES:
             self.least, self.number = math.inf, 0
 
     def take_in(self, *, is_in_use: bool) -> float:
@@ -195,7 +163,7 @@ class DepthController:
         self.depths = tuple(sorted(set(depths)))
         if not self.depths or self.depths[0] < 0:
             raise ValueError(f"depths must be numbers from 0 on, at least one, got {self.depths}; name some")
-        self._rates = [_Rate() for _ in range(self.depths[-1])]
+        self._gains = Gains(self.depths)
         self._times: dict[_Class, dict[int, _Time]] = {}
         for (depth, bucket), seconds in (times_s or {}).items():
             self._times.setdefault((bucket, 0), {})[depth] = _Time(seconds)
@@ -209,6 +177,8 @@ class DepthController:
         # The depth that promises most, and the neighbour that rounds have instead while it is retried.
         self.depth = first_depth(self.depths)
         self._retried: int | None = None
+        # Of the depth in use, the measurements to come that change its time alone.
+        self._own_left = 0
         self.reason: Reason = "best"
         self._rounds = self._since_draft = self._probe_left = 0
         self._probe_after = _FIRST_PROBE
@@ -219,7 +189,7 @@ class DepthController:
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
         self.depths = tuple(sorted({*self.depths, depth}))
-        self._rates += [_Rate() for _ in range(depth - len(self._rates))]
+        self._gains.use(self.depths)
         self._held = 0
 
     def record_round(self, num_drafts: int, token_ids: Sequence[Sequence[int]]) -> None:
@@ -247,7 +217,9 @@ class DepthController:
         elif known.number == _TRIES:
             is_in_use = depth == self.depth
             change = known.take_in(is_in_use=is_in_use)
-            if is_in_use:
+            if is_in_use and self._own_left:
+                self._own_left -= 1
+            elif is_in_use:
                 common = 1 + _COMMON * (change - 1)
                 for other in times.values():
                     if other is not known:
@@ -271,30 +243,16 @@ class DepthController:
     def _learn(self) -> None:
         """Take in what was recorded."""
         for num_drafts, rounds in self._rounds_of.items():
-            if not rounds:
-                continue
-            lengths, late = bytearray(), _MOST_SEEN // (len(rounds[-1]) or 1) or 1
-            fast_rounds = _FAST_ROUNDS * math.sqrt(len(rounds[-1]) or 1)
-            for token_ids in rounds[-late:]:
-                lengths.extend(map(len, token_ids))
-            seen = len(lengths) - lengths.count(0)
-            for rate in self._rates[num_drafts:]:
-                rate.age(len(rounds))
-            rounds.clear()
-            # More tokens than that: what stood where a draft was missing was right.
-            for index in range(num_drafts if seen else 0):
-                kept = seen - lengths.count(index + 1)
-                self._rates[index].add(kept, seen, fast_rounds)
-                seen = kept
-                if not seen:
-                    break
+            if rounds:
+                self._gains.learn(num_drafts, rounds)
+                rounds.clear()
 
     def _compare(self, place: _Class) -> int:
         """Go over to the depth that promises most, or retry another; for how many rounds."""
         self._retried, times = None, self._times_here
         if len(self.depths) == 1:
             self.depth, self.reason = self.depths[0], "only"
-            return _HELD_ROUNDS
+            return self._held_rounds()
         self.reason = "best"
         speeds = self.speeds(*place)
         best = self.depth
@@ -310,12 +268,20 @@ class DepthController:
         if best != self.depth:
             self.depth = best
             self.num_switches += 1
+            self._own_left = _OWN_MEASUREMENTS
+            known.begin_anew()
             self._retry_after = _FIRST_RETRY
             self._retry_at = self._rounds + self._retry_after
         if known.tries < _TRIES:
             known.hopes -= 1
             return _TRIED_ROUNDS
-        return self._retry(place, speeds) if best and self._rounds >= self._retry_at else _HELD_ROUNDS
+        if best and self._rounds >= self._retry_at:
+            return self._retry(place, speeds)
+        return self._held_rounds()
+
+    def _held_rounds(self) -> int:
+        """For how many rounds a depth is kept that promises most."""
+        return _HELD_ROUNDS if self._rounds > _FIRST_ROUNDS else _EARLY_HELD_ROUNDS
 
     def _retry(self, place: _Class, speeds: Mapping[int, float]) -> int:
         """Let the next rounds have the neighbour of the chosen depth that was not timed for longest, if that
@@ -325,9 +291,11 @@ class DepthController:
         other = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
         loss = _RETRY_ROUNDS * min(max(1 - speeds[other] / speeds[self.depth], 0.0), _LARGEST_LOSS)
         if self._lost + loss > _EARLY_LOST + _MOST_LOST * self._rounds:
-            return _HELD_ROUNDS
+            return self._held_rounds()
         self._lost += loss
         self._retried = other
+        if other in times:
+            times[other].begin_anew()
         self._retry_after = min(_RETRY_GROWTH * self._retry_after, _LAST_RETRY)
         self._retry_at = self._rounds + self._retry_after
         self.reason = "retry"
@@ -342,16 +310,11 @@ class DepthController:
         times = times or self._nearest((bucket, context))
         if not times:
             return dict.fromkeys(self.depths, 0.0)
-        rates, (base, slope) = self._rates, _line(times, self._usual_slope)
+        base, slope = _line(times, self._usual_slope)
         if len(times) > 1:
             self._usual_slope = slope / base
-        speeds, total, reached, believed, drafts = {}, 1.0, 1.0, _UNTRIED, 0
-        for depth in self.depths:
-            while drafts < depth:
-                believed = rates[drafts].value(believed)
-                reached *= believed
-                total += reached
-                drafts += 1
+        speeds = {}
+        for depth, total in zip(self.depths, self._gains.tokens(), strict=True):
             seconds, known = base + slope * depth, here.get(depth)
             if known is not None and known.tries >= _TRIES:
                 own, count = believed_s[depth]

@@ -19,7 +19,9 @@ class DepthPolicy:
     depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
     round's time runs from its launch, or from the result before it if that came later, to its own result:
     with a launch in flight the device goes from one to the next without a pause. If that launch is no round,
-    the time is not taken: a prompt's chunk may keep the host for longer than the device has the round.
+    the time is not taken: a prompt's chunk may keep the host for longer than the device has the round. Behind
+    a result that was read late it runs from the launch unless its own is late too: a time may be too long,
+    never too short.
     `clock` gives seconds. For the thread that steps; `rounds` may be called by any.
     """
 
@@ -38,8 +40,9 @@ class DepthPolicy:
         self._launched_s: dict[int, float] = {}
         # The number of the last launch that was no round.
         self._other_step_id = -1
-        # When a result was read last; of a round whose first half was, when that began, and who is replayed.
-        self._last_s = 0.0
+        # When a result was read last, and whether late; of a round whose first half was, when that began, and
+        # who is replayed.
+        self._last_s, self._is_late = 0.0, False
         self._half: tuple[int, float, frozenset[int]] | None = None
 
     def add_depth(self, depth: int) -> None:
@@ -73,9 +76,9 @@ class DepthPolicy:
         """Learn from a result that has come right now."""
         plan, now_s = result.plan, self._clock()
         begin_s = self._launched_s.pop(plan.step_id, now_s)
-        if begin_s < self._last_s:
+        if begin_s < self._last_s and not (self._is_late and (plan.kind == "verify" or not result.is_late)):
             begin_s = self._last_s
-        half, self._half, self._last_s = self._half, None, now_s
+        half, self._half, self._last_s, self._is_late = self._half, None, now_s, result.is_late
         if result.error is not None:
             return
         replayed = _replayed(plan) if plan.moves else _NOBODY

@@ -1,12 +1,14 @@
 """`gdn_verify` on a CPU: one product a token for the states of all requests, read once.
 
 A key head's value heads are the rows of one matrix [G, dk], G = nv / nk * dv, so that nothing is repeated; a
-token of a few numbers is a view, and what is done to it broadcasts.
+token of a few numbers is a view, and what is done to it broadcasts. What does not wait for the state is done
+for all tokens at once.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,37 +17,42 @@ from compiled_mtp.ops.gdn_math import gated_norm
 
 # States stepped together take about this much: with more, every token reads them from memory again.
 GROUP_BYTES = 1 << 20
+Rings: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
-def _by_token(x: Tensor, batch: int, *shape: int) -> tuple[Tensor, ...]:
-    """The tokens of x [B*W, ...], each [B * shape[0], *shape[1:]]."""
-    if batch > 1:
-        x = x.view(batch, -1, *x.shape[1:]).transpose(0, 1)
-    return x.reshape(-1, batch * shape[0], *shape[1:]).unbind(0)
-
-
-def _fold(
-    current: Tensor, rings: tuple[Tensor, Tensor, Tensor], slot: int, begin: int, end: int, groups: int
-) -> None:
+def _fold(current: Tensor, rings: Rings, slot: int, begin: int, end: int, groups: int) -> None:
     """Advance `current` [nk, groups, dv, dk] in place by the records of positions begin .. end - 1."""
-    (nk, _, dv, dk), count = current.shape, end - begin
-    at = torch.arange(begin, end) % rings[0].shape[2]
-    k, u, exp_g = (ring[slot].index_select(1, at) for ring in rings)
-    records = zip(
-        k.view(nk, 1, count, 1, dk).unbind(2),
-        u.view(nk, groups, count, dv, 1).unbind(2),
-        exp_g.view(nk, groups, count, 1, 1).unbind(2),
-        strict=True,
-    )
-    for key, update, decay in records:
+    nk, _, dv, dk = current.shape
+    ring_k, ring_u, ring_g = rings
+    length = ring_g.shape[2]
+    first_k, first_u, first_g = (ring.storage_offset() + slot * ring.stride(0) for ring in rings)
+    per_key = groups * length
+    for position in range(begin, end):
+        at = position % length
+        key = ring_k.as_strided((nk, 1, 1, dk), (length * dk, 0, 0, 1), first_k + at * dk)
+        update = ring_u.as_strided((nk, groups, dv, 1), (per_key * dv, length * dv, 1, 0), first_u + at * dv)
+        decay = ring_g.as_strided((nk, groups, 1, 1), (per_key, length, 0, 0), first_g + at)
         current.mul_(decay).addcmul_(update, key)
+
+
+def _keep(ring: Tensor, slot: int, start: int, record: Tensor) -> None:
+    """Write record [heads, W, ...] to a slot's ring [heads, R, ...] from position `start` on."""
+    heads, count, *width = record.shape
+    first, strides = start % ring.shape[2], ring.stride()
+    offset, fitting = ring.storage_offset() + slot * strides[0], min(count, ring.shape[2] - first)
+    own = ring.as_strided((heads, fitting, *width), strides[1:], offset + first * strides[2])
+    if fitting == count:
+        own.copy_(record)
+        return
+    own.copy_(record[:, :fitting])
+    ring.as_strided((heads, count - fitting, *width), strides[1:], offset).copy_(record[:, fitting:])
 
 
 def _step(
     inputs: tuple[Tensor, ...],
     out: Tensor,
     state: Tensor,
-    rings: tuple[Tensor, Tensor, Tensor],
+    rings: Rings,
     slots: list[int],
     cursors: list[tuple[int, int]],
 ) -> None:
@@ -63,35 +70,35 @@ def _step(
     if batch == 1 and query_len > 1:
         current = current.clone()
     matrices = current.view(batch * nk, groups * dv, dk).transpose(1, 2)
-    heads = current.view(batch * nk, groups, dv, dk)
+    heads = current.view(batch, nk, groups, dv, dk)
 
     # S <- eg S + u k^T is applied after a token's two products with the old S:
-    # u = beta v - beta eg (S k),  o = eg (S q) + u (k . q).
-    pairs = _by_token(torch.stack((k, q), dim=2), batch, nk, 2, dk)
-    decay, rate = exp_g.unsqueeze(-1), beta.unsqueeze(-1)
-    rates = _by_token(torch.mul(rate, decay).neg_(), batch, nk, groups, 1)
-    decays = _by_token(decay, batch, nk, groups, 1)
-    values = _by_token(rate * v, batch, nk, groups, dv)
-    dots = _by_token((k * q).sum(-1, keepdim=True), batch, nk, 1, 1)
-    updates, results = [], []
-    for token, both in enumerate(pairs):
-        product = torch.bmm(both, matrices).view(-1, 2, groups, dv)
-        update = torch.addcmul(values[token], rates[token], product[:, 0])
-        results.append((product[:, 1] * decays[token]).addcmul_(update, dots[token]))
-        updates.append(update)
+    # u = beta (v - eg (S k)),  o = eg (S q) + u (k . q).
+    both = torch.stack((k, q), dim=2).view(batch, query_len, nk, 2, dk).transpose(0, 1)
+    pairs = both.reshape(query_len, batch * nk, 2, dk)
+    products = k.new_empty((query_len, batch * nk, 2, groups * dv))
+    readings, outputs = products.view(query_len, batch, nk, 2, groups, dv).unbind(3)
+    shape = (batch, query_len, nk, groups)
+    keys, values = k.view(batch, query_len, nk, 1, 1, dk), v.view(*shape, dv)
+    decays, rates, updates = exp_g.view(*shape, 1), beta.view(*shape, 1), v.new_empty((*shape, dv))
+    by_token = (x.unbind(1) for x in (keys, values, decays, rates, updates))
+    tokens = zip(pairs.unbind(0), products.unbind(0), readings.unbind(0), *by_token, strict=True)
+    for token, (pair, product, reading, key, value, decay, rate, update) in enumerate(tokens):
+        torch.bmm(pair, matrices, out=product)
+        torch.addcmul(value, decay, reading, value=-1.0, out=update).mul_(rate)
         if token + 1 < query_len:
-            heads.mul_(decays[token].unsqueeze(-1)).addcmul_(update.unsqueeze(-1), both[:, None, :1])
-    by_request = torch.stack(updates).view(query_len, batch, num_v_heads, dv).transpose(0, 1)
-    outputs = torch.stack(results).view(query_len, batch, num_v_heads, dv).transpose(0, 1)
-    out.view(batch, query_len, num_v_heads, dv).copy_(outputs)
+            heads.mul_(decay.unsqueeze(-1)).addcmul_(update.unsqueeze(-1), key)
+    dots = (k * q).sum(-1).view(batch, query_len, nk, 1, 1)
+    torch.mul(outputs.transpose(0, 1), decays, out=out.view(*shape, dv)).addcmul_(updates, dots)
 
+    records = (k, updates.view(rows, num_v_heads, dv), exp_g)
+    if batch == 1:
+        for ring, record in zip(rings, records, strict=True):
+            _keep(ring, slots[0], cursors[0][1], record.transpose(0, 1))
+        return
     at = torch.tensor([[(end + i) % rings[0].shape[2] for i in range(query_len)] for _, end in cursors])
-    records = (k.view(batch, query_len, nk, dk), by_request, exp_g.view(batch, query_len, num_v_heads))
     for ring, record in zip(rings, records, strict=True):
-        if batch == 1:
-            ring[slots[0]].index_copy_(1, at[0], record[0].transpose(0, 1))
-        else:
-            ring[torch.tensor(slots)[:, None], :, at] = record
+        ring[torch.tensor(slots)[:, None], :, at] = record.view(batch, query_len, *record.shape[1:])
 
 
 def gdn_verify(

@@ -24,6 +24,11 @@ MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
+# Up to so many rows are one narrow tile. Above, tiles of TALL_PART_ROWS weight rows and parts of K are to
+# make TALL_PROGRAMS programs.
+NARROW_ROWS = 16
+TALL_PART_ROWS = 80
+TALL_PROGRAMS = 180
 # Of a thread's 255.
 MAX_SUM_REGISTERS = 128
 TABLE = Path(__file__).with_name("table.json")
@@ -82,7 +87,7 @@ def dtype_name(weight_dtype: torch.dtype) -> str:
 
 def block_rows(rows: int) -> int:
     """Rows of a tile for `rows` rows in all."""
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    return NARROW_ROWS if rows <= NARROW_ROWS else 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
 @functools.cache
@@ -100,7 +105,10 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
     entry = read_table().get(arch, {}).get(f"{n}x{k} {dtype_name(weight_dtype)}")
     if entry is not None:
         block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes = entry
-        return LinearConfig(16, block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes)
+        config = LinearConfig(16, block_n, block_k, num_warps, num_stages, split, chains, prefetch_bytes)
+        # More parts than there is room for side by side, unless each is one step.
+        is_long = chains > MAX_SIDE_BY_SIDE and not config.is_one_step(k)
+        return replace(config, sequential=True) if is_long else config
     if weight_dtype == torch.float32:
         return LinearConfig(16, 32, 32, 4, 3, 1, 4, 0)
     # As many programs as fill the processors, and parts of K long enough to stream.
@@ -262,11 +270,16 @@ def choose(
     )
 
 
-def count_parts(weight: torch.Tensor, whole_n: int = 0, whole_k: int = 0) -> int:
-    """In how many parts `linear_parts` is fastest with this weight; 1 on a CPU. No count changes a bit."""
+def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
+    """In how many parts `linear_parts` is fastest with so many rows; 1 on a CPU. No count changes a bit."""
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
     n, k = whole_size(weight, whole_n, whole_k)
     split = shared_split(device.arch, n, k, weight.dtype)
+    if rows > NARROW_ROWS:
+        shares = share_count(k)
+        # Measured with 27B's out: 128 rows in one part, two, four and eight take 54, 34, 31 and 35 us.
+        while split < shares and -(-n // TALL_PART_ROWS) * split < TALL_PROGRAMS:
+            split *= 2
     return max(1, split * weight.shape[1] // k)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.cpu_product import product
+from compiled_mtp.ops.cpu_product import product, product_in_shares
 from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.shares import cpu_share_count
 
 
 def linear(
@@ -21,18 +22,27 @@ def linear(
 ) -> Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
-    return product(x, weight, weight_scale).to(torch.float32 if out_float32 else x.dtype)
+    y = product(x, weight, weight_scale)
+    return y if out_float32 or x.dtype == torch.float32 else y.to(x.dtype)
 
 
 def linear_silu_mul(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int
 ) -> Tensor:
     gate, up = linear(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
-    return (silu(gate) * up).to(x.dtype)
+    return silu(gate).mul_(up).to(x.dtype)
 
 
 def linear_parts(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, count: int, whole_n: int, whole_k: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    count: int,
+    whole_n: int,
+    whole_k: int,
+    prefill: bool,
 ) -> Tensor:
     assert count == 1, "count_parts is 1 on a CPU"
-    return linear(x, weight, weight_scale, False, False)[None]
+    k, whole = x.shape[1], whole_k or x.shape[1]
+    y = product_in_shares(x, weight, weight_scale, cpu_share_count(whole) * k // whole)
+    return y[None].to(x.dtype if k == whole else torch.float32)

@@ -16,6 +16,8 @@ from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
 from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
+from compiled_mtp.ops.linear.tall_config import find_tall
+from compiled_mtp.ops.linear.tall_kernel import launch_tall
 
 OPTIONS = {"enable_fp_fusion": True}
 MAX_TILES = 1 << 16
@@ -54,24 +56,56 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
 
 
 def launch(args: Any) -> torch.Tensor:
-    x, weight = args.x, args.weight
-    if args.prefill and weight.dtype == torch.bfloat16:
-        return launch_prefill(x, weight, torch.float32 if args.out_float32 else x.dtype)
+    whole = (args.whole_n, args.whole_k)
+    if args.prefill:
+        return prompt_product(args.x, args.weight, args.weight_scale, args.out_float32, whole)
+    config = choose(args.x, args.weight, whole, False)
+    return launch_product(config, args.x, args.weight, args.weight_scale, args.out_float32)
+
+
+def prompt_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out_float32: bool,
+    whole: tuple[int, int],
+) -> torch.Tensor:
+    """The product of a prompt's rows, in their own order of the columns."""
+    if weight.dtype == torch.bfloat16:
+        return launch_prefill(x, weight, torch.float32 if out_float32 else x.dtype)
     # Float32 is not made for speed: a prompt takes the products of decode.
-    is_prefill = args.prefill and weight.dtype != torch.float32
-    config = choose(x, weight, (args.whole_n, args.whole_k), is_prefill)
-    return launch_config(config, x, weight, args.weight_scale, args.out_float32)
+    config = choose(x, weight, whole, weight.dtype != torch.float32)
+    return launch_config(config, x, weight, weight_scale, out_float32)
 
 
 def launch_linear_silu_mul(args: Any) -> torch.Tensor:
     config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False)
-    return launch_config(config, args.x, args.weight, args.weight_scale, False, gated=True)
+    return launch_product(config, args.x, args.weight, args.weight_scale, False, gated=True)
 
 
 def launch_linear_parts(args: Any) -> torch.Tensor:
-    config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False, args.count)
-    out_float32 = not is_sum(args.weight, args.count, args.whole_k)
-    return launch_config(config, args.x, args.weight, args.weight_scale, out_float32, keep_parts=True)
+    x, weight, whole = args.x, args.weight, (args.whole_n, args.whole_k)
+    if args.prefill:
+        return prompt_product(x, weight, args.weight_scale, False, whole)[None]
+    config = choose(x, weight, whole, False, args.count)
+    out_float32 = not is_sum(weight, args.count, args.whole_k)
+    return launch_product(config, x, weight, args.weight_scale, out_float32, keep_parts=True)
+
+
+def launch_product(
+    config: LinearConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    out_float32: bool,
+    gated: bool = False,
+    keep_parts: bool = False,
+) -> torch.Tensor:
+    """By the copy engine where that is faster and possible, else by `launch_config`: the same bits."""
+    tall = find_tall(device_of(x.device.index), x, weight, config, gated, keep_parts)
+    if tall is None:
+        return launch_config(config, x, weight, weight_scale, out_float32, gated, keep_parts)
+    return launch_tall(*tall, x, weight, torch.float32 if out_float32 else x.dtype)
 
 
 def launch_config(
@@ -83,7 +117,7 @@ def launch_config(
     gated: bool = False,
     keep_parts: bool = False,
 ) -> torch.Tensor:
-    """`launch`, `launch_gated` or `launch_parts` with a configuration given, as the tuner does."""
+    """The product by `linear_kernel` with a configuration given, as the tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
     shape = (rows, n // 2 if gated else n)
     if keep_parts:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_mtp.ops.device import Device, device_of
+from compiled_mtp.ops.linear.descriptors import describe, is_describable
 
 OPTIONS = {"enable_fp_fusion": True}
 # Row tiles that are neighbours in time share the weight tiles of L2.
@@ -124,16 +124,6 @@ def choose_tile(device: Device, rows: int, n: int, out_bytes: int) -> PrefillTil
 
     fitting = [tile for tile in TILES if tile.shared_bytes(out_bytes) <= device.shared_bytes]
     return min(fitting, key=time)
-
-
-def is_describable(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can read or write tiles of it: rows at multiples of 16 bytes."""
-    size = matrix.element_size()
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0 and matrix.stride(1) == 1
-
-
-def describe(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
 
 
 def launch_prefill(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
 from compiled_mtp.ops.linear.config import is_sum, whole_size
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.shares import add_tree, part_counts, share_count
+from compiled_mtp.ops.shares import add_tree, cpu_share_count, part_counts, share_count
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 
 Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
@@ -21,7 +21,10 @@ Weight = Annotated[Tensor, "N K", (*ACTIVATION, FP8), Remedy("pass rows as long 
 Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one scale per 128 x 128 block")]
 # The weight is written by no kernel. A fence, since it lets the next kernel come only once it has waited:
 # measured, two kernels that wait crowd a third.
-LAUNCHES = (Launch("linear_kernel", reads_early=("weight",), is_fence=True),)
+LAUNCHES = tuple(
+    Launch(kernel, reads_early=("weight",), is_fence=True)
+    for kernel in ("linear_kernel", "tall_product_kernel")
+)
 
 
 def _weight_fits(
@@ -39,7 +42,8 @@ def _weight_fits(
     elif weight_scale is not None:
         raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
     n, k = whole_size(weight, whole_n, whole_k)
-    if (N and n % N) or k % K or (k > K and K * share_count(k) % k):
+    shares = (share_count if weight.is_cuda else cpu_share_count)(k)
+    if (N and n % N) or k % K or (k > K and K * shares % k):
         rule = f"be multiples of the weight's {[N, K]} in whole shares of K"
         raise fail("whole_n and whole_k", rule, [n, k], "pass the sizes of the weight that was cut, or 0")
 
@@ -101,14 +105,20 @@ def _count_fits(
     count: int,
     whole_n: int,
     whole_k: int,
+    prefill: bool,
     N: int,
     K: int,
 ) -> None:
     _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
-    # On a CPU the product is one.
+    if prefill and weight.is_cuda and whole_k > K:
+        rule = "be False for a piece of a weight's columns on a GPU"
+        raise fail(
+            "prefill", rule, prefill, "its order for prompts has no shares there: pass the whole weight"
+        )
+    # On a CPU whoever asks adds the shares up.
     counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
     if count not in counts:
-        remedy = "pass count_parts(weight, whole_n, whole_k)"
+        remedy = "pass count_parts(weight, rows, whole_n, whole_k)"
         raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
 
 
@@ -119,18 +129,25 @@ def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int) -> Tensor:
 
 @operator(launches=LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
 def linear_parts(
-    x: Rows, weight: Weight, weight_scale: Scale | None, count: int, whole_n: int = 0, whole_k: int = 0
+    x: Rows,
+    weight: Weight,
+    weight_scale: Scale | None,
+    count: int,
+    whole_n: int = 0,
+    whole_k: int = 0,
+    prefill: bool = False,
 ) -> Annotated[Tensor, "count M N", ACTIVATION]:
     """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 
     Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
-    and x those columns. count = P, by rule count_parts(weight, whole_n, whole_k): a number in the graph, or
-    code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N], the P parts
-    of each sum in float32; with P = 1 and a whole weight the sum, rounded to x's dtype.
+    and x those columns. count = P, by rule count_parts(weight, rows, whole_n, whole_k): a number in the
+    graph, or code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N],
+    the P parts of each sum in float32; with P = 1 and a whole weight the sum, rounded to x's dtype. prefill:
+    the rows are a prompt's, P is 1; a GPU has another order of the columns for them, that of `linear`.
 
     K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
     tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
-    and every number of pieces that a weight is cut into, gives the same bits.
+    and every number of pieces that a weight is cut into, gives the same bits. A CPU has its own shares.
     """
     if is_sum(weight, count, whole_k):
         return linear.reference(x, weight, weight_scale)[None]

@@ -1,8 +1,9 @@
-"""x @ weight.T in FP8 on Hopper's tensor cores: the weight is the left operand, whatever the number of rows.
+"""x @ weight.T in FP8 on Hopper's tensor cores, with the weight as left operand.
 
-So one class of instruction, QGMMA, serves 1 row and 256: from 64 weight rows, 4 warps and 16 activation rows
-on Triton makes nothing else of it, and a test counts them. What it adds up inside is imprecise, so each
-product is one of 128 columns, multiplied by both factors and added in float32.
+So one class of instruction, QGMMA, serves any number of rows (tall_kernel.py has it too): from 64 weight
+rows, 4 warps and 16 activation rows on Triton makes nothing else of it, and a test counts them. What it adds
+up inside is imprecise, so each product is one of 128 columns, multiplied by both factors and added in
+float32.
 """
 
 from __future__ import annotations
@@ -16,17 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration, parts_dtype
+from compiled_mtp.ops.linear_w8a8.keep import keep
+from compiled_mtp.ops.linear_w8a8.tall_config import find_tall
+from compiled_mtp.ops.linear_w8a8.tall_kernel import launch_tall
 from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
-
-
-@triton.jit
-def keep(tile):
-    """`tile`, as something that the compiler computes only where it stands: a branch stays one."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride", "x_scale_stride"])
@@ -120,20 +116,25 @@ def linear_w8a8_kernel(
 
 
 def launch(args: Any) -> torch.Tensor:
-    config = configuration(args.x.shape[0], args.weight.shape[0], 1, 1)
-    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
     dtype = torch.float32 if args.out_float32 else torch.bfloat16
-    return launch_config(config, *tensors, 1, args.x.shape[1], dtype)[0]
+    return launch_product(args, 1, args.x.shape[1], dtype)[0]
 
 
 def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
-    (rows, k), n = args.x.shape, args.weight.shape[0]
-    whole_k = args.whole_k or k
-    length = whole_k // share_count(whole_k)
-    config = configuration(rows, n, args.count, k // (length * args.count))
-    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    whole_k = args.whole_k or args.x.shape[1]
     dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32)
-    return launch_config(config, *tensors, args.count, length, dtype)
+    return launch_product(args, args.count, whole_k // share_count(whole_k), dtype)
+
+
+def launch_product(args: Any, count: int, share_length: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count, M, N] by the kernel that is faster with so many rows and possible: the same bits."""
+    tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
+    (rows, k), n = args.x.shape, args.weight.shape[0]
+    tile = find_tall(device_of(args.x.device.index), args.x, args.weight, count, share_length)
+    if tile is not None:
+        return launch_tall(tile, *tensors, count, share_length, dtype)
+    config = configuration(rows, n, count, k // (share_length * count))
+    return launch_config(config, *tensors, count, share_length, dtype)
 
 
 def launch_config(

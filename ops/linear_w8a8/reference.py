@@ -19,8 +19,11 @@ Rows = Annotated[Tensor, "M K", FP8, Remedy("pass what quantize_rows gives")]
 RowFactors = Annotated[Tensor, "M K//128", F32, Remedy("pass quantize_rows' factors")]
 Weight = Annotated[Tensor, "N K", (FP8, *ACTIVATION), Remedy("use linear")]
 Factors = Annotated[Tensor, "(N+127)//128 K//128", F32, Remedy("pass one factor per 128 x 128 block")]
-# A fence, as linear's kernel is.
-LAUNCHES = (Launch("linear_w8a8_kernel", reads_early=("weight",), is_fence=True),)
+# Fences, as linear's kernels are.
+LAUNCHES = tuple(
+    Launch(kernel, reads_early=("weight",), is_fence=True)
+    for kernel in ("linear_w8a8_kernel", "tall_product_w8a8_kernel")
+)
 
 
 def _weight_fits(weight: Tensor, weight_scale: Tensor | None, K: int) -> None:

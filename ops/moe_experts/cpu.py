@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from compiled_mtp.ops.fp8 import dequantize, quantize, quantized_values
 from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.shares import add_tree, cpu_share_count
 
 # On a CPU a float32 matmul gives a row the same bits for every row count that is a multiple of 4 (measured).
 _ROW_UNIT = 8
@@ -46,23 +47,34 @@ def _multiply_and_add(
     stacks: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     round_hidden: Callable[[torch.Tensor], torch.Tensor],
+    shares: int = 0,
 ) -> torch.Tensor:
-    """[M, H] float32, slots added in order; products in x's dtype, of hidden rows by `round_hidden`."""
+    """[M, H] float32, slots added in order; products in x's dtype, of hidden rows by `round_hidden`.
+
+    With `shares` the second product is made in so many shares of the width, in float32, each of which is
+    summed over a row's slots before they are added: so a rank may hold some of them.
+    """
     rows, slots = ids.shape
-    outputs = torch.empty(rows * slots, stacks[1].shape[1], dtype=torch.float32, device=x.device)
+    shape = (max(shares, 1), rows * slots, stacks[1].shape[1])
+    outputs = torch.empty(shape, dtype=torch.float32, device=x.device)
     for expert, chosen, inputs in _rows_by_expert(x, ids, stacks[0].shape[0]):
         gate_up, down = (
             _dequantize(stack[expert], None if scale is None else scale[expert], x.dtype)
             for stack, scale in zip(stacks, scales, strict=True)
         )
         gate, up = F.linear(inputs, gate_up).to(torch.float32).chunk(2, dim=1)
-        result = F.linear(round_hidden(silu(gate) * up), down)
-        outputs[chosen] = result[: len(chosen)].to(torch.float32)
-    by_slot = outputs.view(rows, slots, -1)
-    total = weights[:, :1] * by_slot[:, 0]
+        hidden = round_hidden(silu(gate) * up)
+        if shares:
+            columns = down.float().unflatten(1, (shares, -1)).permute(1, 2, 0)
+            result = torch.bmm(hidden.float().unflatten(1, (shares, -1)).transpose(0, 1), columns)
+        else:
+            result = F.linear(hidden, down).to(torch.float32)[None]
+        outputs[:, chosen] = result[:, : len(chosen)]
+    by_slot = outputs.view(len(outputs), rows, slots, -1)
+    total = weights[:, :1] * by_slot[:, :, 0]
     for slot in range(1, slots):
-        total = total + weights[:, slot : slot + 1] * by_slot[:, slot]
-    return total
+        total = total + weights[:, slot : slot + 1] * by_slot[:, :, slot]
+    return add_tree(total)
 
 
 def moe_experts(
@@ -74,9 +86,13 @@ def moe_experts(
     gate_up_scale: torch.Tensor | None,
     down_scale: torch.Tensor | None,
     prefill: bool,
+    whole_width: int,
 ) -> torch.Tensor:
     stacks, scales = (gate_up, down), (gate_up_scale, down_scale)
-    return _multiply_and_add(x, weights, ids, stacks, scales, lambda hidden: hidden.to(x.dtype)).to(x.dtype)
+    width, whole = down.shape[2], whole_width or down.shape[2]
+    shares = cpu_share_count(whole) * width // whole
+    total = _multiply_and_add(x, weights, ids, stacks, scales, lambda hidden: hidden.to(x.dtype), shares)
+    return total.to(x.dtype if width == whole else torch.float32)
 
 
 def moe_experts_w8a8(

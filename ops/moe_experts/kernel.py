@@ -15,6 +15,7 @@ import triton.language as tl
 
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
+from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
 _PLAN_BLOCK = 512
@@ -193,7 +194,7 @@ def gate_up_kernel(
     tl.store(to, result.to(hidden.dtype.element_ty), mask=is_row[:, None] & (inner < INNER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
     hidden,
     down,
@@ -202,8 +203,10 @@ def down_kernel(
     pairs,
     partial,
     num_tiles,
+    num_pairs,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
+    SHARES: tl.constexpr,
     IS_FP8: tl.constexpr,
     USE_ASM: tl.constexpr,
     EVEN: tl.constexpr,
@@ -211,7 +214,8 @@ def down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """partial[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
+    """partial[share, pair, width] = down hidden for one tile of pairs and BN output columns, in float32, for
+    each of SHARES shares of the inner columns."""
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -222,7 +226,10 @@ def down_kernel(
     weight = down + expert * (WIDTH * INNER)
     if IS_FP8:
         row_scale = scale_pointers(scale, expert, column, WIDTH, INNER)
+    to = partial + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    is_inside = is_row[:, None] & (column < WIDTH)[None, :]
     total = tl.zeros((BM, BN), tl.float32)
+    # One loop over all shares: a loop for each would empty its pipeline between them.
     for start in range(0, INNER, BK):
         k = start + tl.arange(0, BK)
         values = load_values(rows, k, is_row, INNER, EVEN)
@@ -232,20 +239,63 @@ def down_kernel(
             total += part * tl.load(row_scale + start // 128, mask=column < WIDTH, other=0.0)[None, :]
         else:
             total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
-    to = partial + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(to, total, mask=is_row[:, None] & (column < WIDTH)[None, :])
+        if SHARES > 1 and (start + BK) % (INNER // SHARES) == 0:
+            tl.store(to, total, mask=is_inside)
+            to += num_pairs.to(tl.int64) * WIDTH
+            total = tl.zeros((BM, BN), tl.float32)
+    if SHARES == 1:
+        tl.store(to, total, mask=is_inside)
 
 
 @triton.jit
-def combine_kernel(partial, weights, out, SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    total = tl.zeros((BLOCK,), tl.float32)
+def weigh_slots(partial, weights, row, column, inside, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
+    """One share of a row's sum, over its slots in order."""
+    total = tl.zeros(column.shape, tl.float32)
     for slot in tl.static_range(SLOTS):
         pair = row * SLOTS + slot
         value = tl.load(partial + pair * WIDTH + column, mask=inside, other=0.0)
         total += tl.load(weights + pair) * value
+    return total
+
+
+@triton.jit
+def add_shares(
+    partial,
+    weights,
+    row,
+    column,
+    inside,
+    stride,
+    SHARES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The sum of SHARES neighbouring shares, added as a tree."""
+    if SHARES == 1:
+        return weigh_slots(partial, weights, row, column, inside, SLOTS, WIDTH)
+    else:
+        half: tl.constexpr = SHARES // 2
+        left = add_shares(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+        other = partial + half * stride
+        return left + add_shares(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def combine_kernel(
+    partial,
+    weights,
+    out,
+    num_pairs,
+    SHARES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    stride = num_pairs.to(tl.int64) * WIDTH
+    total = add_shares(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -295,14 +345,18 @@ def launch(args: Any) -> torch.Tensor:
     experts, _, inner = down.shape
     slots = args.ids.shape[1]
     num_pairs = rows * slots
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    whole = args.whole_width or inner
+    dtype = torch.float32 if whole > inner else x.dtype
+    out = torch.empty((rows, width), dtype=dtype, device=x.device)
     if rows == 0:
         return out
+    # A prompt's many rows would write and read as much again for each share.
+    shares = 1 if args.prefill else share_count(whole) * inner // whole
     is_fp8 = args.gate_up_scale is not None
     config = configuration(x.dtype, is_fp8, args.prefill)
     tiles, pairs = plan(args.ids, experts, config.tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((shares, num_pairs, width), dtype=torch.float32, device=x.device)
     even, num_tiles = is_even(config, width, inner), tiles.shape[1]
     shared: dict[str, Any] = {
         "WIDTH": width,
@@ -337,6 +391,8 @@ def launch(args: Any) -> torch.Tensor:
         pairs,
         partial,
         num_tiles,
+        num_pairs,
+        SHARES=shares,
         BN=config.down_columns,
         BK=config.k_tile(inner),
         **shared,
@@ -359,7 +415,7 @@ def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
     tiles, pairs = plan(ids, experts, tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     hidden_scale = torch.empty((num_pairs, inner // 128), dtype=torch.float32, device=x.device)
-    partial = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((1, num_pairs, width), dtype=torch.float32, device=x.device)
     shared: dict[str, Any] = {
         "WIDTH": width,
         "INNER": inner,
@@ -422,9 +478,19 @@ def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor,
 
 
 def combine(partial: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to `out` [M, H] the weighted sums of the pairs' results, in slot order."""
+    """Write to `out` [M, H] the weighted sums of the pairs' results [shares, M * slots, H], in slot order."""
     (rows, width), slots = out.shape, weights.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
+    # Every share and slot of a column is on its way at once.
+    block = min(1024 // len(partial), triton.next_power_of_2(width))
     combine_kernel[(triton.cdiv(width, block), rows)](
-        partial, weights, out, SLOTS=slots, WIDTH=width, BLOCK=block, num_warps=4, **OPTIONS
+        partial,
+        weights,
+        out,
+        rows * slots,
+        SHARES=len(partial),
+        SLOTS=slots,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=4,
+        **OPTIONS,
     )

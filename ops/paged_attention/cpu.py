@@ -8,13 +8,14 @@ for every batch count, for rows in any place, and for any row count that is a mu
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.numerics import sigmoid
+from compiled_mtp.ops.numerics import number, sigmoid
 
 SPLIT = 64
 _ROW_UNIT = 8
@@ -23,6 +24,8 @@ _MAX_SCORES = 1 << 22
 _MAX_GATHER = 1 << 21
 # Below every score; the difference of minus infinity and this is minus infinity.
 _LOWEST = torch.finfo(torch.float32).min
+# Rows of a round are few: the layers of a model share what is made of their positions.
+_FEW_ROWS = 32
 
 
 def paged_attention(
@@ -54,63 +57,62 @@ def paged_attention(
         step = max(1, _MAX_SCORES // (num_q_heads * max(SPLIT, num_keys)))
         for first in range(begin, begin + count, step):
             part = slice(first, min(first + step, begin + count))
-            end = min(max(lasts[part]) + 1, max_keys)
-            place = (kv, kv_scale, table, positions[part], end, first_key)
-            attended = _attend(q[part] * softmax_scale, *place)
+            own = lasts[part]
+            end = min(max(own) + 1, max_keys)
+            attended = _attend(q[part].float(), softmax_scale, kv, kv_scale, table, own, end, first_key)
             torch.mul(attended, sigmoid(gate[part].float()), out=out[part])
     return out.flatten(1).to(q.dtype)
 
 
 def _attend(
     q: Tensor,
+    softmax_scale: float,
     kv: Tensor,
     kv_scale: Tensor | None,
     table: Tensor,
-    positions: Tensor,
+    positions: list[int],
     end: int,
     first_key: int,
 ) -> Tensor:
-    """Attention of one request's scaled q [W, hq, hd], before the gate, to keys below `end`; float32."""
+    """Attention of one request's q [W, hq, hd] float32, before the gate, to keys below `end`."""
     query_len, num_q_heads, hd = q.shape
     num_kv_heads, group = kv.shape[2], num_q_heads // kv.shape[2]
     begin = first_key // SPLIT * SPLIT
     splits = -(-(end - begin) // SPLIT)
     if splits <= 0:
-        return torch.zeros(q.shape, dtype=torch.float32)
+        return torch.zeros_like(q)
     used_rows = query_len * group
-    padding = -used_rows % _ROW_UNIT
-    queries = q.float().view(query_len, num_kv_heads, group, hd).transpose(0, 1).reshape(-1, used_rows, hd)
-    queries = F.pad(queries, (0, 0, 0, padding))
-    runs, is_missing, run = _find_runs(table, kv.shape, begin, splits)
-    own = positions if group == 1 else positions.repeat_interleave(group)
-    keys = torch.arange(begin, begin + splits * SPLIT)
-    is_unseen = keys > F.pad(own, (0, padding), value=-1)[:, None]
-    if begin < first_key:
-        is_unseen |= keys < first_key
-    if is_missing is not None:
-        is_unseen |= is_missing
+    queries = q.new_zeros((num_kv_heads, used_rows + -used_rows % _ROW_UNIT, hd))
+    own = queries[:, :used_rows].view(num_kv_heads, query_len, group, hd)
+    torch.mul(q.view(query_len, num_kv_heads, group, hd).transpose(0, 1), number(softmax_scale), out=own)
 
-    size = max(1, _MAX_GATHER // (num_kv_heads * max(SPLIT, used_rows + padding) * hd))
+    keys = _find_keys(table, kv, begin, splits)
+    pages = _Pages(kv, kv_scale, keys.run)
+    size = max(1, _MAX_GATHER // (num_kv_heads * max(SPLIT, queries.shape[1]) * hd))
+    parts = (keys.runs,) if splits <= size else keys.runs.split(size, dim=1)
+    # Keys and values at once, where they are few.
+    both = pages.read(parts[0]) if len(parts) == 1 else None
     scores = []
-    for part in runs.split(size):
-        k, scale = _gather(kv, kv_scale, part, run)
-        repeated = queries.expand(len(part), -1, -1, -1).reshape(-1, *queries.shape[1:])
-        score = torch.bmm(repeated, k.flatten(0, 1).transpose(1, 2)).view(len(part), num_kv_heads, -1, SPLIT)
+    for part in parts:
+        k, scale = pages.read(part[0]) if both is None else both.half(0)
+        count = part.shape[1]
+        repeated = queries.expand(count, -1, -1, -1).reshape(-1, *queries.shape[1:])
+        score = torch.bmm(repeated, k.flatten(0, 1).transpose(1, 2)).view(count, num_kv_heads, -1, SPLIT)
         scores.append(score if scale is None else score.mul_(scale.unsqueeze(2)))
     weights = scores[0] if len(scores) == 1 else torch.cat(scores)
-    weights.masked_fill_(is_unseen.view(-1, 1, splits, SPLIT).permute(2, 1, 0, 3), -torch.inf)
+    _hide(weights, keys.is_missing, positions, group, begin, first_key)
     weights.sub_(weights.amax((0, 3), keepdim=True).clamp_(min=_LOWEST)).exp_()
     # A row that sees a key has a sum of 1 at least, any other of 0.
     total = _add(weights.sum(-1, keepdim=True)).clamp_(min=1.0)
     sums = []
-    for part, weight in zip(runs.split(size), weights.split(size), strict=True):
-        v, scale = _gather(kv, kv_scale, part + num_kv_heads * (kv.shape[3] // run), run)
+    for part, weight in zip(parts, (weights,) if len(parts) == 1 else weights.split(size), strict=True):
+        v, scale = pages.read(part[1]) if both is None else both.half(1)
         # The weight of a key that is not seen is 0, but 0 * NaN is not.
         if scale is not None:
             weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
         v.nan_to_num_(0.0, 0.0, 0.0)
         product = torch.bmm(weight.flatten(0, 1), v.flatten(0, 1))
-        sums.append(product.view(len(part), *queries.shape))
+        sums.append(product.view(-1, *queries.shape))
     result = _add(sums[0] if len(sums) == 1 else torch.cat(sums)).div_(total)[:, :used_rows]
     return result.view(num_kv_heads, query_len, group, hd).transpose(0, 1).reshape(q.shape)
 
@@ -123,38 +125,92 @@ def _add(parts: Tensor) -> Tensor:
     return first
 
 
-def _find_runs(
-    table: Tensor, kv_shape: torch.Size, begin: int, splits: int
-) -> tuple[Tensor, Tensor | None, int]:
-    """Where the keys of splits from position `begin` on lie in the cache.
+def _hide(
+    weights: Tensor,
+    is_missing: Tensor | None,
+    positions: list[int],
+    group: int,
+    begin: int,
+    first_key: int,
+) -> None:
+    """Minus infinity in weights [splits, hkv, rows, 64], of keys from position `begin` on, where a row sees
+    none; rows behind the last mean nothing."""
+    splits, num_kv_heads, _, _ = weights.shape
+    # The splits before are seen whole by every row.
+    first = min(splits, max(0, min(positions) + 1 - begin) // SPLIT)
+    if first < splits:
+        relative = tuple([position - begin - first * SPLIT for position in positions])
+        find = _unseen if len(relative) <= _FEW_ROWS else _unseen.__wrapped__
+        partly = weights[first:, :, : len(relative) * group]
+        by_row = partly.view(splits - first, num_kv_heads, len(relative), group, SPLIT)
+        by_row.masked_fill_(find(relative, splits - first), -torch.inf)
+    if begin < first_key:
+        weights[0, :, :, : first_key - begin] = -torch.inf
+    if is_missing is not None:
+        weights.masked_fill_(is_missing.view(splits, 1, 1, SPLIT), -torch.inf)
 
-    Returns the numbers [splits, hkv, 64 / run] of runs of `run` keys, which keys [splits * 64] are none, or
-    None, and run: the most keys that lie in one block and in one split.
-    """
-    num_kv_heads, block_size = kv_shape[2], kv_shape[3]
+
+@functools.lru_cache(maxsize=256)
+def _unseen(positions: tuple[int, ...], splits: int) -> Tensor:
+    """[splits, 1, rows, 1, 64]: whether a key lies behind a row's position, both from the splits' start."""
+    keys = torch.arange(splits * SPLIT).view(splits, 1, SPLIT)
+    return (keys > torch.tensor(positions)[:, None])[:, None, :, None]
+
+
+class _Keys(NamedTuple):
+    """Where the keys and values of splits lie in the cache: the numbers [2, splits, hkv, 64 / run] of runs of
+    `run` tokens, the most that lie in one block and in one split; is_missing [splits * 64]: which are none,
+    or None."""
+
+    runs: Tensor
+    is_missing: Tensor | None
+    run: int
+
+
+def _find_keys(table: Tensor, kv: Tensor, begin: int, splits: int) -> _Keys:
+    """The keys of splits from position `begin` on of a request with that block table."""
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    blocks = table[: -(-(begin + splits * SPLIT) // block_size)].tolist()
+    return _find_runs(tuple(blocks), num_kv_heads, block_size, begin, splits)
+
+
+@functools.lru_cache(maxsize=32)
+def _find_runs(blocks: tuple[int, ...], num_kv_heads: int, block_size: int, begin: int, splits: int) -> _Keys:
     run = math.gcd(block_size, SPLIT)
     runs_a_block, end = block_size // run, begin + splits * SPLIT
     first_keys = torch.arange(begin, end, run)
-    blocks = first_keys // block_size
-    is_short = end > len(table) * block_size
-    at = table[blocks.clamp(max=len(table) - 1) if is_short else blocks].long()
-    is_missing = None
-    if is_short or int(at.min()) < 0:
-        is_missing = ((at < 0) | (blocks >= len(table))).repeat_interleave(run)
-        at = at.clamp(min=0)
-    runs = (at * (2 * num_kv_heads * runs_a_block)).add_(first_keys % block_size // run)
-    heads = torch.arange(0, num_kv_heads * runs_a_block, runs_a_block)
-    return runs.view(splits, 1, -1) + heads[:, None], is_missing, run
+    places, table = first_keys // block_size, torch.tensor(blocks)
+    at = table[places.clamp(max=len(blocks) - 1)]
+    is_missing = ((at < 0) | (places >= len(blocks))).repeat_interleave(run)
+    runs = at.clamp(min=0) * (2 * num_kv_heads * runs_a_block) + first_keys % block_size // run
+    heads = torch.arange(0, 2 * num_kv_heads * runs_a_block, runs_a_block).view(2, 1, num_kv_heads, 1)
+    return _Keys(runs.view(splits, 1, -1) + heads, is_missing if bool(is_missing.any()) else None, run)
 
 
-def _gather(kv: Tensor, kv_scale: Tensor | None, runs: Tensor, run: int) -> tuple[Tensor, Tensor | None]:
-    """Keys or values of n splits as float32 [n, hkv, 64, hd], and their scales [n, hkv, 64].
+class _Gathered(NamedTuple):
+    """float32 [..., n, hkv, 64, hd] and their scales [..., n, hkv, 64]."""
 
-    runs [n, hkv, 64 / run] numbers runs of `run` tokens in the cache.
-    """
-    shape, at = (*runs.shape[:2], SPLIT), runs.flatten()
-    if kv_scale is None:
-        return kv.reshape(-1, run, kv.shape[4]).index_select(0, at).float().view(*shape, -1), None
-    stored = kv.reshape(-1, run, kv.shape[4]).view(torch.uint8).index_select(0, at)
-    scale = kv_scale.reshape(-1, run).index_select(0, at)
-    return stored.view(kv.dtype).float().view(*shape, -1), scale.view(shape)
+    values: Tensor
+    scale: Tensor | None
+
+    def half(self, index: int) -> _Gathered:
+        """Of keys and values the one."""
+        return _Gathered(self.values[index], None if self.scale is None else self.scale[index])
+
+
+class _Pages(NamedTuple):
+    """The cache, in runs of tokens."""
+
+    kv: Tensor
+    kv_scale: Tensor | None
+    run: int
+
+    def read(self, runs: Tensor) -> _Gathered:
+        """Keys, values or both of n splits, whose runs have the numbers [..., n, hkv, 64 / run]."""
+        shape, at = (*runs.shape[:-1], SPLIT), runs.flatten()
+        pages = self.kv.reshape(-1, self.run, self.kv.shape[4])
+        if self.kv_scale is None:
+            return _Gathered(pages.index_select(0, at).float().view(*shape, -1), None)
+        stored = pages.view(torch.uint8).index_select(0, at)
+        scale = self.kv_scale.reshape(-1, self.run).index_select(0, at)
+        return _Gathered(stored.view(self.kv.dtype).float().view(*shape, -1), scale.view(shape))

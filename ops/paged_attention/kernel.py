@@ -21,10 +21,10 @@ import triton.language as tl
 from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
-from compiled_mtp.ops.paged_attention.splits import count_splits
+from compiled_mtp.ops.paged_attention.splits import GROUP_SPLITS, count_splits
 from compiled_mtp.ops.paged_attention.verify_kernel import (
-    FIRST_SPLITS,
-    NEXT_SPLITS,
+    FIRST_GROUPS,
+    NEXT_GROUPS,
     combine_kernel,
     verify_kernel,
 )
@@ -32,6 +32,8 @@ from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
+# Of one part a request: from so many on, a program may have a group of splits.
+GROUPED_ITEMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
 # sums may be contracted in one of them only.
 FUSION = {"enable_fp_fusion": False}
@@ -252,6 +254,8 @@ def launch(args: Any) -> torch.Tensor:
     num_splits = count_splits(max_blocks * block_size)
     row_tiles = triton.cdiv(query_len * (hq // hkv), config.BM)
     programs = min(processors * config.programs_per_sm, num_requests * num_splits * row_tiles * hkv)
+    has_groups = num_requests * hkv * row_tiles >= GROUPED_ITEMS
+    most_requests = max(32, triton.next_power_of_2(num_requests))
     # [request, split, kv head, row of the kv head]
     parts = num_splits * rows * hq
     part_sum = torch.empty((parts, hd), dtype=torch.float32, device=q.device)
@@ -273,8 +277,10 @@ def launch(args: Any) -> torch.Tensor:
         num_splits,
         first_key,
         scale_log2,
-        MAX_REQUESTS=max(32, triton.next_power_of_2(num_requests)),
+        MAX_REQUESTS=most_requests,
         MAX_WINDOW=MAX_VERIFY_WINDOW,
+        GROUP_SPLITS=GROUP_SPLITS,
+        HAS_GROUPS=has_groups,
         BLOCK_SIZE=block_size,
         TAIL_STAGES=config.tail_stages,
         PDL=has_pdl,
@@ -291,16 +297,21 @@ def launch(args: Any) -> torch.Tensor:
         positions,
         out,
         *gate.stride()[:2],
+        num_requests,
         query_len,
         num_splits,
         max_blocks * block_size,
         first_key,
+        programs,
         HKV=hkv,
         GROUP=hq // hkv,
         HD=hd,
         BD=width,
-        FIRST_SPLITS=FIRST_SPLITS,
-        NEXT_SPLITS=NEXT_SPLITS,
+        MAX_REQUESTS=most_requests,
+        GROUP_SPLITS=GROUP_SPLITS,
+        HAS_GROUPS=has_groups,
+        FIRST_GROUPS=FIRST_GROUPS,
+        NEXT_GROUPS=NEXT_GROUPS,
         PDL=has_pdl,
         launch_pdl=has_pdl,
         num_warps=COMBINE_WARPS,

@@ -78,7 +78,7 @@ def paged_attention(
     else:
         spans = list(zip(first_row.tolist(), length.tolist(), strict=True))
     key = torch.arange(block_table.shape[1] * block_size, device=q.device)
-    out = torch.zeros((rows, num_q_heads * head_dim), device=q.device)
+    out = torch.zeros((rows, num_q_heads * head_dim), dtype=torch.float32, device=q.device)
     for (first, count), table in zip(spans, block_table.long(), strict=True):
         own = slice(first, first + count)
         blocks = table.clamp(min=0)

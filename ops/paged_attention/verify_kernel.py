@@ -1,4 +1,9 @@
-"""The verify route: keys cut into splits at absolute positions, attended to apart and then combined."""
+"""The verify route: keys cut into splits at absolute positions, attended to apart and then combined.
+
+GROUP_SPLITS splits make a group, whose sums are folded in their order: in the registers of one program where
+there are groups enough to keep the GPU busy, else when the parts are combined. The bits are the same. For few
+requests there is a kernel that knows splits alone: at long contexts it is faster.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
+from compiled_mtp.ops.paged_attention.attend_kernel import attend_range, attend_tile
 
 # Sizes that differ from call to call: one binary serves them all, W = 1 included.
 UNSPECIALIZED = (
@@ -14,13 +19,14 @@ UNSPECIALIZED = (
     "max_blocks",
     "first_key",
     "table_stride",
+    "num_programs",
     "num_requests",
     "num_splits",
     "num_keys",
 )
-# Splits of which combine loads the parts before it knows how many there are, and then at a time.
-FIRST_SPLITS = 16
-NEXT_SPLITS = 32
+# Groups of splits whose parts combine loads before it knows how many there are, and then at a time.
+FIRST_GROUPS = 4
+NEXT_GROUPS = 8
 
 
 @triton.jit
@@ -40,16 +46,129 @@ def split_begin(split):
 
 
 @triton.jit
-def find_item(turn, ends, counts, requests, row_tiles, first_split, HKV: tl.constexpr):
-    """Request, split, kv head and row tile of this program's item of a turn."""
+def splits_an_item(
+    positions, num_requests, query_len, last_key, first_key, num_programs,
+    HKV: tl.constexpr, MAX_REQUESTS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """GROUP_SPLITS if items of so many splits keep all programs busy, else 1; no bit depends on it.
+
+    Both kernels ask, of the same positions.
+    """
+    request = tl.arange(0, MAX_REQUESTS)
+    at = positions + request * query_len + query_len - 1
+    last = tl.load(at, mask=request < num_requests, other=-1).to(tl.int32)
+    last = tl.minimum(last, last_key)
+    # The longest item takes at most twice what each program has to do.
+    num_keys = tl.sum(tl.where(last >= first_key, last + 1 - first_key, 0), 0)
+    longest = tl.maximum(tl.max(last, 0), 0)
+    group = split_of(longest) // GROUP_SPLITS * GROUP_SPLITS
+    most_keys = tl.minimum(split_begin(group + GROUP_SPLITS) - split_begin(group), longest + 1)
+    return tl.where(2 * HKV * num_keys >= num_programs * most_keys, GROUP_SPLITS, 1)
+
+
+@triton.jit
+def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.constexpr):
+    """Request, part, kv head and row tile of this program's item of a turn."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    # Late splits are the long ones: hand them out first, and turn the order round every time.
+    # Late parts are the long ones: hand them out first, and turn the order round every time.
     item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
     unit = tl.max(ends, 0) - 1 - item // (row_tiles * HKV)
     request = tl.sum((ends <= unit).to(tl.int32), 0)
-    split = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_split
-    return request, split, item // row_tiles % HKV, item % row_tiles
+    part = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_unit
+    return request, part, item // row_tiles % HKV, item % row_tiles
+
+
+@triton.jit
+def fold_part(acc, total, largest, part_acc, part_total, part_largest):
+    """The sums of an online softmax and those of the keys behind them; the last axis of acc is the dims.
+
+    A part without keys changes nothing, not even the sign of a zero: rows of one tile see different parts.
+    """
+    new_largest = tl.maximum(largest, part_largest)
+    base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+    factor = tl.exp2(largest - base)
+    weight = tl.exp2(part_largest - base)
+    is_part = part_largest > -float("inf")
+    new_acc = acc * factor[:, None] + part_acc * weight[:, None]
+    new_total = total * factor + part_total * weight
+    return tl.where(is_part[:, None], new_acc, acc), tl.where(is_part, new_total, total), new_largest
+
+
+@triton.jit
+def attend_splits(
+    queries,
+    cache,
+    scales,
+    table,
+    begin,
+    end,
+    split_size,
+    seen_by_all,
+    row_position,
+    first_key,
+    max_blocks,
+    block_size,
+    block_stride,
+    half_stride,
+    token_stride,
+    scale_block_stride,
+    scale_half_stride,
+    scale_log2,
+    BM: tl.constexpr,
+    HD: tl.constexpr,
+    BN: tl.constexpr,
+    IN_ONE_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
+):
+    """Sums, maxima and totals of BM rows over keys begin .. end - 1: each split of `split_size` keys by
+    itself, and folded in order.
+
+    begin: the first key of a split. seen_by_all: the first keys that every row sees.
+    """
+    if HAS_SCALE and queries.dtype == tl.bfloat16:
+        # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
+        queries = queries.to(tl.float16)
+    sums = tl.zeros((BM, HD), tl.float32)
+    sums_total = tl.zeros((BM,), tl.float32)
+    sums_largest = tl.full((BM,), -float("inf"), tl.float32)
+    acc = tl.zeros((BM, HD), tl.float32)
+    largest = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    # Loops count from 0, and `begin` is a visible multiple of BN: else the compiler does not see that offsets
+    # are aligned, and neither widens the loads nor pipelines them.
+    begin = begin // BN * BN
+    # Tiles that every row sees whole need no mask by row. One loop over all splits: a loop for each would
+    # empty its pipeline between them.
+    num_whole = tl.maximum(tl.minimum(end, seen_by_all) - begin, 0) // BN
+    for i in tl.range(0, num_whole, disable_licm=True):
+        acc, largest, total = attend_tile(
+            acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
+            max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False, False,
+        )  # fmt: skip
+        if ((i + 1) * BN) % split_size == 0:
+            sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+            acc = tl.zeros((BM, HD), tl.float32)
+            largest = tl.full((BM,), -float("inf"), tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+    num_tiles = tl.cdiv(tl.maximum(end - begin, 0), BN)
+    for i in tl.range(num_whole, num_tiles, num_stages=TAIL_STAGES, disable_licm=True):
+        acc, largest, total = attend_tile(
+            acc, largest, total, queries, cache, scales, table, begin + i * BN, row_position, end, first_key,
+            max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
+            scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True, LOAD_FIRST,
+        )  # fmt: skip
+        if ((i + 1) * BN) % split_size == 0:
+            sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+            acc = tl.zeros((BM, HD), tl.float32)
+            largest = tl.full((BM,), -float("inf"), tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+    # Of the last split, which may be open.
+    sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+    return sums, sums_largest, sums_total
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -85,12 +204,17 @@ def verify_kernel(
     BN: tl.constexpr,
     MAX_REQUESTS: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Items (request, split, kv head, BM rows), as many as the positions give, shared out by turns."""
+    """Items (request, part, kv head, BM rows), as many as the positions give, shared out by turns.
+
+    A part is a split of the keys or, HAS_GROUPS, a group of splits where there are items enough.
+    """
     # Who attends to what is known before the queries are.
     if PDL:
         gdc_launch_dependents()
@@ -104,9 +228,17 @@ def verify_kernel(
         position = tl.load(positions + requests * query_len + step, mask=is_step, other=-1).to(tl.int32)
         last = tl.maximum(last, position)
         lowest = tl.minimum(lowest, tl.where(is_step, position, 2147483646))
-    last = tl.minimum(last, max_blocks * BLOCK_SIZE - 1)
+    last_key = max_blocks * BLOCK_SIZE - 1
+    last = tl.minimum(last, last_key)
+    size = 1
+    if HAS_GROUPS:
+        size = splits_an_item(
+            positions, num_requests, query_len, last_key, first_key, tl.num_programs(0),
+            HKV, MAX_REQUESTS, GROUP_SPLITS,
+        )  # fmt: skip
     first_split = split_of(first_key)
-    counts = tl.where(last >= first_key, split_of(last) + 1 - first_split, 0)
+    first_part = first_split // size
+    counts = tl.where(last >= first_key, split_of(last) // size + 1 - first_part, 0)
     ends = tl.cumsum(counts, 0)
     row_tiles = tl.cdiv(query_len * GROUP, BM)
     num_items = tl.max(ends, 0) * row_tiles * HKV
@@ -118,12 +250,12 @@ def verify_kernel(
     if PDL:
         gdc_wait()
     for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
-        request, split, kv_head, row_tile = find_item(
-            turn, ends, counts, requests, row_tiles, first_split, HKV
-        )
+        request, part, kv_head, row_tile = find_item(turn, ends, counts, requests, row_tiles, first_part, HKV)
         is_request = requests == request
         end = tl.sum(tl.where(is_request, last, 0), 0) + 1
         seen_by_all = tl.sum(tl.where(is_request, lowest, 0), 0) + 1
+        # Splits of one group are equally long.
+        split = tl.maximum(part * size, first_split)
         begin = split_begin(split)
         table = block_table + request.to(tl.int64) * table_stride
         row = row_tile * BM + tl.arange(0, BM)
@@ -135,77 +267,109 @@ def verify_kernel(
         at = token * q_row_stride + head * q_head_stride
         queries = tl.load(q + at[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
         row_position = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
-        acc, largest, total = attend_range(
-            queries,
-            kv + kv_head.to(tl.int64) * head_stride,
-            kv_scale + kv_head.to(tl.int64) * scale_head_stride,
-            table,
-            begin,
-            tl.minimum(end, split_begin(split + 1)),
-            seen_by_all,
-            row_position,
-            first_key,
-            max_blocks,
-            BLOCK_SIZE,
-            block_stride,
-            half_stride,
-            token_stride,
-            scale_block_stride,
-            scale_half_stride,
-            scale_log2,
-            BM,
-            HD,
-            BN,
-            BLOCK_SIZE % BN == 0,
-            HAS_SCALE,
-            TAIL_STAGES,
-            TAIL_STAGES == 1,
-        )
+        cache = kv + kv_head.to(tl.int64) * head_stride
+        scales = kv_scale + kv_head.to(tl.int64) * scale_head_stride
+        end = tl.minimum(end, split_begin((part + 1) * size))
+        if HAS_GROUPS:
+            sums, largest, total = attend_splits(
+                queries, cache, scales, table, begin, end, split_begin(split + 1) - begin, seen_by_all,
+                row_position, first_key, max_blocks, BLOCK_SIZE, block_stride, half_stride, token_stride,
+                scale_block_stride, scale_half_stride, scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0,
+                HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+            )  # fmt: skip
+        else:
+            sums, largest, total = attend_range(
+                queries, cache, scales, table, begin, end, seen_by_all,
+                row_position, first_key, max_blocks, BLOCK_SIZE, block_stride, half_stride, token_stride,
+                scale_block_stride, scale_half_stride, scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0,
+                HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+            )  # fmt: skip
         # Rows of an item lie one after another: one address and constant offsets.
-        part = (
-            ((request.to(tl.int64) * num_splits + split) * HKV + kv_head) * query_len * GROUP
+        at = (
+            ((request.to(tl.int64) * num_splits + part) * HKV + kv_head) * query_len * GROUP
         ) + row_tile * BM
         row = tl.arange(0, BM)
         is_row = row < query_len * GROUP - row_tile * BM
-        tl.store(part_sum + part * HD + row[:, None] * HD + dim[None, :], acc, mask=is_row[:, None])
-        tl.store(part_largest + part + row, largest, mask=is_row)
-        tl.store(part_total + part + row, total, mask=is_row)
+        tl.store(part_sum + at * HD + row[:, None] * HD + dim[None, :], sums, mask=is_row[:, None])
+        tl.store(part_largest + at + row, largest, mask=is_row)
+        tl.store(part_total + at + row, total, mask=is_row)
 
 
 @triton.jit
-def load_parts(
-    part_sum,
-    part_largest,
-    part_total,
-    part,
-    step,
-    start,
-    end,
-    dim,
-    HD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """The parts of splits start .. start + SPLITS - 1 of a row, those from `end` on the last one's.
+def load_parts(part_sum, part_largest, part_total, part, step, index, last, dim, HD: tl.constexpr):
+    """Sums, maxima and totals of the parts `index` of a row, of those behind the last one the last one's.
 
     Without masks, which would make the compiler wait for each load before it issues the next.
     """
-    at = part + tl.minimum(start + tl.arange(0, SPLITS), end - 1) * step
+    at = part + tl.minimum(index, last) * step
     sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
     return sums, tl.load(part_largest + at), tl.load(part_total + at)
 
 
 @triton.jit
-def add_parts(acc, denominator, largest, is_split, sums, split_largest, split_total):
-    """Adds the parts [SPLITS, BD] of some splits of a row to the parts before them."""
-    split_largest = tl.where(is_split, split_largest, -float("inf"))
-    split_total = tl.where(is_split, split_total, 0.0)
-    sums = tl.where(is_split[:, None], sums, 0.0)
-    new_largest = tl.maximum(largest, tl.max(split_largest, 0))
+def load_splits(
+    part_sum, part_largest, part_total, part, step, start, last, dim,
+    HD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """What splits 0, 1, ... of groups start .. start + GROUPS - 1 left, a tuple each."""
+    loaded = ()
+    for index in tl.static_range(GROUP_SPLITS):
+        split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
+        loaded += (load_parts(part_sum, part_largest, part_total, part, step, split, last, dim, HD),)
+    return loaded
+
+
+@triton.jit
+def fold_splits(
+    loaded, start, begin, end, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr
+):
+    """Sums [GROUPS, BD], totals and maxima of groups, from splits begin .. end - 1 among those loaded."""
+    sums = tl.zeros((GROUPS, BD), tl.float32)
+    total = tl.zeros((GROUPS,), tl.float32)
+    largest = tl.full((GROUPS,), -float("inf"), tl.float32)
+    for index in tl.static_range(GROUP_SPLITS):
+        split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
+        split_largest = tl.where((split >= begin) & (split < end), loaded[index][1], -float("inf"))
+        sums, total, largest = fold_part(
+            sums, total, largest, loaded[index][0], loaded[index][2], split_largest
+        )
+    return sums, total, largest
+
+
+@triton.jit
+def load_groups(
+    part_sum, part_largest, part_total, part, step, size, start, begin, end, last, dim,
+    HD: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Sums [GROUPS, BD], totals and maxima of groups start .. start + GROUPS - 1 of a row, from parts of
+    `size` splits; splits before `begin` and from `end` on do not count."""
+    if size == GROUP_SPLITS:
+        group = start + tl.arange(0, GROUPS)
+        sums, largest, total = load_parts(
+            part_sum, part_largest, part_total, part, step, group, last, dim, HD
+        )
+        is_group = (group >= begin // GROUP_SPLITS) & (group * GROUP_SPLITS < end)
+        largest = tl.where(is_group, largest, -float("inf"))
+    else:
+        loaded = load_splits(
+            part_sum, part_largest, part_total, part, step, start, last, dim, HD, GROUPS, GROUP_SPLITS
+        )
+        sums, total, largest = fold_splits(loaded, start, begin, end, BD, GROUPS, GROUP_SPLITS)
+    return sums, total, largest
+
+
+@triton.jit
+def add_groups(acc, denominator, largest, sums, total, group_largest):
+    """Adds the sums [GROUPS, BD] of some groups of a row to those before them."""
+    is_group = group_largest > -float("inf")
+    total = tl.where(is_group, total, 0.0)
+    sums = tl.where(is_group[:, None], sums, 0.0)
+    new_largest = tl.maximum(largest, tl.max(group_largest, 0))
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-    weight = tl.exp2(split_largest - base)
+    weight = tl.exp2(group_largest - base)
     factor = tl.exp2(largest - base)
     acc = acc * factor + tl.sum(sums * weight[:, None], 0)
-    denominator = denominator * factor + tl.sum(split_total * weight, 0)
+    denominator = denominator * factor + tl.sum(total * weight, 0)
     return acc, denominator, new_largest
 
 
@@ -219,59 +383,91 @@ def combine_kernel(
     out,
     gate_row_stride,
     gate_head_stride,
+    num_requests,
     query_len,
     num_splits,
     num_keys,
     first_key,
+    num_programs,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     HD: tl.constexpr,
     BD: tl.constexpr,
-    FIRST_SPLITS: tl.constexpr,
-    NEXT_SPLITS: tl.constexpr,
+    MAX_REQUESTS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    NEXT_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one row: BD of its dims, summed over its splits in order, times the gate."""
+    """One head of one row: BD of its dims, summed over its groups of splits in order, times the gate."""
     if PDL:
         gdc_launch_dependents()
     item = tl.program_id(0).to(tl.int64)
     row = item // (HKV * GROUP)
     head = item % (HKV * GROUP)
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
-    # The part of split 0; the next one lies `step` further.
+    # Part 0; the next one lies `step` further.
     step = HKV * query_len * GROUP
     part = row // query_len * num_splits * step
     part += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
-    # The position is older than this call's keys.
+    # Positions are older than this call's keys.
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
-    if PDL:
-        gdc_wait()
-    sums, split_largest, split_total = load_parts(
-        part_sum, part_largest, part_total, part, step, 0, num_splits, dim, HD, FIRST_SPLITS
-    )
-    g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim).to(tl.float32)
+    last_part = tl.maximum(end - 1, 0)
+    num_groups = tl.cdiv(end, GROUP_SPLITS)
     acc = tl.zeros((BD,), tl.float32)
-    split = tl.arange(0, FIRST_SPLITS)
-    acc, denominator, largest = add_parts(
-        acc, 0.0, -float("inf"), (split >= begin) & (split < end), sums, split_largest, split_total
-    )
-    if end > FIRST_SPLITS:
-        next_sums, next_largest, next_total = load_parts(
-            part_sum, part_largest, part_total, part, step, FIRST_SPLITS, end, dim, HD, NEXT_SPLITS
+    gate_at = gate + row * gate_row_stride + head * gate_head_stride + dim
+    if HAS_GROUPS:
+        size = splits_an_item(
+            positions, num_requests, query_len, num_keys - 1, first_key, num_programs,
+            HKV, MAX_REQUESTS, GROUP_SPLITS,
+        )  # fmt: skip
+        last_part = last_part // size
+        if PDL:
+            gdc_wait()
+        g = tl.load(gate_at).to(tl.float32)
+        sums, total, group_largest = load_groups(
+            part_sum, part_largest, part_total, part, step, size, 0, begin, end, last_part, dim,
+            HD, BD, FIRST_GROUPS, GROUP_SPLITS,
+        )  # fmt: skip
+        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+        for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
+            next_sums, next_total, next_largest = load_groups(
+                part_sum, part_largest, part_total, part, step, size, start, begin, end, last_part, dim,
+                HD, BD, NEXT_GROUPS, GROUP_SPLITS,
+            )  # fmt: skip
+            acc, denominator, largest = add_groups(
+                acc, denominator, largest, next_sums, next_total, next_largest
+            )
+    else:
+        if PDL:
+            gdc_wait()
+        first = load_splits(
+            part_sum, part_largest, part_total, part, step, 0, last_part, dim, HD, FIRST_GROUPS, GROUP_SPLITS
         )
-        for start in range(FIRST_SPLITS, end, NEXT_SPLITS):
-            # One step ahead: a long context waits for memory once, too.
-            later_sums, later_largest, later_total = load_parts(
-                part_sum, part_largest, part_total, part, step, start + NEXT_SPLITS, end, dim, HD, NEXT_SPLITS
-            )
-            next_split = start + tl.arange(0, NEXT_SPLITS)
-            is_next = (next_split >= begin) & (next_split < end)
-            acc, denominator, largest = add_parts(
-                acc, denominator, largest, is_next, next_sums, next_largest, next_total
-            )
-            next_sums, next_largest, next_total = later_sums, later_largest, later_total
+        g = tl.load(gate_at).to(tl.float32)
+        sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
+        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+        if num_groups > FIRST_GROUPS:
+            loaded = load_splits(
+                part_sum, part_largest, part_total, part, step, FIRST_GROUPS, last_part, dim,
+                HD, NEXT_GROUPS, GROUP_SPLITS,
+            )  # fmt: skip
+            for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
+                # One step ahead: a long context waits for memory once, too.
+                later = load_splits(
+                    part_sum, part_largest, part_total, part, step, start + NEXT_GROUPS, last_part, dim,
+                    HD, NEXT_GROUPS, GROUP_SPLITS,
+                )  # fmt: skip
+                next_sums, next_total, next_largest = fold_splits(
+                    loaded, start, begin, end, BD, NEXT_GROUPS, GROUP_SPLITS
+                )
+                acc, denominator, largest = add_groups(
+                    acc, denominator, largest, next_sums, next_total, next_largest
+                )
+                loaded = later
     value = acc / tl.where(denominator == 0.0, 1.0, denominator)
     value = value * (1.0 / (1.0 + tl.exp(-g)))
     tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))

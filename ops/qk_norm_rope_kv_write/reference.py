@@ -1,4 +1,4 @@
-"""The specification of `qk_norm_rope_kv_write`, and what runs on the CPU."""
+"""The specification of `qk_norm_rope_kv_write`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def _cache_and_angles_fit(qkv: Tensor, kv: Tensor, kv_scale: Tensor | None, rota
         ),
     ),
     check=_cache_and_angles_fit,
+    has_cpu_route=True,
 )
 def qk_norm_rope_kv_write(
     qkv: Annotated[
@@ -69,6 +70,12 @@ def qk_norm_rope_kv_write(
     q = _norm_rope(qkv[:, :q_end].view(rows, num_q_heads, 2, hd)[:, :, 0], q_weight, cos, sin, eps)
     k = _norm_rope(qkv[:, q_end:k_end].view(rows, num_kv_heads, hd), k_weight, cos, sin, eps)
     v = qkv[:, k_end:].view(rows, num_kv_heads, hd)
+    write_pages(kv, kv_scale, slot_mapping, k, v)
+    return q.to(qkv.dtype)
+
+
+def write_pages(kv: Tensor, kv_scale: Tensor | None, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write k and v [M, num_kv_heads, D] to the slots that the rows have."""
     written = slot_mapping >= 0
     is_whole = bool(written.all())
     slots = slot_mapping if is_whole else slot_mapping[written]
@@ -84,7 +91,6 @@ def qk_norm_rope_kv_write(
             stored = (values / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(kv.dtype)
             kv.view(torch.uint8)[block, half, :, offset] = stored.view(torch.uint8)
             kv_scale[block, half, :, offset] = scale
-    return q.to(qkv.dtype)
 
 
 def _norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The specifications of `rms_norm`, `add_rms_norm` and `pair_norm`, and what runs on the CPU."""
+"""The specifications of `rms_norm`, `add_rms_norm` and `pair_norm`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def _is_hidden_row(H: int) -> None:
         raise fail("x", f"have at most {MAX_WIDTH} columns", H, "this norm is for hidden rows")
 
 
-@operator(launches=(Launch("rms_norm_kernel", reads_early=("weight",)),), check=_is_hidden_row)
+@operator(
+    launches=(Launch("rms_norm_kernel", reads_early=("weight",)),),
+    check=_is_hidden_row,
+    has_cpu_route=True,
+)
 def rms_norm(x: Rows, weight: Weight, eps: float) -> Annotated[Tensor, "M H", Like("x")]:
     """x / sqrt(mean(x^2) + eps) * (1 + weight) for each row, in float32, rounded once.
 
@@ -61,6 +65,7 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     check=_is_sum_or_parts,
+    has_cpu_route=True,
     fake=_norm_and_residual,
 )
 def add_rms_norm(
@@ -104,6 +109,7 @@ def _norm_and_groups(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tensor
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     check=_is_groups,
+    has_cpu_route=True,
     fake=_norm_and_groups,
 )
 def add_rms_norm_quantized(
@@ -125,6 +131,7 @@ def add_rms_norm_quantized(
 @operator(
     launches=(Launch("pair_norm_kernel", reads_early=("embedding_weight", "hidden_weight")),),
     check=_is_hidden_row,
+    has_cpu_route=True,
 )
 def pair_norm(
     table: Annotated[

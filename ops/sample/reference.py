@@ -332,6 +332,7 @@ _EARLY = ("state_index", "positions", "temperature", "top_k", "top_p", "min_p", 
         Launch("finish_kernel", reads_early=("state_index", "temperature", "top_k", "top_p", "min_p")),
     ),
     check=_whole_requests,
+    has_cpu_route=True,
 )
 def sample(
     logits: Annotated[Tensor, "M V", F32],

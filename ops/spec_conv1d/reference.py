@@ -1,4 +1,4 @@
-"""The specifications of `spec_conv1d` and `conv_prefill`, and what runs on the CPU."""
+"""The specifications of `spec_conv1d` and `conv_prefill`, and what runs of the second on a CPU."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def _pieces_fit(
         ),
     ),
     check=_windows_fit,
+    has_cpu_route=True,
 )
 def spec_conv1d(
     proj: Projection,
@@ -183,7 +184,7 @@ def conv_prefill(
     channels, first_gate = conv_weight.shape[0], conv_weight.shape[0] + num_v_heads * head_v_dim
     key = (rows, num_k_heads, head_k_dim)
     shapes = (key, key, (rows, num_v_heads, head_v_dim), (rows, num_v_heads), (rows, num_v_heads))
-    found = GDNInputs(*(torch.zeros(shape, device=device) for shape in shapes))
+    found = GDNInputs(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes))
     for piece, (used, first) in enumerate(zip(length.tolist(), first_row.tolist(), strict=True)):
         if not used:
             continue

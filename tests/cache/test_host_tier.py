@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
+from compiled_mtp.cache import host_tier
 from compiled_mtp.cache.host_tier import SEGMENT_BYTES, HostTier, blocks_in_segment
 
 MIB = 1 << 20
@@ -29,6 +33,62 @@ def test_little_of_a_segment_is_lost() -> None:
     for block_bytes in range(1 << 16, 6 * MIB, 99_991):
         used = blocks_in_segment(block_bytes) * block_bytes
         assert used / (1 << (used - 1).bit_length()) > 0.9
+
+
+def test_beside_a_gpu_memory_is_ready_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first alone somebody waits for the system; no more is taken than the tier holds."""
+    makers: list[tuple[int, str]] = []
+
+    def allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        assert is_pinned
+        makers.append((num_bytes, threading.current_thread().name.split("_")[0]))
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_tier, "_allocate", allocate)
+    tier = HostTier(3 * MIB // 2, MIB, 4, 16 * 3, torch.device("cuda"))
+    row, segment = [MIB, MIB // 2], 16 * MIB
+    assert not makers
+    tier.reserve(0, [0])
+    wait_for(tier, 3 * sum(row) + 3 * segment)
+    tier.reserve(3, [47])
+    wait_for(tier, 4 * sum(row) + 3 * segment)
+    tier.reserve(1, range(48))
+    tier.reserve(2, range(48))
+    own = [size for size, name in makers if name == "MainThread"]
+    assert own == [*row, segment]
+    assert sorted(size for size, _ in makers) == sorted([*row * 4, *[segment] * 3])
+    assert {piece.numel() for record in range(4) for piece in tier.pieces(record)} == set(row)
+
+
+def test_what_cannot_be_made_ready_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_short, calls = [False], [0]
+
+    def allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        calls[0] += 1
+        if is_short[0]:
+            raise RuntimeError("no memory to pin")
+        is_short[0] = True
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_tier, "_allocate", allocate)
+    tier = HostTier(MIB, MIB, 4, 0, torch.device("cuda"))
+    tier.reserve(0, [])
+    with pytest.raises(RuntimeError, match="no memory to pin"):
+        tier.reserve(1, [])
+    # The thread's other attempt is through.
+    deadline = time.monotonic() + 10
+    while calls[0] < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    is_short[0] = False
+    tier.reserve(1, [])
+    assert tier.allocated_bytes == 2 * MIB
+
+
+def wait_for(tier: HostTier, num_bytes: int) -> None:
+    deadline = time.monotonic() + 10
+    while tier.allocated_bytes < num_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tier.allocated_bytes == num_bytes
 
 
 def test_one_copy_takes_what_is_said_at_most() -> None:

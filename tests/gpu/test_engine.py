@@ -69,7 +69,7 @@ def gpu_engine(directory: Path, **options: Any) -> Engine:
 
 @cache
 def plain_streams(directory: Path, dtype: str, compile: str) -> dict[str, list[int]]:
-    engine = gpu_engine(directory, mtp_step=0, max_batch=1, dtype=dtype, compile=compile)
+    engine = gpu_engine(directory, mtp_step=0, max_batch=1, dtype=dtype, compile=compile, graph_mode="off")
     for name, (prompt, params) in requests(engine).items():
         engine.add_request(prompt_token_ids=prompt, params=params, request_id=name)
     return run_to_end(engine)
@@ -94,6 +94,7 @@ def decode_mixed(engine: Engine, seed: int, batch: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["default", "qwen3_5", "qwen3_next", "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_same_tokens_uncompiled(directories: dict[str, Path], name: str, dtype: str) -> None:
+    """As graphs of the code as it is; what is expected is launched kernel by kernel."""
     directory = directories[name]
     expected = plain_streams(directory, dtype, "off")
     for mtp_step, batch, drafts in ((1, 3, "random"), (3, 1, "own"), (3, 8, "random"), (7, 8, "right")):
@@ -247,7 +248,14 @@ def test_hidden_states_are_bit_equal_between_buckets(directories: dict[str, Path
     hidden = []
     for max_batch in (1, 2, 8, 32):
         engine = Engine(
-            EngineConfig(model=DEFAULT, device="cuda", mtp_step=mtp_step, max_batch=max_batch, compile="off")
+            EngineConfig(
+                model=DEFAULT,
+                device="cuda",
+                mtp_step=mtp_step,
+                max_batch=max_batch,
+                compile="off",
+                graph_mode="off",
+            )
         )
         step = engine.runner.step
         assert engine.tokenizer is not None
@@ -269,7 +277,7 @@ def test_hidden_states_are_bit_equal_between_buckets(directories: dict[str, Path
 
 
 def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> None:
-    engine = gpu_engine(directories["default"], mtp_step=3, compile="off", max_batch=2)
+    engine = gpu_engine(directories["default"], mtp_step=3, compile="off", graph_mode="off", max_batch=2)
     step = engine.runner.step
     tiny.install(step, 1, tuple((1, index, index + 1) for index in range(4)))
     tiny.prefill(step, 1, [1, 2, 3])
@@ -315,23 +323,25 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@pytest.mark.parametrize("graph_mode", ["off", "replay", "reduce-overhead"])
+@pytest.mark.parametrize("graph_mode", ["off", "uncompiled", "replay", "reduce-overhead"])
 def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, max_in_flight: int) -> None:
     directory = directories["qwen3_5"]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_in_flight": max_in_flight}
-    plain = Driver(make_runner(directory, mtp_step=0, compile="off", **options))
+    plain = Driver(make_runner(directory, mtp_step=0, compile="off", graph_mode="off", **options))
     for slot, (name, length) in enumerate((("a", 20), ("b", 70), ("c", 65)), start=1):
         plain.start(name, slot, prompt_of(length, length, 512), draft_step=0)
         for _ in range(50):
             plain.decode(name, verify_step=0, draft_step=0)
     expected = plain.drain()
     if graph_mode == "off":
-        options |= {"compile": "off"}
+        options |= {"compile": "off", "graph_mode": "off"}
+    elif graph_mode == "uncompiled":
+        options |= {"compile": "off", "batch_sizes": (3,)}
     else:
         options |= {"compile": "on", "graph_mode": graph_mode, "batch_sizes": (3,)}
     features = Features(depths=(1, 3), with_halves=True, host_records=2, host_blocks=2 * BLOCKS_EACH)
     driver = Driver(make_runner(directory, features, **options))
-    with torch.compiler.set_stance("default" if graph_mode == "off" else "fail_on_recompile"):
+    with torch.compiler.set_stance("fail_on_recompile"):
         tokens = depths_halves_and_moves(driver)
     for name, gained in tokens.items():
         assert len(gained) > 5

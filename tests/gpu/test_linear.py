@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
-    assert count_parts(weight) in part_counts(k, k)
+    assert {count_parts(weight, rows) for rows in (1, 16, 17, 256)} <= set(part_counts(k, k))
     wanted = add_rms_norm(linear_parts(x, weight, scale, 1), residual, factor, 1e-6)
     exact = x.double() @ (weight.double() if scale is None else dequantize(weight, scale).double()).T
     assert rel_l2(linear_parts(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
@@ -170,13 +170,51 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
             assert same, f"{rows} rows, {count} programs"
 
 
+# The head, those of 27B, and some of smaller models; whole weights, and a piece of one.
+@pytest.mark.parametrize(
+    "kind, n, k",
+    [
+        ("logits", 248320, 5120),
+        ("product", 16480, 5120),
+        ("product", 14336, 5120),
+        ("product", 12352, 2560),
+        ("product", 8224, 1024),
+        ("gated", 34816, 5120),
+        ("gated", 18432, 2560),
+        ("gated", 4352, 5120),
+        ("parts", 5120, 17408),
+        ("parts", 5120, 6144),
+        ("parts", 2560, 9216),
+        ("parts", 1024, 3584),
+        ("piece", 5120, 2176),
+    ],
+)
+def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
+    """Many rows come by the copy engine where they lie at multiples of 16 bytes, and rows of any number have
+    the bits that they have without it."""
+    x, weight, _ = make(256, n, k, False)
+    unaligned = torch.empty(256, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
+    most_parts = count_parts(weight, 256)
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "logits": lambda rows: linear(rows, weight, None, True),
+        "product": lambda rows: linear(rows, weight),
+        "gated": lambda rows: linear_silu_mul(rows, weight),
+        "parts": lambda rows: linear_parts(rows, weight, None, most_parts).transpose(0, 1),
+        "piece": lambda rows: linear_parts(rows, weight, None, 1, n, 8 * k)[0],
+    }
+    call = calls[kind]
+    wanted = call(unaligned)
+    for rows in range(1, 257) if n < 100000 else (1, 16, 17, 64, 65, 128, 129, 256):
+        assert torch.equal(call(x[:rows]), wanted[:rows]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, pieces: int) -> None:
     """A device that holds some of the columns gives the tree's part of its shares."""
-    x, weight, scale = make(64, n, k, fp8)
+    x, weight, scale = make(100, n, k, fp8)
     length = k // pieces
-    for rows in (1, 4, 33, 64):
+    for rows in (1, 4, 33, 64, 100):
         parts = []
         for first in range(0, k, length):
             columns = slice(first, first + length)
@@ -212,7 +250,7 @@ def test_scales_beyond_k_are_not_read() -> None:
     guarded = torch.full((64,), float("nan"), device="cuda")
     guarded[: scale.numel()] = scale.flatten()
     scale = guarded[: scale.numel()].view(scale.shape)
-    count = count_parts(weight)
+    count = count_parts(weight, 5)
     for rows in (1, 5):
         assert linear(x[:rows], weight, scale).isfinite().all()
         assert linear_silu_mul(x[:rows], weight, scale).isfinite().all()
@@ -233,13 +271,15 @@ def test_writes_all_of_its_output_and_nothing_else(n: int, k: int, fp8: bool) ->
     check_launch(linear, (x, weight, scale, False, False), rtol=1.6e-2, atol=1e-2)
 
 
-def test_chain_in_a_graph_equals_one_kernel_at_a_time() -> None:
-    """Dependent launches overlap neighbours; a missing wait would show as other bits."""
+@pytest.mark.parametrize("rows", [4, 70])
+def test_chain_in_a_graph_equals_one_kernel_at_a_time(rows: int) -> None:
+    """Dependent launches overlap neighbours; a missing wait would show as other bits. And a graph keeps the
+    descriptors that it was captured with."""
     h, wide = 1024, 3584
     gate_up = (torch.randn(2 * wide, h, device="cuda") * h**-0.5).bfloat16()
     down = (torch.randn(h, wide, device="cuda") * wide**-0.5).bfloat16()
     norm = torch.randn(h, device="cuda").bfloat16() * 0.1
-    start = torch.randn(4, h, device="cuda").bfloat16()
+    start = torch.randn(rows, h, device="cuda").bfloat16()
     x = start.clone()
 
     def chain(synchronize: bool) -> torch.Tensor:

@@ -55,6 +55,19 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int) -> No
     check_row_invariance(lambda m: linear_w8a8(x[:m], x_scale[:m], weight, scale), range(1, 257), 300)
 
 
+@pytest.mark.parametrize("n, k", [(34816, 5120), (16384, 5120), (5120, 17408), (2560, 9216)])
+def test_descriptors_change_no_bit(n: int, k: int) -> None:
+    """Rows at no multiple of 16 bytes have the other kernel; so have few, and prompts have many."""
+    x, x_scale, weight, scale = make(600, n, k)
+    unaligned = torch.empty(600, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
+    wanted = linear_w8a8(unaligned, x_scale, weight, scale)
+    parts = linear_w8a8_parts(unaligned, x_scale, weight, scale, 4)
+    for rows in (1, 4, 16, 17, 32, 64, 65, 128, 129, 256, 257, 600):
+        given = (x[:rows], x_scale[:rows], weight, scale)
+        assert torch.equal(linear_w8a8(*given), wanted[:rows]), rows
+        assert torch.equal(linear_w8a8_parts(*given, 4), parts[:, :rows]), rows
+
+
 @pytest.mark.parametrize("n, k", SHAPES[:3])
 def test_programs_have_the_same_bits(n: int, k: int) -> None:
     x, x_scale, weight, scale = make(257, n, k)

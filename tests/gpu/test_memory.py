@@ -45,7 +45,9 @@ def make(**options: Any) -> Engine:
 @cache
 def alone() -> list[RequestOutput]:
     """What each gives by itself, with nothing to resume from and no drafts."""
-    engine = make(mtp_step=0, max_batch=1, batch_sizes=(1,), prefix_cache=False, compile="off")
+    engine = make(
+        mtp_step=0, max_batch=1, batch_sizes=(1,), prefix_cache=False, compile="off", graph_mode="off"
+    )
     outputs = [engine.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     engine.close()
     return outputs
@@ -111,9 +113,10 @@ def test_requests_leave_and_come_back_or_are_replayed(
     engine.close()
 
 
-def test_the_engine_takes_what_it_says() -> None:
-    """Weights and the plan; a launch of this checkpoint needs little beside a pool of 4 GiB."""
-    small = make(mtp_step=3, compile="off", num_blocks=9)
+@pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
+def test_the_engine_takes_what_it_says(mode: dict[str, Any]) -> None:
+    """Weights and the plan; a launch of this checkpoint needs little beside a pool of 4 GiB, captured too."""
+    small = make(mtp_step=3, num_blocks=9, **mode)
     num_blocks = (4 << 30) // small.runner.memory.block_bytes
     small.close()
     del small
@@ -121,17 +124,21 @@ def test_the_engine_takes_what_it_says() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    engine = make(mtp_step=3, compile="off", num_blocks=num_blocks, max_model_len=4096)
-    check(engine.generate(PROMPTS, PARAMS), is_same_program=True)
+    engine = make(mtp_step=3, num_blocks=num_blocks, max_model_len=4096, prefill_chunk=512, **mode)
+    check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
     weights = sum(tensor.nbytes for tensor in engine.runner.step.parameters())
     taken = torch.cuda.max_memory_reserved() - before
     assert taken == pytest.approx(weights + engine.runner.memory.total_bytes, rel=0.02)
     engine.close()
 
 
-def test_any_depth_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(mtp_step="auto", mtp_depths=(0, 1, 3), compile="off")
+@pytest.mark.parametrize("mode", [*MODES, {"compile": "on", "graph_mode": "reduce-overhead"}])
+def test_any_depth_gives_the_same(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache one is compiled and the others are captured as they are."""
+    engine = make(mtp_step="auto", mtp_depths=(0, 1, 3), **mode)
+    assert engine.stats().rounds_by_depth.keys() == {0, 1, 3}
     depths = iter([3, 0, 0, 0, 0, 0, 1, 3, 0, 3] * 100)
     monkeypatch.setattr(engine.scheduler._planner, "_depth", lambda *_: next(depths))
-    check(engine.generate(PROMPTS, PARAMS), is_same_program=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
     engine.close()

@@ -10,6 +10,7 @@ import torch
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.shares import add_tree
 from tests.ops.harness import check_row_invariance, poisoned_allocations, rel_l2
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +104,34 @@ def test_float32_equals_float64_and_rows_are_invariant(weight_dtype: torch.dtype
     with poisoned_allocations():
         assert rel_l2(moe_experts(*case), float64_block(*case)) < 1e-6
     check_row_invariance(lambda m: moe_experts(x[:m], weights[:m], ids[:m], *rest), (1, 3, 8, 17), 70)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_have_the_bits_of_the_whole(weight_dtype: torch.dtype, pieces: int) -> None:
+    """Devices that hold some of the width each: the gate's rows, up's, and those columns of down."""
+    x, weights, ids, gate_up, down, *scales = make_case(70, (16, 4, 1024, 512), torch.bfloat16, weight_dtype)
+
+    def rows_of(stack: torch.Tensor) -> list[torch.Tensor]:
+        gates, ups = (half.chunk(pieces, 1) for half in stack.chunk(2, 1))
+        return [torch.cat(pair, 1) for pair in zip(gates, ups, strict=True)]
+
+    cut_rows = [rows_of(t) if t is not None else [None] * pieces for t in (gate_up, scales[0])]
+    cut_columns = [
+        [c.contiguous() for c in t.chunk(pieces, 2)] if t is not None else [None] * pieces
+        for t in (down, scales[1])
+    ]
+    for rows in (1, 4, 33, 70):
+        given = (x[:rows], weights[:rows], ids[:rows])
+        parts = [
+            moe_experts(*given, g, d, gs, ds, False, 512)
+            for g, gs, d, ds in zip(*cut_rows, *cut_columns, strict=True)
+        ]
+        whole = moe_experts(*given, gate_up, down, *scales)
+        assert torch.equal(add_tree(parts).bfloat16(), whole), f"{rows} rows"
+    own_scales = (cut_rows[1][0], cut_columns[1][0])
+    with pytest.raises(ValueError, match="whole_width must be 0 for a prompt's rows on a GPU"):
+        moe_experts(x, weights, ids, cut_rows[0][0], cut_columns[0][0], *own_scales, True, 512)
 
 
 def test_odd_sizes() -> None:

@@ -89,10 +89,15 @@ def test_how_it_ended_is_told() -> None:
     for code, cause in (
         ("raise ValueError('the disk is full')", "its end with 'ValueError: the disk is full'"),
         ("raise SystemExit(3)", "its end with 'code 3'"),
+        # While it listens for the end of the process above it.
+        (
+            CHILD + "other.kill(); time.sleep(0.2); raise ValueError('full')",
+            "its end with 'ValueError: full'",
+        ),
     ):
         maker = make(code)
         with pytest.raises(ValueError, match=cause):
-            maker.wait_for("one")
+            maker.wait_for("three")
         maker.close()
         assert not maker.folder.exists()
 

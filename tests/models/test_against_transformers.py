@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
@@ -19,15 +22,37 @@ PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
 TOLERANCE = 5e-4
 
 
+class InFloat64(TorchFunctionMode):
+    """Makes a model in float64 stay in it where its code asks for float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].double()
+        if func.__name__ in ("grouped_mm", "_grouped_mm"):  # There is none for float64.
+            ends = kwargs["offs"].tolist()
+            groups = zip([0, *ends], ends, args[1], strict=False)
+            return torch.cat([args[0][begin:end] @ weight for begin, end, weight in groups])
+        wide = {torch.float32: torch.float64}
+        args = tuple([wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args])
+        kwargs = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
 @dataclass
 class Case:
+    """exact: transformers in float64. own_error: what its float32 logits are from those of `exact`."""
+
     name: str
     runner: Runner
     oracle: Oracle
+    exact: Oracle
     tokens: torch.Tensor
     hidden: torch.Tensor
-    logits: torch.Tensor
-    self_difference: float
+    exact_logits: torch.Tensor
+    own_error: float
 
 
 # FP8 weights that stay FP8, as on a GPU; here the references multiply them out at every call.
@@ -53,19 +78,24 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     reference = oracle(directory)
     tokens = torch.randint(0, model.vocab_size, (PROMPT_LEN + DECODE_LEN,))
     hidden, logits = reference.target(tokens)
-    # What transformers differs from itself on the same rows when its chunks are padded otherwise.
-    differences = []
-    for shorter in (1, 2, 3, 30):
-        part = reference.target(tokens[:-shorter])[1]
-        differences.append(float((part - logits[:-shorter]).abs().max()))
-    return Case(name, runner, reference, tokens, hidden, logits, max(differences))
+    exact = deepcopy(reference)
+    for model_of in (exact.model, exact.mtp):
+        model_of.double()
+    with InFloat64():
+        exact_logits = exact.target(tokens)[1]
+    assert exact_logits.dtype == torch.float64
+    return Case(name, runner, reference, exact, tokens, hidden, exact_logits, distance(logits, exact_logits))
 
 
-def check(case: Case, what: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
-    error = float((ours - expected).abs().max())
-    print(f"{case.name} {what}: error {error:.2e}, transformers against itself {case.self_difference:.2e}")
+def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((logits - exact).abs().max())
+
+
+def check(case: Case, what: str, error: float, own_error: float) -> None:
+    """Our float32 is as near to float64 as transformers' is: twice is the bound."""
+    print(f"{case.name} {what}: error {error:.2e}, that of transformers in float32 {own_error:.2e}")
     assert error < TOLERANCE
-    assert error < 4 * case.self_difference
+    assert error < 2 * own_error
 
 
 @torch.no_grad()
@@ -82,7 +112,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
         rows = tiny.prefill_rows(step, 1, begin, len(part))
         hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
         ours.append(step.target.logits(hidden))
-    check(case, "prefill", torch.cat(ours), case.logits[:PROMPT_LEN])
+    check(case, "prefill", distance(torch.cat(ours), case.exact_logits[:PROMPT_LEN]), case.own_error)
 
     base = pos = PROMPT_LEN
     decoded = []
@@ -94,7 +124,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
         decoded.append(step.target.logits(hidden))
         base, pos = pos, pos + window
     assert pos == PROMPT_LEN + DECODE_LEN
-    check(case, "decode", torch.cat(decoded), case.logits[PROMPT_LEN:])
+    check(case, "decode", distance(torch.cat(decoded), case.exact_logits[PROMPT_LEN:]), case.own_error)
 
 
 @torch.no_grad()
@@ -107,19 +137,31 @@ def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
     state_index = torch.tensor([1], dtype=torch.int32)
     index = state_index.long()
     # Pairs (token j, hidden j - 1) for j = 1 .. PROMPT_LEN - 1, then a chain on the draft's own hidden.
-    tokens = case.tokens[1:PROMPT_LEN]
-    expected, logits, cache = case.oracle.draft(tokens, case.hidden[: PROMPT_LEN - 1])
+    tokens, before = case.tokens[1:PROMPT_LEN], case.hidden[: PROMPT_LEN - 1]
+    theirs = draft_chain(case.oracle.draft, case.tokens, before)
+    with InFloat64():
+        exact = draft_chain(case.exact.draft, case.tokens, before.double())
     rows = tiny.prefill_rows(step, 1, 1, PROMPT_LEN - 1)
-    ours = step._draft_forward(tokens, case.hidden[: PROMPT_LEN - 1], rows)
-    check(case, "mtp", step.target.logits(ours), logits)
-
-    ours, expected = ours[-1:], expected[-1:]
+    hidden = step._draft_forward(tokens, before, rows)
+    ours = [step.target.logits(hidden)]
     for position in range(PROMPT_LEN, PROMPT_LEN + 3):
         token = case.tokens[position : position + 1]
-        expected, logits, cache = case.oracle.draft(token, expected, cache, position)
         rows = step._rows(state_index, index, torch.tensor([position]), 1, torch.tensor([position]))
-        ours = step._draft_forward(token, ours, rows)
-        check(case, f"mtp chain at {position}", step.target.logits(ours), logits)
+        hidden = step._draft_forward(token, hidden[-1:], rows)
+        ours.append(step.target.logits(hidden))
+    own_error = distance(theirs, exact)
+    check(case, "mtp", distance(ours[0], exact[:-3]), own_error)
+    check(case, "mtp chain", distance(torch.cat(ours[1:]), exact[-3:]), own_error)
+
+
+def draft_chain(draft: Callable[..., Any], tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The oracle's MTP logits of the prompt's pairs, and of three more on its own hidden states."""
+    hidden, logits, cache = draft(tokens[1:PROMPT_LEN], before)
+    rows = [logits]
+    for position in range(PROMPT_LEN, PROMPT_LEN + 3):
+        hidden, logits, cache = draft(tokens[position : position + 1], hidden[-1:], cache, position)
+        rows.append(logits)
+    return torch.cat(rows)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,9 @@ def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: py
             continue
         product = with_rows.runner.step.target.get_submodule(name)
         product.register_forward_pre_hook(lambda module, args: (rounded(args[0]), *args[1:]))
+        # Before a norm.
+        parts = partial(lambda parts, x, rows: parts(rounded(x), rows), product.parts)
+        monkeypatch.setattr(product, "parts", parts)
     monkeypatch.setattr("compiled_mtp.models.moe.moe_experts", experts_by_hand)
     by_hand = distance(quantised, prefill_logits(with_rows, tokens))
     recipes = distance(quantised, unquantised)

@@ -69,7 +69,7 @@ def test_only_matrices_that_the_models_hold_are_packed(
     model = read_model_config(tmp_path)
     tried: list[torch.Tensor] = []
 
-    def pack(weight: torch.Tensor) -> bool:
+    def pack(weight: torch.Tensor, shares: int, exponent: int) -> bool:
         tried.append(weight)
         return False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from compiled_mtp.model_config import ModelConfig, share
 from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
@@ -49,7 +50,6 @@ def assemble(
     out = {name: torch.full_like(parameter, float("nan")) for name, parameter in like.items()}
     for layout, parameters in shards:
         for name, stored in layout.items():
-            fake = torch.empty(stored.shape, device="meta")
             for piece in stored.pieces:
                 source = next(
                     p
@@ -57,10 +57,10 @@ def assemble(
                     if p.parameter == piece.parameter and p.source <= piece.source < p.source + p.rows
                 )
                 start = source.start + piece.source - source.source
-                target = replace(piece, start=start).place_in(out[piece.parameter], fake)
+                target = replace(piece, start=start).place_in(out[piece.parameter], stored.shape)
                 if piece.columns is not None:
                     target = target[..., slice(*piece.columns)]
-                target.copy_(piece.place_in(parameters[piece.parameter], fake))
+                target.copy_(piece.place_in(parameters[piece.parameter], stored.shape))
     return out
 
 
@@ -112,6 +112,43 @@ def test_merged_parameters_are_cut_in_each_part(tmp_path: Path) -> None:
             parts = whole[name].split(sizes, dim) if sizes else ()
             want = torch.cat([p.chunk(2, dim)[rank] for p in parts], dim) if sizes else whole[name]
             assert torch.equal(held[name], want), name
+
+
+def test_a_rank_reads_no_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_next", num_value_heads=4)
+    config = read_model_config(directory)
+    read: list[int] = []
+
+    class Slice:
+        def __init__(self, stored: Any) -> None:
+            self.stored = stored
+
+        def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
+            part: torch.Tensor = self.stored[region]
+            read.append(part.numel())
+            return part
+
+    class File:
+        """Has nothing but slices."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.file = safe_open(*arguments, **options)
+
+        def __enter__(self) -> File:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.file.get_slice(name))
+
+    monkeypatch.setattr("compiled_mtp.models.weights.safe_open", File)
+    for rank in range(2):
+        read.clear()
+        held = load(config, directory, {}, rank, 2)
+        assert sum(read) == sum(parameter.numel() for parameter in held.values())
 
 
 def test_one_rank_holds_the_whole_as_it_is(tmp_path: Path) -> None:

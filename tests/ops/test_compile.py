@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.ops.device import SHARED_BYTES
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "kernel_table.py"
 SOURCES = (TOOL, TOOL.with_name("launch_cases.py"), TOOL.with_name("record_launches.py"))
@@ -22,6 +24,8 @@ OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py
 FP8_CAPABILITY = 89
 # No older GPU is asked for them: it has no conversion to e4m3.
 WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
+# Launched on Hopper alone, where its bits were compared with the other kernel's.
+WITH_COPY_ENGINE = {"tall_product", "tall_product_w8a8"}
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -87,6 +91,12 @@ def one_a_kernel(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def room_of(key: str) -> int:
+    """Bytes of shared memory that a program may use on the GPU that a configuration was compiled for."""
+    capability = int(key.rpartition("_")[2])
+    return SHARED_BYTES[divmod(capability, 10)]
+
+
 def kernels_of(operator: str) -> set[str]:
     """Names of the kernels in an operator's folder, without "_kernel"."""
     text = "".join(path.read_text() for path in (ROOT / "ops" / operator).glob("*kernel.py"))
@@ -108,6 +118,8 @@ def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[s
         }
         if capability < FP8_CAPABILITY:
             missing -= WITH_FP8_PRODUCTS
+        if capability < 90:
+            missing -= WITH_COPY_ENGINE
         assert not missing, f"launch_cases.py must call what launches {missing} on sm_{capability}"
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
@@ -128,6 +140,10 @@ def test_full_table_stays_within_recorded_resources(operator: str) -> None:
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
     assert sorted(table) == sorted(limits), "the recorded table names other configurations: record it again"
+    too_large = {
+        key: value["shared_bytes"] for key, value in table.items() if value["shared_bytes"] > room_of(key)
+    }
+    assert not too_large, f"no GPU of the kind has so much shared memory: {too_large}"
     above = {
         key: f"{resource} {value[resource]}, recorded {limits[key][resource]}"
         for key, value in table.items()

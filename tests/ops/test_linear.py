@@ -89,12 +89,41 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0))
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
-        assert torch.equal(linear_parts(x, weight, None, 1).sum(0), linear(x, weight))
+        parts = linear_parts(x, weight, None, 1)
+        assert torch.equal(parts, linear_parts(x, weight, None, 1, prefill=True))
+        torch.testing.assert_close(parts[0], linear(x, weight))
     with pytest.raises(ValueError, match=r"count must be one of \(1,\) for this weight and device, got 2"):
         linear_parts(cases[0][0], weight, None, 2)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_pieces_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows: int) -> None:
+    """Four shares at every number of pieces, also where a piece is a matrix of its own: as ranks hold it."""
+    k = 512
+    weight, scale, _ = block_fp8(200, k)
+    x = torch.randn(rows, k).bfloat16()
+    if kind != "fp8":
+        weight, scale, x = torch.randn(200, k).to(getattr(torch, kind)), None, x.to(getattr(torch, kind))
+    whole = linear_parts(x, weight, scale, 1)
+    assert whole.dtype == x.dtype
+    for pieces in (2, 4):
+        parts = []
+        for x_piece, piece, first in zip(x.chunk(pieces, 1), weight.chunk(pieces, 1), range(4), strict=False):
+            blocks = None if scale is None else scale.chunk(pieces, 1)[first]
+            part = linear_parts(x_piece.contiguous(), piece.contiguous(), blocks, 1, 0, k)
+            assert part.dtype == torch.float32
+            parts.append(part[0])
+        assert torch.equal(add_tree(parts).to(x.dtype), whole[0]), pieces
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (5, 20), (7, 64)])
+def test_small_shares_have_the_bits_of_a_row_too(n: int, k: int) -> None:
+    x, weight = torch.randn(70, k), torch.randn(n, k)
+    check_row_invariance(lambda m: linear_parts(x[:m], weight, None, 1)[0], range(1, 70), 70)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -309,6 +338,18 @@ def test_rows_of_a_prompt_do_not_depend_on_each_other(dtype: torch.dtype, has_sc
     check_row_invariance(lambda m: linear(x[:m], weight, scale, False, True), sizes, 512)
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+def test_one_part_of_a_prompt_is_its_product_in_interpreter(interpreter: None, kind: str) -> None:
+    """The same launch: what holds a whole weight has a prompt's bits and speed whichever way it asks."""
+    weight, scale, _ = block_fp8(40, 256)
+    x = torch.randn(7, 256).bfloat16()
+    if kind != "fp8":
+        weight, scale, x = torch.randn(40, 256).to(getattr(torch, kind)), None, x.to(getattr(torch, kind))
+    part = linear_parts.launch(x, weight, scale, 1, 0, 0, True)
+    assert part.dtype == x.dtype
+    assert torch.equal(part[0], linear.launch(x, weight, scale, False, True))
+
+
 def test_kernel_float32_in_interpreter(interpreter: None) -> None:
     x, weight = torch.randn(18, 70), torch.randn(40, 70)
     check_launch(linear, (x, weight, None, False, False), rtol=1e-5, atol=1e-5)
@@ -367,7 +408,7 @@ def test_bad_arguments_raise() -> None:
         linear(x, weight.bfloat16())
     with pytest.raises(ValueError, match="stride 1"):
         linear(x, torch.zeros(8, 4).t())
-    for whole_n, whole_k in ((4, 12), (6, 8), (4, 16)):
+    for whole_n, whole_k in ((4, 12), (6, 8), (4, 64)):
         with pytest.raises(ValueError, match="whole_n and whole_k must be multiples of the weight's"):
             linear(x, weight, None, False, False, whole_n, whole_k)
     fp8 = weight.to(torch.float8_e4m3fn)

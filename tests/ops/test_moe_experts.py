@@ -10,6 +10,7 @@ import torch
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.shares import add_tree
 from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
 
@@ -148,9 +149,60 @@ def test_fp8_kernel_in_interpreter(interpreter: None) -> None:
         assert relative_error(moe_experts.launch(*fp8), loop_float64(*plain)) < 1e-6
 
 
+def pieces_of(
+    gate_up: torch.Tensor, down: torch.Tensor, pieces: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece has some of the gate's rows, the same of up's, and those columns of down."""
+    gates, ups = (half.chunk(pieces, 1) for half in gate_up.chunk(2, 1))
+    return [
+        (torch.cat((gate, up), 1), columns.contiguous())
+        for gate, up, columns in zip(gates, ups, down.chunk(pieces, 2), strict=True)
+    ]
+
+
+def test_pieces_have_the_bits_of_the_whole_in_interpreter(interpreter: None) -> None:
+    """Whole numbers, so that a share is exact in any tile and only what adds the shares rounds."""
+    x, weights, ids, gate_up, down = experts_case(3, 3, 1, 32, 256, torch.bfloat16)
+    down = (down * 64).round() * 2.0 ** torch.randint(-8, 9, (4, 32, 2)).repeat_interleave(128, 2)
+    down = down.bfloat16()
+    with poisoned_allocations():
+        whole = moe_experts.launch(x, weights, ids, gate_up, down)
+        stacks = pieces_of(gate_up, down, 2)
+        parts = [moe_experts.launch(x, weights, ids, *stack, whole_width=256) for stack in stacks]
+    assert parts[0].dtype == torch.float32
+    torch.testing.assert_close(add_tree(parts).bfloat16(), whole, rtol=8e-3, atol=1e-3)
+    assert relative_error(whole, loop_float64(x, weights, ids, gate_up, down)) < 1e-2
+    # The order: slots of each share first, then ((0 + 1) + (2 + 3)). Shares of weights that no sum rounds.
+    ones = torch.ones(1, 128).bfloat16()
+    gate = torch.zeros(2, 1024, 128).bfloat16()
+    gate[:, :512, 0], gate[:, 512:, 0] = 64.0, 1.0 / 64
+    down = torch.zeros(2, 128, 512).bfloat16()
+    down[:, :, 0], down[:, :, 256] = 2.0**30, 1.0
+    # Half of the columns take the large number back in the same node of the tree, half beside the one.
+    down[:, :64, 128], down[:, 64:, 384] = -(2.0**30), -(2.0**30)
+    routes = (torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32))
+    got = moe_experts.launch(ones, *routes, gate, down)
+    assert got[0].tolist() == [2.0] * 64 + [0.0] * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_experts_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype) -> None:
+    x, weights, ids, gate_up, down = experts_case(7, 6, 3, 96, 64, dtype)
+    whole = moe_experts(x, weights, ids, gate_up, down)
+    for pieces in (2, 4):
+        stacks = pieces_of(gate_up, down, pieces)
+        parts = [moe_experts(x, weights, ids, *stack, whole_width=64) for stack in stacks]
+        assert parts[0].dtype == torch.float32
+        assert torch.equal(add_tree(parts).to(dtype), whole), pieces
+    with pytest.raises(ValueError, match="whole_width must be the width of experts of which 8 are whole"):
+        moe_experts(
+            x, weights, ids, gate_up[:, :16].contiguous(), down[:, :, :8].contiguous(), whole_width=64
+        )
+
+
 def test_registration_and_compile() -> None:
     case = (*experts_case(3, 4, 2, 32, 16), None, None, False)
-    check_registration(torch.ops.compiled_mtp.moe_experts.default, case)
+    check_registration(torch.ops.compiled_mtp.moe_experts.default, (*case, 0))
     check_compiles(moe_experts, [case, (*experts_case(5, 4, 2, 32, 16), None, None)])
 
 

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from compiled_mtp.ops import packed_weight
-from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.packed_weight import PackedWeight, find_packed, pack
+from compiled_mtp.ops.linear import linear, linear_parts
+from compiled_mtp.ops.packed_weight import (
+    PackedWeight,
+    find_packed,
+    largest_exponent,
+    may_pack,
+    pack,
+    unpack,
+)
+from compiled_mtp.ops.shares import add_tree
 from tests.ops.gdn_cases import torch_threads
 from tests.ops.harness import check_row_invariance
 
@@ -39,28 +47,69 @@ def test_compiled_code_finds_what_was_packed() -> None:
     assert pack(weight)
     plain, packed = linear(x, weight), find_packed(weight)
     assert packed is not None
-    weight.packed = PackedWeight(packed.matrix, 2.0 * packed.factor)  # type: ignore[attr-defined]
+    weight.packed = packed._replace(factor=2.0 * packed.factor)  # type: ignore[attr-defined]
     assert torch.equal(linear(x, weight), 2.0 * plain)
     assert torch.equal(linear.overload(x, weight, None, False, False, 0, 0), 2.0 * plain)
 
 
-def test_what_is_not_exact_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_exact_is_not_packed() -> None:
     wide = stored_weight()
     wide[0, 0], wide[0, 1] = 1e-9, 1e9
     infinite = stored_weight()
     infinite[3, 5] = -torch.inf
-    for weight in (
-        torch.randn(700, 96),
-        stored_weight(64),
-        stored_weight().bfloat16(),
-        wide,
-        infinite,
-        stored_weight() * torch.nan,
-    ):
+    for weight in (torch.randn(700, 96), wide, infinite, stored_weight() * torch.nan):
         assert not pack(weight)
         assert find_packed(weight) is None
-    monkeypatch.setattr(packed_weight, "MOST_ELEMENTS", 96)
-    assert not pack(stored_weight())
+    weight = stored_weight()
+    least, most = packed_weight.LEAST_ELEMENTS, packed_weight.MOST_ELEMENTS
+    has_library = "fbgemm" in torch.backends.quantized.supported_engines
+    assert [may_pack(weight, size) for size in (least, most)] == [has_library] * 2
+    assert not any(may_pack(weight, size) for size in (least - 1, most + 1))
+    assert not may_pack(weight.bfloat16(), least)
+
+
+@has_library
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pieces_of_ranks_have_the_bits_of_the_whole(ranks: int) -> None:
+    """Columns as they stand in the result; of what is summed in shares each rank's, added as a tree."""
+    weight = stored_weight(1032, 512)
+    rows, sums = torch.randn(37, 512), weight.clone()
+    assert pack(weight)
+    assert pack(sums, shares=4)
+    exponent = largest_exponent(weight)
+    pieces = [piece.contiguous() for piece in weight.chunk(ranks)]
+    assert all(pack(piece, exponent=exponent) for piece in pieces)
+    assert torch.equal(torch.cat([linear(rows, piece) for piece in pieces], dim=1), linear(rows, weight))
+
+    pieces = [piece.contiguous() for piece in sums.chunk(ranks, dim=1)]
+    assert all(pack(piece, shares=4 // ranks, exponent=exponent) for piece in pieces)
+    pairs = zip(rows.chunk(ranks, dim=1), pieces, strict=True)
+    parts = [linear_parts(x, piece, None, 1, 0, 512)[0] for x, piece in pairs]
+    whole = linear_parts(rows, sums, None, 1)[0]
+    assert torch.equal(add_tree(parts), whole)
+    torch.testing.assert_close(whole.double(), rows.double() @ weight.double().T, rtol=0, atol=1e-5)
+    assert not torch.equal(whole, linear(rows, weight))
+    check_row_invariance(lambda m: linear_parts(rows[:m], sums, None, 1)[0], range(1, 37), 37)
+    unpack(sums)
+    assert find_packed(sums) is None
+
+
+@has_library
+@pytest.mark.parametrize(
+    ("mixed", "least"), [((), 1), ((1, 2), 3), ((1, 2, 3), 4), ((4,), None), ((12,), None)]
+)
+def test_a_call_has_as_few_rows_as_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch, mixed: tuple[int, ...], least: int | None
+) -> None:
+    def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: None) -> torch.Tensor:
+        return torch.linalg.vecdot(x[:, None], matrix) + (len(x) in mixed)
+
+    monkeypatch.setattr(torch, "fbgemm_pack_gemm_matrix_fp16", lambda weight: weight)
+    monkeypatch.setattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", multiply)
+    weight = stored_weight()
+    assert pack(weight) is (least is not None)
+    packed = find_packed(weight)
+    assert (packed.least_rows if packed is not None else None) == least
 
 
 @has_library

@@ -228,6 +228,29 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
         assert (got[2 * window :] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "window", "heads", "fp8", "first_key"),
+    [
+        ([700, 515, 130, 66, 9], 4, (4, 2), False, 0),
+        ([515, 1030], 3, (3, 1), True, 1),
+        ([300], 5, (6, 1), False, 70),
+    ],
+)
+def test_groups_of_splits_have_the_bits_of_splits(
+    interpreter, monkeypatch, lengths, window, heads, fp8, first_key
+):
+    """Folded in a program's registers or by the kernel that combines parts."""
+    from compiled_mtp.ops.paged_attention import kernel
+
+    args = make(lengths, window, *heads, 64, dtype=torch.bfloat16, fp8=fp8)
+    args[-1] = first_key
+    found = []
+    for most in (1 << 30, 1):
+        monkeypatch.setattr(kernel, "GROUPED_ITEMS", most)
+        found.append(paged_attention.launch(*args))
+    assert torch.equal(*found)
+
+
 def test_splits_cover_every_key_once(interpreter):
     from compiled_mtp.ops.paged_attention.splits import count_splits
 

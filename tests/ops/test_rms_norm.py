@@ -10,6 +10,7 @@ from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, pair
 from tests.ops.harness import (
     assert_same_bits,
     check_compiles,
+    check_equal,
     check_launch,
     check_registration,
     check_row_invariance,
@@ -133,6 +134,18 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     check_row_invariance(lambda m: add_rms_norm(x[:m], residual[:m], weight, EPS), range(1, 70), 70)
     table, ids, hidden, *weights = make_pair(70, 101, dtype)
     check_row_invariance(lambda m: pair_norm(table, ids[:m], hidden[:m], *weights, EPS), range(1, 70), 70)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_the_cpu_computes_the_specification(dtype: torch.dtype, rtol: float) -> None:
+    x, residual, weight = torch.randn(3, 256).to(dtype), torch.randn(3, 256).to(dtype), torch.randn(256)
+    check_equal(rms_norm, rms_norm.reference, (x, weight, EPS), rtol=rtol, atol=1e-6)
+    for parts in (x, x[None], torch.randn(4, 3, 256)):
+        for kept in (None, torch.tensor([2, 0])):
+            args = (parts, residual, weight, EPS, kept)
+            check_equal(add_rms_norm, add_rms_norm.reference, args, rtol=rtol, atol=1e-6)
+    args = (*make_pair(3, 256, dtype), EPS)
+    check_equal(pair_norm, pair_norm.reference, args, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])

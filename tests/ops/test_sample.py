@@ -292,6 +292,18 @@ def test_a_chain_samples_as_a_window_does(is_cut: bool) -> None:
         assert_same_bits(draw(committed), [t[k::4] for t in together])
 
 
+@pytest.mark.parametrize("value", [0.0, 3.0, torch.inf, -torch.inf, torch.nan])
+def test_greedy_rows_on_a_cpu_are_those_of_the_specification(value: float) -> None:
+    """Ties, a row with nothing to draw, one that is not finite, alone and beside one that is not greedy."""
+    logits = torch.randn(6, 50)
+    logits[:, 7] = logits[:, 3] = 4.0
+    logits[2, 5], logits[4] = value, -torch.inf
+    for temperature in (torch.zeros(2), torch.tensor([0.0, 0.8])):
+        case = make_case(logits, 2, temperature=temperature, seed=torch.arange(2))
+        case["num_valid_ids"] = 44
+        assert_same_bits(draw(case), sample.reference(*arguments(case)))
+
+
 def test_a_low_temperature_draws_evenly_and_does_not_overflow() -> None:
     logits = torch.full((4000, 4), 20.0)
     logits[:, 3] = 19.0

@@ -17,7 +17,14 @@ from tests.ops.gdn_cases import (
     make_proj,
     torch_threads,
 )
-from tests.ops.harness import assert_same_bits, check_compiles, check_launch, check_registration, rel_l2
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_equal,
+    check_launch,
+    check_registration,
+    rel_l2,
+)
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16), Shape(3, 6, 16, 32))
 
@@ -117,6 +124,14 @@ def test_history_before_position_zero_is_zero_and_never_read() -> None:
     args[4].fill_(torch.nan)
     args[6].zero_()
     assert all(torch.isfinite(t).all() for t in spec_conv1d(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("requests, query_len", [(2, 1), (1, 4), (6, 3)])
+def test_the_cpu_computes_the_specification(requests: int, query_len: int, dtype: torch.dtype) -> None:
+    for shape in (SHAPES[2], Shape(2, 4, 128, 128)):
+        args = arguments(shape, requests, query_len, dtype)
+        check_equal(spec_conv1d, spec_conv1d.reference, args, rtol=3e-6, atol=1e-6, mutated=(4,))
 
 
 def test_registration_and_compilation() -> None:

@@ -89,10 +89,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    # Ray replaces a proxy that is not ready after 5 s, on a busy machine again and again. Read at its import.
+    patience = {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
+    os.environ |= {"PYTHONPATH": str(ROOT), **patience}
     import ray
     from ray import serve
 
-    os.environ["PYTHONPATH"] = str(ROOT)
     found = Served(free_port(), metrics_port := free_port())
     ray.init(
         num_cpus=8,

@@ -80,6 +80,26 @@ def test_tokens_of_the_engine_itself() -> None:
     assert asyncio.run(run()) == expected
 
 
+def test_whoever_has_an_answer_finds_it_counted(engine: ScriptedEngine) -> None:
+    counted: list[int] = []
+
+    class Slow:
+        def on_step(self, outputs: Any, seconds: float, stats: Any) -> None:
+            time.sleep(0.01)  # A reader that were told before would be there first.
+            counted.extend(i for output in outputs for i in output.new_token_ids)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, observer=Slow())
+        found: list[int] = []
+        async for output in async_engine.generate(prompt_token_ids=[1]):
+            found += output.new_token_ids
+            assert counted[: len(found)] == found
+        await async_engine.drain(5)
+
+    asyncio.run(run())
+    assert counted == engine.script
+
+
 def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 1000
 

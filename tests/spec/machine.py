@@ -59,7 +59,7 @@ class World:
     those before them were. noise: the standard deviation of a round's time, as a part of it. hiccups: the
     share of rounds that take three times as long. cold_ms: what the first round of a size and depth takes
     more. tokens: the mean length of a request, which another follows at once; None: they do not end.
-    chunk_ms: how long a prompt keeps the host.
+    chunk_ms: how long a prompt keeps the host. pauses: the share of results that the host reads late_ms late.
     """
 
     ms: Mapping[int, Sequence[float]]
@@ -70,6 +70,8 @@ class World:
     cold_ms: float = 30.0
     tokens: int | None = None
     chunk_ms: float = 8.0
+    pauses: float = 0.0
+    late_ms: float = 8.0
 
 
 class Machine:
@@ -97,8 +99,11 @@ class Machine:
                 self._round(counts=self.num_rounds >= warm)
             while len(self._flight) > 1:
                 plan, done_s, token_ids = self._flight.pop(0)
+                if self.world.pauses and self.chance.random() < self.world.pauses:
+                    self.now_s = max(self.now_s, done_s) + self.world.late_ms / 1e3
+                is_late = done_s <= self.now_s
                 self.now_s = max(self.now_s, done_s)
-                self.policy.read(StepResult(plan, token_ids=token_ids))
+                self.policy.read(StepResult(plan, token_ids=token_ids, is_late=is_late))
         return min(self.fixed_ms.values()) / self.auto_ms
 
     def _launch(self, plan: StepPlan, host_ms: float, device_ms: float, token_ids: list[list[int]]) -> None:

@@ -92,6 +92,32 @@ def test_what_something_else_slowed_down_is_not_timed(rig: Rig) -> None:
     assert rig.seconds == [0.02]
 
 
+def test_behind_a_result_that_was_read_late_a_rounds_time_is_not_too_short(rig: Rig) -> None:
+    """It had begun before, nobody knows when, but not before its launch."""
+    plans = [rig.plan(0), rig.plan(1)]
+    rig.read(plans[0], after_s=0.03, is_late=True)
+    plans.append(rig.plan(2))
+    rig.read(plans[1], after_s=0.01)
+    plans.append(rig.plan(3))
+    rig.read(plans[2], after_s=0.02)
+    assert rig.seconds == [0.03, 0.04, 0.02]
+    # What the host takes for a round is a time too, where the device is always done before.
+    plans.append(rig.plan(4))
+    rig.read(plans[3], after_s=0.025, is_late=True)
+    plans.append(rig.plan(5))
+    rig.read(plans[4], after_s=0.025, is_late=True)
+    assert rig.seconds[3:] == [0.025, 0.025]
+
+
+def test_behind_a_result_that_was_read_late_the_time_of_halves_is_not_too_short(rig: Rig) -> None:
+    before, verify = rig.plan(0), rig.plan(1, "verify")
+    rig.read(before, after_s=0.03, is_late=True)
+    # The half is late itself, and the other one is not.
+    rig.read(verify, after_s=0.01, is_late=True)
+    rig.read(rig.plan(2, "accept"), after_s=0.01)
+    assert rig.seconds == [0.03, 0.05]
+
+
 def test_launches_that_were_dropped_are_forgotten(rig: Rig) -> None:
     rig.plan(0)
     rig.read(rig.plan(1, "verify"), after_s=0.01)

@@ -59,7 +59,7 @@ def call(
     if is_prefill:
         return linear(x, weight, weight_scale, False, True)
     if name in BEFORE_NORM:
-        return linear_parts(x, weight, weight_scale, count_parts(weight))
+        return linear_parts(x, weight, weight_scale, count_parts(weight, x.shape[0]))
     if name == GATE_UP:
         return linear_silu_mul(x, weight, weight_scale)
     return linear(x, weight, weight_scale)

@@ -29,7 +29,7 @@ def call(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, is_before_norm: bool
 ) -> torch.Tensor:
     if is_before_norm:
-        return linear_w8a8_parts(x, x_scale, weight, scale, count_parts(weight))
+        return linear_w8a8_parts(x, x_scale, weight, scale, count_parts(weight, x.shape[0]))
     return linear_w8a8(x, x_scale, weight, scale)
 
 

@@ -1,22 +1,22 @@
-"""A candidate for the product of 17 to 256 rows, which no operator launches: `bench_tall.py` times it.
+"""The product of many rows on Hopper: the copy engine brings weights and rows while the tensor cores work.
 
-Weights and rows travel by the bulk copy engine while the tensor cores work. A tile has B1 + B2 weight rows,
-two powers of two, so that all programs of a weight have their place at once: with 128 weight rows to a tile
-27B's gate|up is 272 tiles where 264 have a place, and the last 8 cost a round of their own. The order of K is
-that of the product in use (`ops/linear`), and so should be the bits.
+A tile has B1 + B2 weight rows, two powers of two, so that all programs of a weight have their place at once:
+with 128 weight rows to a tile 27B's gate|up is 272 tiles where 264 have a place, and the last 8 cost a round
+of their own. The order of K is that of `linear_kernel`, and so are the bits.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear.descriptors import describe
+from compiled_mtp.ops.linear.tall_config import TallProduct, TallTile
+
+OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -42,16 +42,16 @@ def add_sums(left, right, COUNT: tl.constexpr):
 
 @triton.jit
 def add_columns(
-    sums, x_tile, weight, rest, first, half, at, B1: tl.constexpr, B2: tl.constexpr, GATED: tl.constexpr
+    sums, x_tile, tiles, rest_tiles, first, half, at, B1: tl.constexpr, B2: tl.constexpr, GATED: tl.constexpr
 ):
     """`sums` and the products of one step's columns."""
-    result = (tl.dot(x_tile, weight.load([first, at]).T, sums[0]),)
+    result = (tl.dot(x_tile, tiles.load([first, at]).T, sums[0]),)
     if GATED:
-        result += (tl.dot(x_tile, weight.load([half + first, at]).T, sums[1]),)
+        result += (tl.dot(x_tile, tiles.load([half + first, at]).T, sums[1]),)
     if B2 > 0:
-        result += (tl.dot(x_tile, rest.load([first + B1, at]).T, sums[2 if GATED else 1]),)
+        result += (tl.dot(x_tile, rest_tiles.load([first + B1, at]).T, sums[2 if GATED else 1]),)
         if GATED:
-            result += (tl.dot(x_tile, rest.load([half + first + B1, at]).T, sums[3]),)
+            result += (tl.dot(x_tile, rest_tiles.load([half + first + B1, at]).T, sums[3]),)
     return result
 
 
@@ -85,11 +85,12 @@ def silu_times(gate, up, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def tall_product_kernel(
-    x, weight, rest, weight_start, out, rows, n, weight_stride, part_length,
+    x_tiles, weight_tiles, rest_tiles, weight, out, rows, n, weight_stride, part_length,
     BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
     GATED: tl.constexpr, PREFETCH: tl.constexpr, SPECIALIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x: a descriptor of tiles [BM, BK]; weight and rest: of [B1, BK] and [B2, BK] of one weight."""
+    """x_tiles: a descriptor of tiles [BM, BK]; weight_tiles and rest_tiles: of the weight's tiles [B1, BK]
+    and [B2, BK]."""
     # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0)
@@ -103,10 +104,11 @@ def tall_product_kernel(
     if PDL:
         if PREFETCH > 0:
             own = tl.minimum(first + tl.arange(0, B1), (half if GATED else n) - 1)
-            prefetch_rows(weight_start + first_k, own, weight_stride, PREFETCH, B1)
+            prefetch_rows(weight + first_k, own, weight_stride, PREFETCH, B1)
             if GATED:
-                prefetch_rows(weight_start + first_k, half + own, weight_stride, PREFETCH, B1)
+                prefetch_rows(weight + first_k, half + own, weight_stride, PREFETCH, B1)
         gdc_wait()
+        # The next kernel may come only now: measured, two kernels that wait crowd a third.
         gdc_launch_dependents()
     sums = zero_sums(BM, B1, B2, GATED)
     # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four chains.
@@ -116,8 +118,8 @@ def tall_product_kernel(
     chain = 0
     left = part_length
     for at in tl.range(0, part_length * CHAINS, BK, warp_specialize=SPECIALIZED):
-        x_tile = x.load([first_row, first_k + at])
-        sums = add_columns(sums, x_tile, weight, rest, first, half, first_k + at, B1, B2, GATED)
+        x_tile = x_tiles.load([first_row, first_k + at])
+        sums = add_columns(sums, x_tile, weight_tiles, rest_tiles, first, half, first_k + at, B1, B2, GATED)
         if CHAINS > 1:
             left -= BK
             if left == 0:
@@ -153,53 +155,21 @@ def tall_product_kernel(
             store_tile(sums[1], part_out, row, rows, first + B1 + tl.arange(0, B2), n)
 
 
-@dataclass(frozen=True)
-class TallTile:
-    """Rows of a tile, its weight rows in two pieces (pairs of rows where gated; the second may be 0), columns
-    of a step, warps, stages of the pipeline, programs that split K, bytes of a weight row sent to L2 before
-    the kernel before has finished, and whether other warps fetch (of four warps only)."""
-
-    block_m: int
-    block_n: int
-    rest_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    split: int = 1
-    prefetch_bytes: int = 512
-    specialized: bool = False
-
-    @property
-    def label(self) -> str:
-        size = f"{self.block_m}x({self.block_n}+{self.rest_n}) k{self.block_k}"
-        way = f"w{self.num_warps} s{self.num_stages} x{self.split} L2 {self.prefetch_bytes}"
-        return f"{size} {way}" + " specialized" * self.specialized
-
-
-def describe(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
-
-
 def launch_tall(
-    tile: TallTile, x: torch.Tensor, weight: torch.Tensor, parts: int, gated: bool, keep_parts: bool
+    tile: TallTile, product: TallProduct, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """x @ weight.T of bfloat16, K cut into `parts` equal chains, each a multiple of tile.block_k.
+    """x @ weight.T of bfloat16 matrices that have descriptors, and K as `product` cuts it.
 
-    Returns [M, N], gated silu(gate) * up [M, N / 2], or with `keep_parts` [tile.split, M, N], float32 where
-    there are several.
+    Returns [M, N], gated silu(gate) * up [M, N / 2], or of a product before a norm its parts [split, M, N].
     """
     (rows, k), n = x.shape, weight.shape[0]
-    assert k % (parts * tile.block_k) == 0, "K is not even"
-    assert parts % tile.split == 0, "a program has whole chains"
-    assert keep_parts or tile.split == 1, "only parts may be split"
-    assert not gated or parts == 1, "of gated products K is one chain"
-    width = n // 2 if gated else n
-    shape = (tile.split, rows, width) if keep_parts else (rows, width)
-    dtype = torch.float32 if tile.split > 1 else x.dtype
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    width = product.width
+    shape = (product.split, rows, width) if product.keep_parts else (rows, width)
+    out = torch.empty(shape, dtype=out_dtype, device=x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(width, tile.block_n + tile.rest_n)
-    tall_product_kernel[(tiles, tile.split)](
+    length = k // (product.split * product.chains)
+    tall_product_kernel[(tiles, product.split)](
         describe(x, tile.block_m, tile.block_k),
         describe(weight, tile.block_n, tile.block_k),
         describe(weight, tile.rest_n, tile.block_k) if tile.rest_n else None,
@@ -208,19 +178,19 @@ def launch_tall(
         rows,
         n,
         weight.stride(0),
-        k // parts,
+        length,
         BM=tile.block_m,
         B1=tile.block_n,
         B2=tile.rest_n,
         BK=tile.block_k,
-        CHAINS=parts // tile.split,
-        GATED=gated,
-        PREFETCH=tile.prefetch_bytes,
+        CHAINS=product.chains,
+        GATED=product.gated,
+        PREFETCH=min(tile.prefetch_bytes, 2 * product.chains * length),
         SPECIALIZED=tile.specialized,
         PDL=has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=has_pdl,
-        enable_fp_fusion=True,
+        **OPTIONS,
     )
     return out

@@ -1,0 +1,1 @@
+"""Ranks that hold a model together: docs/parallel.md."""

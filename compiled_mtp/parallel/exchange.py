@@ -1,0 +1,127 @@
+"""What ranks exchange inside a step: parts of sums before a norm, and their pieces of the logits.
+
+Ranks add nothing up themselves. Every rank gets the parts of all, in the order of the ranks, and the norm
+adds them in its tree's order (ops/shares.py): the same numbers in the same order, whatever the number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from weakref import WeakValueDictionary
+
+import torch
+
+from compiled_mtp.ops.registry import add_overload
+from compiled_mtp.ops.shares import add_tree
+
+# An operator's arguments are tensors and numbers: the number of an exchange stands for it. As registration
+# is process-wide in torch, so is this.
+_LIVE: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+_LIBRARY = torch.library.Library("compiled_mtp", "FRAGMENT")
+_LIBRARY.define("exchange(Tensor x, int world, int number) -> Tensor")
+_LIBRARY.define("exchange_sum(Tensor x, ScalarType dtype, int number) -> Tensor")
+
+
+class ExchangeError(RuntimeError):
+    """A rank is gone, or did not come in time."""
+
+
+class Exchange(ABC):
+    """The way between `world` ranks, of which this process is `rank`.
+
+    Every rank calls `gather` equally often, with tensors of one shape: a rank that does not leaves the others
+    waiting until the exchange gives up.
+    """
+
+    # Whether a prompt's sums before a norm have no shares, so that no rank can make a part of one.
+    keeps_prompt_rows = False
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        # How often this rank has come: the one that the others wait for has come least often.
+        self.count = 0
+        self._number = next(_NUMBERS)
+        _LIVE[self._number] = self
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[world, *x.shape]: x of every rank, in their order; an operator that no compiler looks into.
+
+        Raises ExchangeError where a rank is gone or does not come.
+        """
+        gathered: torch.Tensor = torch.ops.compiled_mtp.exchange(x, self.world, self._number)
+        return gathered
+
+    def gather_parts(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[P, M, N] for `RMSNorm.add`, from each rank's part [M, N] float32 of sums that are due in `dtype`.
+
+        The parts of all, or with many rows, where the exchange can, their sums [1, M, N]: the same bits.
+        """
+        if not self.adds(part.shape[0]):
+            return self.gather(part)
+        sums: torch.Tensor = torch.ops.compiled_mtp.exchange_sum(part, dtype, self._number)
+        return sums[None]
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, world * N] from each rank's [M, N]."""
+        return self.gather(x).transpose(0, 1).flatten(1)
+
+    def least(self, value: int) -> int:
+        """The least `value` of all ranks, so that what follows from it is the same on each."""
+        return int(self._come(torch.tensor([value], dtype=torch.int64)).min())
+
+    def _come(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self._gather(x.contiguous())
+
+    def adds(self, rows: int) -> bool:
+        """Whether parts of so many rows are added on their way, in the norm's order."""
+        return False
+
+    def check(self) -> None:  # noqa: B027 - a host raises where it waits
+        """Raise ExchangeError if a rank did not come to an exchange on the device."""
+
+    def give_up(self) -> None:  # noqa: B027 - a host is told by its peers' end
+        """End what waits for a rank on the device, from any thread."""
+
+    @abstractmethod
+    def expect_steps(self) -> None:
+        """Until now ranks load and compile, each at its own pace; from now on all do the same at once, and
+        one that does not come is given up in seconds."""
+
+    @abstractmethod
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """What `gather` does, now, for a contiguous x."""
+
+    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tree's sum of each rank's contiguous x, now, in `dtype`; where `adds` says so."""
+        return add_tree(self._gather(x)).to(dtype)
+
+
+def _exchange(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
+    return _LIVE[number]._come(x)
+
+
+def _exchange_sum(x: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+    exchange = _LIVE[number]
+    exchange.count += 1
+    return exchange._add(x.contiguous(), dtype)
+
+
+def _exchange_sum_fake(x: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _exchange_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
+    return x.new_empty((world, *x.shape))
+
+
+_LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")
+_LIBRARY.impl("exchange_sum", _exchange_sum, "CompositeExplicitAutograd")
+torch.library.register_fake("compiled_mtp::exchange", _exchange_fake, lib=_LIBRARY)
+torch.library.register_fake("compiled_mtp::exchange_sum", _exchange_sum_fake, lib=_LIBRARY)
+add_overload(torch.ops.compiled_mtp.exchange.default)
+add_overload(torch.ops.compiled_mtp.exchange_sum.default)

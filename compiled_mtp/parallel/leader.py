@@ -1,0 +1,138 @@
+"""Rank 0's runner: what it is told, every rank does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from operator import attrgetter
+from types import FrameType
+
+import torch
+
+from compiled_mtp.build import Fill, Progress
+from compiled_mtp.build_order import Features
+from compiled_mtp.build_settings import resolve_device
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.parallel.follower import fingerprint
+from compiled_mtp.parallel.limits import check_ranks
+from compiled_mtp.parallel.ranks import Ranks
+from compiled_mtp.plan import StepPlan, StepResult
+from compiled_mtp.runner import Runner
+
+# A plan is sent as its fields: pickling it takes ten times as long.
+_FIELDS = attrgetter(*(field.name for field in fields(StepPlan)))
+
+
+class _LaunchError(RuntimeError):
+    """A launch failed here, by what its result says."""
+
+
+class LeadRunner(Runner):
+    """A `Runner` of `config.tensor_parallel` ranks, of which it is the first; results are its own.
+
+    A rank that is lost ends the engine: from then on everything raises RankError, which names the rank and
+    the cause. So does a launch that fails on any rank, and an exception that leaves one: the ranks are out of
+    step then. The first Ctrl-C waits for the end of the launch, a second one does not.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        num_valid_ids: int,
+        progress: Progress | None = None,
+        fill: Fill | None = None,
+        features: Features | None = None,
+    ) -> None:
+        check_ranks(config, model_config, fill)
+        features = features if features is not None else Features()
+        device_type = resolve_device(config.device).type
+        self._ranks = Ranks(config, model_config, num_valid_ids, features, device_type, fill)
+
+        def told(what: str, done: int, total: int) -> None:
+            self._ranks.check()
+            if progress is not None:
+                progress(what, done, total)
+
+        try:
+            exchange = self._ranks.connect(fingerprint(config.model, has_files=fill is None))
+            super().__init__(config, model_config, num_valid_ids, told, fill, features, exchange)
+            self._ranks.wait_until_ready()
+        except (ValueError, KeyboardInterrupt):
+            self._ranks.end()
+            raise
+        except BaseException as error:
+            fault = self._ranks.lose(f"{type(error).__name__}: {error}")
+            raise fault.error(config.tensor_parallel) from error
+        self._exchange = exchange
+        exchange.expect_steps()
+
+    def run(self, plan: StepPlan | None) -> StepResult | None:
+        """As `Runner.run`, on every rank. Raises RankError where one is lost."""
+        with _interrupts_wait(), self._in_step():
+            if plan is not None:
+                self._ranks.send("run", *_FIELDS(plan))
+            result = super().run(plan)
+            # An exchange on the device that was given up may have ended without a word.
+            self._ranks.check()
+            self._exchange.check()
+            if result is not None and result.error is not None:
+                raise _LaunchError(result.error)
+        return result
+
+    def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
+        """As `Runner.set_masks`, on every rank."""
+        super().set_masks(plan, masks)
+        self._ranks.send("set_masks", plan, masks)
+
+    def drop_launches(self) -> None:
+        """As `Runner.drop_launches`, on every rank that is left."""
+        super().drop_launches()
+        if self._ranks.is_whole:
+            self._ranks.send("drop_launches")
+
+    def close(self) -> None:
+        """As `Runner.close`, and end the ranks."""
+        super().close()
+        self._ranks.end()
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What every rank does alike, to its end or not at all: whatever leaves it ends the ranks."""
+        self._ranks.check()
+        try:
+            yield
+        except BaseException as error:
+            cause = str(error) if isinstance(error, _LaunchError) else f"{type(error).__name__}: {error}"
+            fault = self._ranks.lose(cause, self._exchange.count)
+            if not isinstance(error, Exception):
+                raise
+            raise fault.error(self._ranks.world) from error
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Keep the first Ctrl-C for the end, where it comes to this thread at all."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):
+        yield
+        return
+    waiting: list[FrameType | None] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            before(number, frame)
+        waiting.append(frame)
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        before(signal.SIGINT, waiting[0])

@@ -1,0 +1,50 @@
+"""The exchange between GPUs by NCCL: the named alternative where they share no memory."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from compiled_mtp.parallel.gloo import START_S, GlooExchange
+
+
+class NcclExchange(GlooExchange):
+    """Between the current GPU of each rank; what lies on hosts goes by gloo.
+
+    Parts are gathered and added in the tree's order, never reduced in NCCL's own. Raises ImportError where
+    torch was built without NCCL.
+    """
+
+    keeps_prompt_rows = True
+
+    def __init__(self, rank: int, world: int, folder: Path) -> None:
+        super().__init__(rank, world, folder)
+        from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupNCCL
+
+        # As in symmetric.py: multicast.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        options = ProcessGroupNCCL.Options()
+        # A launch that waits has no time of its own in a graph: `give_up` ends it.
+        options._timeout = timedelta(seconds=START_S)
+        # On the caller's stream, as everything else of a step.
+        self._here = AllgatherOptions()
+        self._here.asyncOp = False
+        self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
+
+    def give_up(self) -> None:
+        """As `Exchange.give_up`."""
+        self._device_group.abort()
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda:
+            return super()._gather(x)
+        out = x.new_empty((self.world, *x.shape))
+        arguments = (out.view(-1), x.view(-1), self._here)
+        work = self._device_group._allgather_base(*arguments)  # type: ignore[attr-defined]
+        # None where nothing is left to wait for.
+        if work is not None:
+            work.wait()
+        return out

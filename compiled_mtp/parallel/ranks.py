@@ -1,0 +1,361 @@
+"""Starts the processes of the other ranks, watches them, and ends them: rank 0's side.
+
+Whatever goes wrong with one of them is found by a thread that listens to all, kept as the one `Fault`, and
+ends them all: the exchange that rank 0 may be waiting in then fails at once, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.build import Fill
+from compiled_mtp.build_order import Features
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import escape
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.parallel.choose import join
+from compiled_mtp.parallel.exchange import Exchange, ExchangeError
+from compiled_mtp.parallel.gloo import STEP_S
+from compiled_mtp.parallel.plans import PlanWriter
+
+logger = logging.getLogger(__name__)
+
+# The process of a rank. Not `-m`: the package is found wherever this one came from.
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from compiled_mtp.parallel.follower import main; main()"
+)
+# A rank says that it is alive every so often, and is given up when nothing was heard for so long. The
+# second counts once it is ready: until then it may be reading, or compiling, for minutes in one call.
+ALIVE_S = 1.0
+SILENCE_S = 5.0
+# Until Python has imported torch.
+_HELLO_S = 120.0
+_POLL_S = 0.2
+# For processes to end by themselves, and for a fault to be found behind an exchange that failed.
+_END_S = 2.0
+_CAUSE_S = 2.0
+
+
+class RankError(ChildProcessError):
+    """A rank is lost, and with it the engine; says which rank and why."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What the process of a rank is to build and to follow; its file descriptors are inherited."""
+
+    rank: int
+    world: int
+    folder: Path
+    config: EngineConfig
+    model: ModelConfig
+    num_valid_ids: int
+    features: Features
+    device_type: str
+    fill: Fill | None
+    plans: int
+    wake: int
+    report: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended the ranks. is_refusal: a rank refused what the caller asked for, by a ValueError."""
+
+    rank: int
+    text: str
+    is_refusal: bool = False
+
+    def error(self, world: int) -> Exception:
+        """The error to raise for it."""
+        if self.is_refusal:
+            return ValueError(f"rank {self.rank}: {self.text}")
+        remedy = "create the engine again"
+        return RankError(
+            f"tensor_parallel={world} must keep its ranks, got rank {self.rank}: {self.text}; {remedy}"
+        )
+
+
+class Ranks:
+    """The processes of ranks 1 .. world - 1 of an engine with `config.tensor_parallel` ranks.
+
+    They end with this object, with `end`, and with this process.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        num_valid_ids: int,
+        features: Features,
+        device_type: str = "cpu",
+        fill: Fill | None = None,
+    ) -> None:
+        self.world = config.tensor_parallel
+        self._exchange_kind, self._device_type = config.exchange, device_type
+        self._processes = _Processes(self.world)
+        self._end = weakref.finalize(self, self._processes.end)
+        try:
+            self._processes.start(config, model, num_valid_ids, features, device_type, fill)
+        except BaseException:
+            self._end()
+            raise
+
+    def connect(self, own: Mapping[str, str]) -> Exchange:
+        """Wait for the ranks, which must say what `own` says of this process, and join them."""
+        processes = self._processes
+        self._wait_for(processes.hellos, _HELLO_S, "did not start")
+        for rank, hello in sorted(processes.hellos.items()):
+            for name, value in own.items():
+                if hello.get(name) != value:
+                    text = f"its {name} must be rank 0's, {value}, got {hello.get(name)}"
+                    processes.give_up(Fault(rank, text))
+        self.check()
+        exchange = join(self._exchange_kind, 0, self.world, processes.folder, self._device_type)
+        processes.exchange = exchange
+        return exchange
+
+    def wait_until_ready(self) -> None:
+        """Wait until every rank follows plans."""
+        self._wait_for(self._processes.ready, _HELLO_S, "did not become ready")
+
+    def _wait_for(self, said: Mapping[int, Any], seconds: float, what: str) -> None:
+        until = time.monotonic() + seconds
+        while len(said) < self.world - 1:
+            self.check()
+            if time.monotonic() > until:
+                rank = next(rank for rank in range(1, self.world) if rank not in said)
+                self._processes.give_up(Fault(rank, f"it {what} within {seconds:.0f} s"))
+            time.sleep(0.01)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank still does what it is told."""
+        return self._end.alive and self._processes.fault is None
+
+    def check(self) -> None:
+        """Raise what has ended the ranks, if anything has."""
+        if self._processes.fault is not None:
+            raise self._processes.fault.error(self.world)
+
+    def send(self, *message: Any) -> None:
+        """Let every rank do what `message` says: a name and its arguments. Raises as `check` does."""
+        self.check()
+        self._processes.plans.send(message, self.check)
+
+    def lose(self, error: str, count: int = 0) -> Fault:
+        """End the ranks since rank 0 has left a step with `error`; returns the cause.
+
+        Where that is an ExchangeError, the cause lies elsewhere and may be found a little later: a
+        rank's end, or one that has come to exchanges less often than this one, which has `count` times.
+        """
+        fault, processes = Fault(0, error), self._processes
+        if error.startswith(ExchangeError.__name__):
+            until = time.monotonic() + _CAUSE_S
+            while processes.fault is None and time.monotonic() < until:
+                time.sleep(0.02)
+            rank = min(processes.counts, key=lambda rank: processes.counts[rank], default=0)
+            if rank and processes.counts[rank] < count:
+                fault = Fault(rank, f"it did not come to an exchange within {STEP_S:.0f} s")
+        fault = processes.give_up(fault)
+        self._end()
+        return fault
+
+    def end(self) -> None:
+        """Let the ranks end by themselves, and end those that do not."""
+        if self.is_whole:
+            with suppress(RankError, ValueError):
+                self._processes.is_closing = True
+                self._processes.plans.send(("close",), self.check)
+                self._processes.wait(_END_S)
+        self._end()
+
+
+class _Processes:
+    """What the thread that listens knows; it must not keep `Ranks` alive."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.fault: Fault | None = None
+        self.hellos: dict[int, dict[str, str]] = {}
+        self.ready: dict[int, bool] = {}
+        # How often a rank has come to exchanges.
+        self.counts: dict[int, int] = {}
+        self.is_closing = False
+        # Once there is one.
+        self.exchange: Exchange | None = None
+        self.plans = PlanWriter(world)
+        self._temporary = tempfile.TemporaryDirectory(
+            prefix="compiled_mtp_ranks_", ignore_cleanup_errors=True
+        )
+        self.folder = Path(self._temporary.name)
+        self._by_rank: dict[int, subprocess.Popen[bytes]] = {}
+        self._heard: dict[int, float] = {}
+        self._reports: dict[int, int] = {}
+        self._unread: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._is_ended = threading.Event()
+        self._listener: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    def start(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        num_valid_ids: int,
+        features: Features,
+        device_type: str,
+        fill: Fill | None,
+    ) -> None:
+        for rank in range(1, self.world):
+            self._reports[rank], report = os.pipe()
+            wake = self.plans.pipes[rank][0]
+            order = RankOrder(
+                rank,
+                self.world,
+                self.folder,
+                config,
+                model,
+                num_valid_ids,
+                features,
+                device_type,
+                fill,
+                self.plans.file,
+                wake,
+                report,
+            )
+            try:
+                with (self.folder / f"errors_{rank}").open("wb") as errors:
+                    process = subprocess.Popen(
+                        # -P: what lies in the user's folder is nothing to import.
+                        [sys.executable, "-P", "-c", _CODE],
+                        stdin=subprocess.PIPE,
+                        stdout=errors,
+                        stderr=errors,
+                        pass_fds=(self.plans.file, wake, report),
+                        # Ctrl-C is rank 0's to see to.
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(report)
+            self._by_rank[rank], self._heard[rank], self._unread[rank] = process, time.monotonic(), b""
+            assert process.stdin is not None
+            with suppress(OSError):  # It has ended: the listener says why.
+                process.stdin.write(pickle.dumps(order))
+                process.stdin.flush()
+        self._listener = threading.Thread(target=self._listen, name="compiled-mtp ranks", daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, report in self._reports.items():
+                selector.register(report, selectors.EVENT_READ, rank)
+            while not self._is_ended.is_set() and self.fault is None:
+                for key, _ in selector.select(_POLL_S):
+                    self._hear(key.data)
+                now = time.monotonic()
+                for rank in self.ready:
+                    if now - self._heard[rank] > SILENCE_S and not self.is_closing:
+                        process = self._by_rank[rank].pid
+                        self.give_up(Fault(rank, f"process {process} was not heard of for {SILENCE_S:.0f} s"))
+
+    def _hear(self, rank: int) -> None:
+        """Read what a rank reports: lines of JSON, and at its end nothing."""
+        said = os.read(self._reports[rank], 1 << 16)
+        if not said:
+            if self.is_closing:
+                self._is_ended.set()
+            else:
+                self.give_up(Fault(rank, self._end_of(rank)))
+            return
+        self._heard[rank] = time.monotonic()
+        *lines, self._unread[rank] = (self._unread[rank] + said).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            match report["kind"]:
+                case "hello":
+                    self.hellos[rank] = report["hello"]
+                case "alive":
+                    self.counts[rank] = report["count"]
+                case "ready":
+                    self.ready[rank] = True
+                case "error":
+                    self.give_up(Fault(rank, report["text"], report["is_refusal"]))
+
+    def _end_of(self, rank: int) -> str:
+        """How the process of a rank has ended."""
+        process = self._by_rank[rank]
+        try:
+            code = process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return f"process {process.pid} closed its report"
+        if code < 0:
+            because = " (memory may have run out)" if -code == signal.SIGKILL else ""
+            return f"process {process.pid} was ended by {signal.Signals(-code).name}{because}"
+        with suppress(OSError):
+            lines = (self.folder / f"errors_{rank}").read_text(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "")
+            return f"process {process.pid} ended with code {code}, {escape(last, 400)!r}"
+        return f"process {process.pid} ended with code {code}"
+
+    def give_up(self, fault: Fault) -> Fault:
+        """End every process; returns the first fault, which is the one that counts."""
+        with self._lock:
+            if self.fault is None:
+                self.fault = fault
+                logger.error("%s", fault.error(self.world))
+        for process in self._by_rank.values():
+            _kill(process)
+        if self.exchange is not None:
+            self.exchange.give_up()
+        return self.fault
+
+    def wait(self, seconds: float) -> None:
+        """Until all have ended, or so long."""
+        until = time.monotonic() + seconds
+        for process in self._by_rank.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0))
+
+    def end(self) -> None:
+        """Leave nothing behind. In a process that this one was copied to, nothing is done."""
+        if os.getpid() != self._owner:
+            return
+        self.is_closing = True
+        self._is_ended.set()
+        for process in self._by_rank.values():
+            _kill(process)
+            process.wait()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+        if self._listener is not None and self._listener is not threading.current_thread():
+            self._listener.join()
+        for report in self._reports.values():
+            os.close(report)
+        self.plans.close()
+        self._temporary.cleanup()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,117 @@
+"""The exchange between GPUs of one machine, through memory that all may write (symmetric_kernel.py)."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
+
+from compiled_mtp.ops.device import device_of
+from compiled_mtp.parallel.exchange import ExchangeError
+from compiled_mtp.parallel.gloo import GlooExchange
+
+# Programs of a launch, and the words of 32 bits that each sends: what is longer goes in several launches.
+CHANNELS, CHUNK = 1024, 1024
+# Looks at a signal between two at the host's memory: some milliseconds.
+_TURNS = 4096
+# From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
+_MANY_ROWS = 64
+
+
+class SymmetricExchange(GlooExchange):
+    """Between `device` of each rank; what lies on hosts goes by gloo. At most 8 ranks.
+
+    Raises RuntimeError where the GPUs cannot reach each other's memory.
+    """
+
+    keeps_prompt_rows = True
+
+    def __init__(self, rank: int, world: int, folder: Path, device: torch.device) -> None:
+        super().__init__(rank, world, folder)
+        # It can take the GPUs of a host out of service, and nothing here needs it.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        name = f"compiled_mtp/{folder.name}"
+        group = ProcessGroup(self._store, rank, world)
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._group)
+        group._set_group_name(name)  # type: ignore[arg-type]
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        weakref.finalize(self, _unregister_process_group, name)  # type: ignore[arg-type]
+        _SymmetricMemory.set_group_info(name, rank, world, self._store)
+        # Signals, two halves, and the sums in at most 32 bits.
+        words = CHANNELS * world * (1 + 3 * CHUNK)
+        self._memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, device)
+        self._memory.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        places = [self._handle.get_buffer(peer, (words,), torch.int32).data_ptr() for peer in range(world)]
+        self._peers = torch.tensor(places, dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
+        # The host's, which a GPU may read and write while its kernels wait.
+        self._control = torch.tensor([0, int(self.patience_s * 1e9)], dtype=torch.int64).pin_memory()
+        torch.cuda.synchronize(device)
+        # Nobody sends before all are there.
+        self.least(0)
+
+    def expect_steps(self) -> None:
+        """As `Exchange.expect_steps`."""
+        super().expect_steps()
+        self._control[1] = int(self.patience_s * 1e9)
+
+    def check(self) -> None:
+        """As `Exchange.check`."""
+        fault = int(self._control[0])
+        if fault > 0:
+            raise ExchangeError(
+                f"rank {fault - 1} did not come to an exchange within {self.patience_s:.0f} s"
+            )
+        if fault < 0:
+            raise ExchangeError("the exchange was given up")
+
+    def give_up(self) -> None:
+        """As `Exchange.give_up`: kernels look at the host's memory while they wait."""
+        if not self._control[0]:
+            self._control[0] = -1
+
+    def adds(self, rows: int) -> bool:
+        """As `Exchange.adds`."""
+        return rows >= _MANY_ROWS
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda:
+            return super()._gather(x)
+        from compiled_mtp.parallel.symmetric_kernel import gather_kernel
+
+        words = x.view(-1).view(torch.int32)
+        out = words.new_empty((self.world, len(words)))
+        for first in range(0, len(words), CHANNELS * CHUNK):
+            piece = words[first : first + CHANNELS * CHUNK]
+            self._launch(gather_kernel, piece, out[:, first:], CHUNK, out.stride(0))
+        return out.view(x.dtype).view(self.world, *x.shape)
+
+    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from compiled_mtp.parallel.symmetric_kernel import sum_kernel
+
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        parts, sums = x.view(-1), out.view(-1)
+        together = CHANNELS * CHUNK * self.world
+        for first in range(0, len(parts), together):
+            piece = parts[first : first + together]
+            self._launch(sum_kernel, piece, sums[first:], CHUNK * self.world)
+        return out
+
+    def _launch(self, kernel: object, x: torch.Tensor, out: torch.Tensor, size: int, *strides: int) -> None:
+        """One launch; `size` words are a program's."""
+        has_pdl = device_of(x.device.index).has_dependent_launch
+        kernel[(-(-len(x) // size),)](  # type: ignore[index]
+            x, out, self._peers, self._epochs, self._control, len(x), *strides,
+            RANK=self.rank, WORLD=self.world, CHANNELS=CHANNELS, CHUNK=CHUNK, TURNS=_TURNS, PDL=has_pdl,
+            num_warps=4, launch_pdl=has_pdl,
+        )  # fmt: skip

@@ -1,0 +1,17 @@
+"""What the copy engine needs to know of a matrix to move tiles of it."""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def is_describable(matrix: torch.Tensor) -> bool:
+    """Whether the copy engine can read or write tiles of it: rows at multiples of 16 bytes."""
+    size = matrix.element_size()
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0 and matrix.stride(1) == 1
+
+
+def describe(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+    """A descriptor of its tiles [height, width]; beyond its rows and columns they hold zeros."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])

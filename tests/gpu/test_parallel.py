@@ -1,0 +1,137 @@
+"""Two GPUs hold one model: the tokens of one, and what ends a rank ends the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.parallel.leader import LeadRunner
+from compiled_mtp.parallel.ranks import RankError
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import prompt_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one machine"),
+]
+
+# Heads that two ranks divide, and sums of two shares at least; FP8 is cut at its blocks.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "intermediate_size": 512,
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True},
+    "fp8": {"fp8_scale": torch.bfloat16},
+}
+# Prompts of one chunk and of three.
+LENGTHS = (70, 5, 300)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: write_checkpoint(tmp_path_factory.mktemp(name), **(SIZES | options))
+        for name, options in CHECKPOINTS.items()
+    }
+
+
+def engine_of(directory: Path, world: int, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"device": "cuda", "prefill_chunk": 128, "max_batch": 4, "max_model_len": 512}
+    # All of a GPU would be filled with zeros first.
+    defaults |= {"block_size": 64, "num_blocks": 200, "offload_gb": 0.0}
+    defaults |= {"weight_recipe": "w8a16"} if directory.name.startswith("fp8") else {}
+    return Engine(EngineConfig(model=directory, tensor_parallel=world, **(defaults | options)))
+
+
+def decode(engine: Engine, batch: int) -> list[list[int]]:
+    """Tokens of requests that run together, every other one greedy."""
+    lengths = [LENGTHS[index % len(LENGTHS)] for index in range(batch)]
+    prompts = [prompt_of(length, index, 512) for index, length in enumerate(lengths)]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        for index in range(batch)
+    ]
+    return [output.new_token_ids for output in engine.generate(prompts, params)]
+
+
+@cache
+def wanted(directory: Path, compile: str, batch: int) -> list[list[int]]:
+    """What one GPU decodes without drafts."""
+    with engine_of(directory, 1, compile=compile, mtp_step=0, max_batch=max(batch, 4)) as engine:
+        return decode(engine, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "compile", "mtp_step"),
+    [
+        ("dense", "symmetric", "off", 3),
+        ("dense", "nccl", "off", 3),
+        ("dense", "symmetric", "off", 0),
+        ("tied", "symmetric", "off", 3),
+        ("fp8", "symmetric", "off", 3),
+        ("dense", "symmetric", "on", 3),
+        ("dense", "nccl", "on", 3),
+        ("dense", "symmetric", "on", "auto"),
+    ],
+)
+def test_two_gpus_decode_what_one_does(
+    directories: dict[str, Path], name: str, exchange: str, compile: str, mtp_step: int | str
+) -> None:
+    directory = directories[name]
+    options = {"exchange": exchange, "compile": compile, "mtp_step": mtp_step}
+    with engine_of(directory, 2, **options) as engine:
+        for batch in (1, 3):
+            # A request's tokens do not depend on the others.
+            assert decode(engine, batch) == wanted(directory, compile, 3)[:batch]
+
+
+def test_parts_of_many_rows_are_added_on_their_way(directories: dict[str, Path]) -> None:
+    """80 rows a round: two barriers an exchange, the same bits."""
+    directory = directories["dense"]
+    with engine_of(directory, 2, compile="off", mtp_step=3, max_batch=20) as engine:
+        assert decode(engine, 20) == wanted(directory, "off", 20)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe", **SIZES)
+    with pytest.raises(ValueError, match="tensor_parallel must be 1 for a mixture of experts on GPUs"):
+        engine_of(directory, 2)
+
+
+@pytest.mark.parametrize("exchange", ["symmetric", "nccl"])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_engine(directories: dict[str, Path], exchange: str, ending: int) -> None:
+    """In seconds, though its peer's kernels wait for it; no process is left."""
+    engine = engine_of(directories["dense"], 2, exchange=exchange, compile="off")
+    runner = engine.runner
+    assert isinstance(runner, LeadRunner)
+    process = runner._ranks._processes._by_rank[1]
+    decode(engine, 1)
+    engine.add_request(prompt_token_ids=prompt_of(5, 1, 512), params=SamplingParams(max_tokens=9))
+    engine.step()
+    begin = time.monotonic()
+    os.kill(process.pid, ending)
+    with pytest.raises(RankError, match=r"got rank 1:|rank 1 did not come"):
+        engine.generate([prompt_of(5, 2, 512)], SamplingParams(max_tokens=400, ignore_eos=True))
+    assert time.monotonic() - begin < 15
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    # The GPU is as it was.
+    assert torch.ones(4, device="cuda").sum() == 4

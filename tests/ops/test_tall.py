@@ -1,0 +1,223 @@
+"""Products of many rows by the copy engine: the bits of `linear_kernel`, and when they have that route."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.config import LinearConfig, choose
+from compiled_mtp.ops.shares import add_tree
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from compiled_mtp.ops.linear import kernel as module
+from compiled_mtp.ops.linear.tall_config import (
+    MOST_SUM_REGISTERS,
+    TallProduct,
+    TallTile,
+    choose_tile,
+    find_tall,
+    ranked_tiles,
+    read_tall_table,
+    row_class,
+)
+from compiled_mtp.ops.linear.tall_kernel import launch_tall
+from tests.ops.test_compile import TABLE, finish, start_compiler
+
+SHARED_BYTES = 227 * 1024
+HOPPER = Device("sm_90", SHARED_BYTES, False, True, 132)
+# Gate|up and down of 27B, whose tiles are measured.
+GATE_UP, DOWN = TallProduct(34816, 5120, 1, 1, gated=True), TallProduct(5120, 17408, 4, 2, keep_parts=True)
+
+
+def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers whose sum over a step of 64 columns is exact, so that the order of steps alone decides
+    the bits: each step has its own power of two."""
+    x = torch.randint(-3, 4, (rows, k + 8)).bfloat16()
+    x[:, k:] = float("nan")
+    power = torch.randint(-12, 13, (n, k // 64)).repeat_interleave(64, 1)
+    return x[:, :k], (torch.randint(-3, 4, (n, k)) * 2.0**power).bfloat16()
+
+
+@pytest.fixture
+def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[TallTile]:
+    """The operators take the interpreter for a GPU with a copy engine; the tiles that they launch so."""
+    launched: list[TallTile] = []
+
+    def launch(tile: TallTile, *rest: Any) -> torch.Tensor:
+        launched.append(tile)
+        return launch_tall(tile, *rest)
+
+    monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
+    monkeypatch.setattr(module, "launch_tall", launch)
+    return launched
+
+
+# Both pieces of a tile and one; several row tiles; weight rows that no tile divides; K in 1 to 8 chains.
+@pytest.mark.parametrize(
+    "rows, n, height, pieces, chains",
+    [
+        (21, 60, 16, (32, 16), 1),
+        (70, 51, 32, (32, 0), 2),
+        (17, 108, 16, (64, 32), 4),
+        (40, 40, 64, (32, 0), 8),
+    ],
+)
+def test_every_tile_has_the_bits_of_linear_kernel(
+    interpreter: None, rows: int, n: int, height: int, pieces: tuple[int, int], chains: int
+) -> None:
+    k = max(256, chains * 128)
+    x, weight = ordered(rows, n, k)
+    config = LinearConfig(32, 64, 64, 4, 2, 1, chains, 0, sequential=True)
+    wanted = module.launch_config(config, x, weight, None, True)
+    torch.testing.assert_close(wanted, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-2)
+    tile = TallTile(height, *pieces, 64, 4, 3)
+    assert torch.equal(launch_tall(tile, TallProduct(n, k, 1, chains), x, weight, torch.float32), wanted)
+    for split in (s for s in (2, 4) if s <= chains):
+        product = TallProduct(n, k, split, chains // split, keep_parts=True)
+        parts = launch_tall(tile, product, x, weight, torch.float32)
+        assert parts.shape == (split, rows, n)
+        assert torch.equal(add_tree(parts), wanted), f"{split} programs"
+
+
+@pytest.mark.parametrize("pieces, chains", [((16, 0), 1), ((32, 16), 2)])
+def test_gated_tiles_have_the_bits_of_linear_kernel(
+    interpreter: None, pieces: tuple[int, int], chains: int
+) -> None:
+    x, weight = ordered(19, 2 * 54, 256)
+    weight = weight * 2.0**-18
+    config = LinearConfig(32, 32, 64, 4, 2, 1, chains, 0, sequential=True)
+    wanted = module.launch_config(config, x, weight, None, False, gated=True)
+    product = TallProduct(2 * 54, 256, 1, chains, gated=True)
+    got = launch_tall(TallTile(16, *pieces, 64, 4, 3), product, x, weight, torch.bfloat16)
+    assert got.shape == (19, 54)
+    assert torch.equal(got, wanted)
+
+
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+CALLS: dict[str, Call] = {
+    "linear": lambda x, w: linear.launch(x, w, None, True),
+    "gated": lambda x, w: linear_silu_mul.launch(x, w * 2.0**-18),
+    "parts": lambda x, w: add_tree(linear_parts.launch(x, w, None, 2)),
+    "piece": lambda x, w: add_tree(linear_parts.launch(x[:, 256:], w[:, 256:], None, 1, 66, 512)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[TallTile], name: str) -> None:
+    """From 17 rows on by descriptors, below without, and without for rows that have none."""
+    x, weight = ordered(256, 66, 512)
+    call = CALLS[name]
+    wanted = call(x, weight)
+    heights = []
+    for rows in (1, 16, 17, 64, 65, 129):
+        hopper.clear()
+        assert torch.equal(call(x[:rows], weight), wanted[:rows]), f"{rows} rows"
+        heights += [tile.block_m for tile in hopper]
+        assert len(hopper) == (rows > 16)
+    assert heights == [64, 64, 128, 128]
+    hopper.clear()
+    unaligned = torch.empty(70, 513).bfloat16()[:, 1:].copy_(x[:70])
+    assert torch.equal(call(unaligned, weight), wanted[:70])
+    assert not hopper
+
+
+def find(device: Device, x: torch.Tensor, weight: torch.Tensor, split: int = 0) -> bool:
+    config = choose(x, weight, (0, 0), False, split)
+    return find_tall(device, x, weight, config, False, split > 0) is not None
+
+
+def test_which_products_have_descriptors() -> None:
+    x, weight = torch.zeros(17, 512).bfloat16(), torch.zeros(64, 512).bfloat16()
+    assert find(HOPPER, x, weight)
+    assert find(HOPPER, x, weight, 4)
+    assert find(HOPPER, torch.zeros(300, 512).bfloat16(), weight)
+    # An odd number of weight rows is no obstacle.
+    assert find(HOPPER, x, weight[:51])
+    assert not find(HOPPER, x[:16], weight)
+    assert not find(HOPPER, x.float(), weight.float())
+    assert not find(HOPPER, x, weight.to(torch.float8_e4m3fn))
+    # Other GPUs, and the interpreter.
+    assert not find(Device("sm_80", 163 * 1024, False, False, 108), x, weight)
+    assert not find(Device("sm_100", SHARED_BYTES, True, True, 148), x, weight)
+    assert not find(Device("sm_90", SHARED_BYTES, False, False, 3), x, weight)
+    # Rows that do not lie at multiples of 16 bytes.
+    wide = torch.zeros(64, 520).bfloat16()
+    assert find(HOPPER, wide[:17, 8:], wide[:, 8:])
+    assert not find(HOPPER, wide[:17, 4:516], weight)
+    assert not find(HOPPER, x, wide[:, 4:516])
+    assert not find(HOPPER, torch.zeros(17, 516).bfloat16()[:, :512], weight)
+    # Chains that are no whole steps, and programs that wait for one another.
+    assert not find(HOPPER, torch.zeros(17, 328).bfloat16(), torch.zeros(64, 328).bfloat16())
+    assert not TallProduct(64, 512, 2, 1).is_even
+    assert TallProduct(64, 512, 2, 1, keep_parts=True).is_even
+
+
+def test_a_measured_tile_comes_before_the_rule() -> None:
+    assert choose_tile(GATE_UP, 128, SHARED_BYTES) == TallTile(128, 128, 16, 64, 8, 4)
+    assert choose_tile(DOWN, 128, SHARED_BYTES) == TallTile(128, 128, 32, 64, 8, 6)
+    # Faster without descriptors.
+    assert choose_tile(DOWN, 64, SHARED_BYTES) is None
+    for product in (GATE_UP, DOWN):
+        assert choose_tile(product, 256, SHARED_BYTES) == ranked_tiles(product, 256, SHARED_BYTES)[0][1]
+    assert [row_class(rows) for rows in (17, 64, 65, 128, 129, 256, 300)] == [64, 64, 128, 128, 256, 256, 256]
+
+
+def test_the_rule_leaves_no_program_for_a_second_round() -> None:
+    best = ranked_tiles(GATE_UP, 128, SHARED_BYTES)[0][1]
+    assert 120 <= -(-17408 // (best.block_n + best.rest_n)) <= 132
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_tiles_fit(rows: int) -> None:
+    """What the rule and the table give, on whole weights and on pieces."""
+    products = [GATE_UP, DOWN, TallProduct(248320, 5120, 1, 2), TallProduct(64, 512, 1, 4)]
+    products += [TallProduct(5120, 6144, split, 8 // split, keep_parts=True) for split in (1, 2, 4, 8)]
+    products += [TallProduct(4352, 5120, 1, 1, gated=True), TallProduct(5120, 2176, 1, 1, keep_parts=True)]
+    for product in products:
+        tiles = [tile for _, tile in ranked_tiles(product, rows, SHARED_BYTES)]
+        chosen = choose_tile(product, rows, SHARED_BYTES)
+        assert tiles
+        for tile in [*tiles, *([chosen] if chosen else [])]:
+            columns = (tile.block_n + tile.rest_n) * (2 if product.gated else 1)
+            assert tile.num_stages * tile.block_k * 2 * (tile.block_m + columns) <= SHARED_BYTES - 2048
+            sums = tile.block_m * columns // (32 * tile.num_warps) * product.chains.bit_length()
+            assert sums <= max(MOST_SUM_REGISTERS)
+            # The copy engine takes at most 256 rows at once.
+            assert max(tile.block_m, tile.block_n) <= 256
+            assert 128 % tile.block_k == 0
+
+
+def test_the_table_names_products_and_row_classes() -> None:
+    for name, rows in read_tall_table().items():
+        size, kind = name.split()
+        n, k = map(int, size.split("x"))
+        count = int(kind.removeprefix("parts")) if kind.startswith("parts") else 1
+        assert kind in ("gated", "product") or count in (1, 2, 4, 8), name
+        assert TallProduct(n, k, count, 1, kind == "gated", kind.startswith("parts")).name == name
+        assert set(rows) <= {"64", "128", "256"}, name
+        for height, fields in rows.items():
+            if fields is not None:
+                tile = TallTile(*fields)
+                assert tile.block_m == min(int(height), 128), name
+                assert 128 % tile.block_k == 0, name
+
+
+@pytest.mark.kernels
+@pytest.mark.timeout(1800)
+def test_one_class_of_products() -> None:
+    """Those of a warp group, whatever the tile, without spills."""
+    found = finish(start_compiler([90], ["linear"], "--products"))
+    tall = {key: products for key, products in found.items() if key.startswith("linear/tall_product-")}
+    assert len(tall) > 10
+    assert all(set(products) == {"HGMMA"} for products in tall.values()), tall
+    for recorded in json.loads(TABLE.read_text()).values():
+        kept = {key: row["stack_bytes"] for key, row in recorded.items() if key in tall}
+        assert kept.keys() == tall.keys()
+        assert not any(kept.values()), kept

@@ -1,0 +1,477 @@
+"""Processes of ranks: they serve, and what ends one ends all, in seconds, with one error that names it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.build_order import Features
+from compiled_mtp.cli.export import export
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.parallel import leader, ranks
+from compiled_mtp.parallel.exchange import ExchangeError
+from compiled_mtp.parallel.leader import LeadRunner, _interrupts_wait
+from compiled_mtp.parallel.limits import check_ranks
+from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import prompt_of
+from tests.parallel.threads import exchanges
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+# What is due after a rank is lost.
+MOST_S = 10.0
+PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
+GUIDED = SamplingParams(max_tokens=8, temperature=0.8, seed=4, guided_regex="[ab]{12}")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("ranks"), tokenizer=True)
+
+
+def config_of(directory: Path, world: int = 2, **options: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 16,
+        "prefill_chunk": 64,
+        "max_model_len": 128,
+        "num_blocks": 20,
+        "max_batch": 2,
+        "num_threads": 1,
+        "offload_gb": 0.0,
+    }
+    return EngineConfig(model=directory, tensor_parallel=world, **(defaults | options))
+
+
+def decode(engine: Engine) -> list[list[int]]:
+    prompts = [prompt_of(70, 1, 300), prompt_of(5, 2, 300)]
+    return [output.new_token_ids for output in engine.generate(prompts, [PARAMS, GUIDED])]
+
+
+def processes_of(engine: Engine) -> _Processes:
+    assert isinstance(engine.runner, LeadRunner)
+    return engine.runner._ranks._processes
+
+
+def pids_of(processes: _Processes) -> list[int]:
+    return [process.pid for process in processes._by_rank.values()]
+
+
+def check_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def ends_with(engine: Engine, message: str, lose: Callable[[int], None]) -> None:
+    """Lose rank 1 while a request is decoded."""
+    processes = processes_of(engine)
+    pids = pids_of(processes)
+    engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    engine.step()
+    begin = time.monotonic()
+    lose(pids[0])
+    with pytest.raises(RankError, match=message):
+        engine.generate([prompt_of(5, 6, 300)], PARAMS.model_copy(update={"max_tokens": 100}))
+    assert time.monotonic() - begin < MOST_S
+    check_gone(pids)
+    with pytest.raises(RankError, match=message):
+        engine.step()
+    engine.close()
+    assert not processes.folder.exists()
+
+
+def test_ranks_serve_until_one_is_killed(directory: Path) -> None:
+    with Engine(config_of(directory, 1)) as engine:
+        wanted = decode(engine)
+    # With a launch in flight, as on GPUs: the others then answer later too.
+    engine = Engine(config_of(directory, max_in_flight=1))
+    assert decode(engine) == wanted
+    message = r"^tensor_parallel=2 must keep its ranks, got rank 1: process \d+ was ended by SIGKILL.*; cr"
+    ends_with(engine, message, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+def test_a_rank_that_never_comes_is_named(directory: Path) -> None:
+    ends_with(
+        Engine(config_of(directory)),
+        r"got rank 1: (process \d+ was not heard of for 5 s|it did not come to an exchange within 7 s);",
+        lambda pid: os.kill(pid, signal.SIGSTOP),
+    )
+
+
+def test_ranks_end_with_their_engine(directory: Path) -> None:
+    engine = Engine(config_of(directory))
+    processes = processes_of(engine)
+    pids = pids_of(processes)
+    process = processes._by_rank[1]
+    engine.close()
+    assert process.returncode == 0
+    check_gone(pids)
+    assert not processes.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import compiled_mtp.build as build\n"
+            "def fail(*arguments): raise MemoryError('not a byte is left')\n"
+            "build._make_moves = fail\n",
+            r"got rank 1: MemoryError: not a byte is left;",
+        ),
+        ("sys.exit('no such library')\n", r"got rank 1: .*ended with code 1, 'no such library'"),
+    ],
+    ids=["memory", "import"],
+)
+def test_a_rank_that_cannot_start_ends_the_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
+    monkeypatch.setattr(ranks, "_CODE", f"{first}\n{code}\n{import_main}{call}")
+    started: list[_Processes] = []
+    start = _Processes.start
+
+    def keep(processes: _Processes, *arguments: Any) -> None:
+        started.append(processes)
+        start(processes, *arguments)
+
+    monkeypatch.setattr(_Processes, "start", keep)
+    with pytest.raises(RankError, match=message):
+        Engine(config_of(directory))
+    check_gone(pids_of(started[0]))
+    assert not started[0].folder.exists()
+
+
+def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path) -> None:
+    with Engine(config_of(directory, 1)) as engine:
+        model = engine.model_config
+    own = leader.fingerprint(directory, has_files=True)
+    alone = Ranks(config_of(directory), model, model.vocab_size, Features())
+    message = f"got rank 1: its torch must be rank 0's, 1.0, got {re.escape(own['torch'])};"
+    process = alone._processes._by_rank[1]
+    while not alone._processes.hellos:
+        alone.check()
+        time.sleep(0.01)
+    # As when rank 0 is killed: nobody closes anything, and what it has written to ends.
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(MOST_S) == 1
+    alone._processes.fault = None
+    with pytest.raises(RankError, match=message):
+        alone.connect(own | {"torch": "1.0"})
+    alone.end()
+
+
+def test_weights_may_be_made_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As benchmarks do: by a function that ranks import, each for what it holds."""
+    monkeypatch.setenv("PYTHONPATH", str(TOOLS))
+    monkeypatch.syspath_prepend(TOOLS)
+    fill = importlib.import_module("bench_step").fill_random
+    with Engine(config_of(directory), fill=fill) as engine:
+        (output,) = engine.generate([prompt_of(5, 2, 300)], PARAMS)
+    assert len(output.new_token_ids) == PARAMS.max_tokens
+
+
+def test_other_files_have_another_fingerprint(directory: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", intermediate_size=128, tokenizer=True)
+    one, two = leader.fingerprint(directory, has_files=True), leader.fingerprint(other, has_files=True)
+    assert [name for name in one if one[name] != two[name]] == ["checkpoint"]
+
+
+class AloneRanks(Ranks):
+    """Rank 0 without others: what it tells them is kept."""
+
+    def __init__(self, config: EngineConfig, *arguments: Any) -> None:
+        self.world = config.tensor_parallel
+        self.told: list[str] = []
+        self._processes = _Processes(self.world)
+        self._end = weakref.finalize(self, self._processes.end)
+
+    def connect(self, own: Mapping[str, str]) -> Any:
+        return exchanges(1)[0]
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def send(self, *message: Any) -> None:
+        self.check()
+        self.told.append(message[0])
+
+
+def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "Ranks", AloneRanks)
+    engine = Engine(config_of(directory))
+    runner = engine.runner
+    assert isinstance(runner, LeadRunner)
+    alone = runner._ranks
+    assert isinstance(alone, AloneRanks)
+    decode(engine)
+    assert {*alone.told} == {"run", "set_masks"}
+    upload = runner.programs._upload
+
+    def interrupt(*arguments: Any) -> None:
+        runner.programs._upload = upload  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGINT)
+        upload(*arguments)
+
+    # A first Ctrl-C waits for the end of a launch: the ranks stay in step.
+    engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    runner.programs._upload = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert alone.told[-1] == "drop_launches"
+    assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert alone.is_whole
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("no room for the launch")
+
+    runner.programs._upload = fail  # type: ignore[method-assign]
+    engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    with pytest.raises(RankError, match="got rank 0: MemoryError: no room for the launch; create the engine"):
+        engine.step()
+    assert not alone.is_whole
+    assert alone.told[-1] == "run"
+    with pytest.raises(RankError, match="no room for the launch"):
+        engine.step()
+    engine.close()
+
+
+def test_an_interrupt_while_ranks_start_stays_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[AloneRanks] = []
+
+    def interrupt(ranks: AloneRanks, own: Mapping[str, str]) -> None:
+        started.append(ranks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leader, "Ranks", AloneRanks)
+    monkeypatch.setattr(AloneRanks, "connect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(config_of(directory))
+    assert not started[0]._processes.folder.exists()
+
+
+def test_what_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a token is taken from the step."""
+    monkeypatch.setattr(leader, "Ranks", AloneRanks)
+    monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
+    engine = Engine(config_of(directory))
+    assert isinstance(engine.runner, LeadRunner)
+
+    def check() -> None:
+        raise ExchangeError("rank 1 did not come to an exchange within 7 s")
+
+    engine.runner._exchange.check = check  # type: ignore[method-assign]
+    with pytest.raises(RankError, match="ExchangeError: rank 1 did not come to an exchange within 7 s; cr"):
+        engine.generate([prompt_of(5, 5, 300)], PARAMS)
+    engine.close()
+
+
+def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange that was given up on the device ends, and says nothing: NCCL's."""
+    monkeypatch.setattr(leader, "Ranks", AloneRanks)
+    engine = Engine(config_of(directory))
+    runner = engine.runner
+    assert isinstance(runner, LeadRunner)
+    processes, read = runner._ranks._processes, runner._read
+
+    def read_late(*arguments: Any) -> Any:
+        processes.give_up(Fault(1, "process 7 was ended by SIGKILL"))
+        return read(*arguments)
+
+    runner._read = read_late  # type: ignore[method-assign]
+    engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    with pytest.raises(RankError, match="got rank 1: process 7 was ended by SIGKILL; create"):
+        engine.step()
+    engine.close()
+
+
+def test_the_cause_of_a_failed_exchange_lies_elsewhere(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the rank that has come less often than the others."""
+    monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
+    for counts, rank, text in (
+        ({1: 7, 2: 6, 3: 7}, 2, "it did not come to an exchange within 7 s"),
+        ({1: 7, 2: 7, 3: 7}, 0, "ExchangeError: timed out"),
+    ):
+        alone = AloneRanks(config_of(directory, 4))
+        alone._processes.counts |= counts
+        assert alone.lose("ExchangeError: timed out", 7) == Fault(rank, text)
+    # What waits on a device for whoever is lost is told to end, since nobody will come.
+    exchange, told = exchanges(1)[0], []
+    exchange.give_up = lambda: told.append(True)  # type: ignore[method-assign]
+    alone = AloneRanks(config_of(directory))
+    alone._processes.exchange = exchange
+    alone.lose("RuntimeError: bad")
+    assert told == [True]
+    refusal = Fault(1, "model must be whole, got half; download it", is_refusal=True).error(2)
+    assert isinstance(refusal, ValueError)
+    assert str(refusal) == "rank 1: model must be whole, got half; download it"
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """Signals that came through."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_does_not_wait(handled: list[int]) -> None:
+    with _interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+        assert handled == []
+        signal.raise_signal(signal.SIGINT)
+        assert handled == [signal.SIGINT]
+    assert handled == [signal.SIGINT] * 2
+    with _interrupts_wait():
+        pass
+    assert handled == [signal.SIGINT] * 2
+    # Where signals do not arrive nothing is changed.
+    other = threading.Thread(target=lambda: _interrupts_wait().__enter__())
+    other.start()
+    other.join()
+    signal.raise_signal(signal.SIGINT)
+    assert handled == [signal.SIGINT] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, r"tensor_parallel must be 1, 2, 4 or 8, got 3; use another number of ranks"),
+        ({"tensor_parallel": True}, "tensor_parallel must not be a bool"),
+        ({"tensor_parallel": 2, "graph_cache": "x"}, "graph_cache must be None with tensor_parallel=2, got "),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 8}, "^tensor_parallel must be at most 4 on a CPU, got 8; use fewer ranks"),
+        ({"world": 4}, "^num_q_heads must be a multiple of 4 ranks, got 2; use another number of ranks"),
+        ({"mtp_step": "auto", "compile": "on"}, "^mtp_step must be a number with several ranks that compile"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_any_starts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.delattr(leader, "Ranks")
+    with pytest.raises(ValueError, match=message):
+        Engine(config_of(directory, **options))
+
+
+def test_quantised_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where "auto" would have them: no token may depend on the number of ranks."""
+    monkeypatch.delattr(leader, "Ranks")
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe", fp8_scale=torch.float32)
+    with pytest.raises(
+        ValueError, match=r"^weight_recipe must be w8a16 with several ranks, got auto; pass w"
+    ):
+        Engine(config_of(directory))
+
+
+# What two GPUs can hold.
+FITS = {
+    "num_q_heads": 8,
+    "head_dim": 64,
+    "num_kv_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 64,
+    "intermediate_size": 256,
+}
+
+
+def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"world": 4}, {}, "^tensor_parallel must be at most the 2 GPUs that are there, got 4; use fewer"),
+        ({"current": 1}, {}, "^device must be the first GPU with several ranks, got cuda:1; leave the first"),
+        ({"exchange": "gloo"}, {}, "^exchange must be symmetric or nccl on GPUs, got gloo; leave it out"),
+        ({"graph_mode": "reduce-overhead"}, {}, "^graph_mode must be replay with several ranks, got reduce"),
+        (
+            {"reference_ops": "linear"},
+            {},
+            "^reference_ops must be empty with several ranks on GPUs, got .'li",
+        ),
+        ({}, {"num_experts": 8}, "^tensor_parallel must be 1 for a mixture of experts on GPUs, got 2; pass"),
+        ({}, {"num_kv_heads": 1}, "^num_kv_heads must be a multiple of 2 ranks on GPUs, got 1; use fewer"),
+        ({}, {}, "^intermediate_size must be summed in 2 shares at least, got 1 of 192 columns; use fewer"),
+    ],
+)
+def test_what_ranks_on_gpus_cannot_do_is_refused(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    have_gpus(monkeypatch, options.get("current", 0))
+    model = replace(read_model_config(directory), **(FITS | {"intermediate_size": 192} | changes))
+    given = {name: value for name, value in options.items() if name != "current"}
+    with pytest.raises(ValueError, match=message):
+        check_ranks(config_of(directory, device="cuda", **given), model, None)
+
+
+def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start captures all of them, on every rank."""
+    have_gpus(monkeypatch)
+    model = replace(read_model_config(directory), **FITS)
+    check_ranks(config_of(directory, device="cuda", mtp_step="auto", compile="on"), model, None)
+
+
+def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(leader, "Ranks")
+    with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
+        Engine(config_of(directory, exchange="nccl"))
+
+
+def test_torchrun_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert config_of(directory, 1).tensor_parallel == 1
+    with pytest.raises(ValueError, match="WORLD_SIZE must be unset with tensor_parallel above 1, got 2; st"):
+        config_of(directory)
+
+
+def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:
+    pass
+
+
+def test_fills_and_exports_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(leader, "Ranks")
+    with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
+        Engine(config_of(directory), fill=lambda parameters: None)
+    # As one of a script: it can be pickled, but only the script finds it.
+    monkeypatch.setattr(fill_nothing, "__module__", "__main__")
+    monkeypatch.setattr("__main__.fill_nothing", fill_nothing, raising=False)
+    with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
+        Engine(config_of(directory), fill=fill_nothing)
+    with pytest.raises(ValueError, match=r"^tensor_parallel must be 1 for an export, got 2; leave it out"):
+        export(config_of(directory), directory / "out")

@@ -1,0 +1,144 @@
+"""No token depends on the number of ranks, nor does a bit of its log probability."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp import build
+from compiled_mtp.cache.lane import Lane
+from compiled_mtp.engine import Engine
+from compiled_mtp.models.row_unit import weights_of
+from compiled_mtp.ops.packed_weight import find_packed
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.engines import prompt_of
+from tests.parallel.threads import ThreadExchange, ThreadRunner, engine_of
+
+SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
+# Checkpoint, dtype, further options of the engine, and numbers of ranks.
+CASES = [
+    ("dense-r4", "bfloat16", {"draft_vocab": 200}, (2, 4)),
+    ("dense-r1-tied", "float32", {"kv_dtype": "float8_e4m3fn"}, (2, 4)),
+    ("next-fp8", "float32", {"weight_recipe": "w8a16"}, (2,)),
+    ("moe-mixed", "bfloat16", {}, (2,)),
+]
+LENGTHS = (70, 5, 33)
+
+
+def write(directory: Path, name: str) -> Path:
+    options = dict(FAMILIES)[name]
+    heads = SIZES | ({"num_key_heads": 4} if name == "dense-r1-tied" else {})
+    return write_checkpoint(directory / name, **(options | heads))
+
+
+def decode(
+    engine: Engine, lengths: tuple[int, ...] = LENGTHS, max_tokens: int = 9
+) -> list[tuple[list[int], Any]]:
+    """Tokens and log probabilities of requests that run together; the shortest prompt's has the latter."""
+    prompts = [prompt_of(length, length, 512) for length in lengths]
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if length == 33 else 0.8,
+            seed=length,
+            ignore_eos=True,
+            logprobs=2 if length == 5 else None,
+        )
+        for length in lengths
+    ]
+    return [(output.new_token_ids, output.logprobs) for output in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "options", "worlds"), CASES, ids=[case[0] for case in CASES])
+def test_ranks_decode_what_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    dtype: str,
+    options: dict[str, Any],
+    worlds: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr("compiled_mtp.ops.packed_weight.LEAST_ELEMENTS", 1)
+    directory = write(tmp_path, name)
+    with engine_of(directory, 1, dtype=dtype, **options) as engine:
+        wanted = decode(engine)
+    for world in worlds:
+        with engine_of(directory, world, dtype=dtype, **options) as engine:
+            assert decode(engine) == wanted, world
+            # Alone, and behind what the first run has left of its prompt.
+            assert decode(engine, LENGTHS[:1]) == wanted[:1], world
+            assert engine.stats().prefix_hits > 0
+            runner = engine.runner
+            assert isinstance(runner, ThreadRunner)
+        # Closed, so that nobody is still at work.
+        own = runner.step.slots
+        assert own.drafts.any()
+        if name == "dense-r1-tied" and "fbgemm" in torch.backends.quantized.supported_engines:
+            for one in (runner, *runner.followers):
+                target = one.step.target
+                assert all(find_packed(weight) is not None for weight in weights_of(target.modules()))
+                assert find_packed(target.head_weight) is not None
+        for follower in runner.followers:
+            for name in ("drafts", "last_token", "pos", "last_hidden"):
+                assert getattr(own, name).equal(getattr(follower.step.slots, name)), name
+    if name in ("dense-r4", "moe-mixed"):
+        without_drafts = {**options, "mtp_step": 0, "draft_vocab": None}
+        with engine_of(directory, 2, dtype=dtype, **without_drafts) as engine:
+            assert decode(engine) == wanted
+
+
+@pytest.mark.parametrize("name", ["dense-r4", "next-fp8"])
+def test_prompts_may_have_rows_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on GPUs, where a prompt's sums before a norm have no shares: rows of the weight, and all of x."""
+    directory, options = write(tmp_path, name), {"dtype": "bfloat16"}
+    if name == "next-fp8":
+        options["weight_recipe"] = "w8a16"
+    with engine_of(directory, 1, **options) as engine:
+        wanted = decode(engine)
+    monkeypatch.setattr(ThreadExchange, "keeps_prompt_rows", True)
+    with engine_of(directory, 2, **options) as engine:
+        held = dict(engine.runner.step.named_parameters())
+        names = [name for name in held if name.endswith("o_proj.prompt_weight")]
+        assert names
+        for name in names:
+            columns = held[name.replace("prompt_weight", "weight")]
+            assert held[name].shape == (columns.shape[0] // 2, columns.shape[1] * 2)
+        assert decode(engine) == wanted
+
+
+def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are there for three prompts, not for their tokens: some leave to host memory, on every rank.
+
+    Rank 0 plans by its own copies; on a GPU another's are not complete with them, so its launches wait.
+    """
+    directory, lengths = write(tmp_path, "dense-r1-tied"), (17, 18, 20)
+    with engine_of(directory, 1) as engine:
+        wanted = decode(engine, lengths, 36)
+        assert engine.stats().offloads == 0
+    shares, plan = [], build.plan_memory
+
+    def note(*sizes: Any, **given: Any) -> Any:
+        shares.append(given["prefix_cache_bytes"])
+        return plan(*sizes, **given)
+
+    monkeypatch.setattr(build, "plan_memory", note)
+    held: list[Lane] = []
+    monkeypatch.setattr(Lane, "hold_launches", lambda lane: held.append(lane))
+    with engine_of(directory, 2, num_blocks=7, prefix_cache_gb=0.5) as engine:
+        engine.scheduler._planner._admission.tokens_ahead = 0
+        assert decode(engine, lengths, 36) == wanted
+        offloads = engine.stats().offloads
+        runner = engine.runner
+        assert isinstance(runner, ThreadRunner)
+    assert offloads > 0
+    # Of the memory that they share.
+    assert shares == [1 << 28] * 2
+    assert runner.moves._lanes["host"] not in held
+    # On the way out and back.
+    assert held.count(runner.followers[0].moves._lanes["host"]) >= 2 * offloads

@@ -1,0 +1,160 @@
+"""Time the whole step of several GPUs beside that of one, in the same run, and what their exchange takes.
+
+    python tools/bench_ranks.py --shape 27b --ranks 2 --batch 1,32
+
+As bench_step.py: dummy weights, synthetic acceptance, the real engine loop, steps captured whole. One JSON
+line a batch and number of ranks: milliseconds a step (median and 90th percentile), its ratio to one GPU's,
+host microseconds a step, tokens a second, and on the first GPU the milliseconds of a step in the exchange's
+kernels, waiting for peers included, and how many they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from bench_step import (
+    LAYERS,
+    TIMED_STEPS,
+    WARM_UP_STEPS,
+    Loop,
+    fill_random,
+    model_config,
+    rate_for,
+    start_loop,
+)
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.parallel.leader import LeadRunner
+from compiled_mtp.runner import Runner
+
+TRACED_STEPS = 8
+EXCHANGES = ("gather_kernel", "sum_kernel", "nccl")
+
+
+def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
+    batches = arguments.batch
+    return EngineConfig(
+        model=Path(__file__),
+        device="cuda",
+        dtype="bfloat16",
+        weight_recipe="w8a16" if arguments.fp8 else "auto",
+        mtp_step=arguments.mtp_step,
+        max_batch=max(batches),
+        batch_sizes=tuple(batches),
+        max_model_len=arguments.context + 2048 + 64 * max(batches),
+        prefill_chunk=64,
+        compile="off" if arguments.uncompiled else "on",
+        graph_mode="replay",
+        synthetic_acceptance=rate_for(arguments.accept, 3) if arguments.mtp_step else None,
+        prefix_cache=False,
+        tensor_parallel=world,
+        exchange=arguments.exchange if world > 1 else "auto",
+    )
+
+
+def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
+    model = model_config(arguments.shape, arguments.fp8)
+    if arguments.layers is not None:
+        kept = model.is_full_attention[: arguments.layers]
+        model = replace(model, num_layers=arguments.layers, is_full_attention=kept)
+    make = Runner if world == 1 else LeadRunner
+    return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
+
+
+def measure(runner: Runner, batch: int, context: int) -> dict[str, Any]:
+    """One row. The other ranks do what the loop does here, and nothing else may be launched."""
+    loop = start_loop(runner, batch, context)
+    for _ in range(WARM_UP_STEPS):
+        loop.step()
+    runner.waited_s = 0.0
+    times, host_times, tokens = [], [], 0
+    begin = last = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        waited_s = runner.waited_s
+        tokens += loop.step()
+        now = time.perf_counter()
+        times.append(1e3 * (now - last))
+        host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
+        last = now
+    row = {
+        "batch": batch,
+        "step_ms": round(statistics.median(times), 3),
+        "p90_ms": round(statistics.quantiles(times, n=10)[-1], 3),
+        "host_us": round(statistics.median(host_times), 1),
+        "tokens_per_s": round(tokens / (last - begin), 1),
+    }
+    return row | exchange_share(loop)
+
+
+def exchange_share(loop: Loop) -> dict[str, Any]:
+    """Of a step on this GPU: milliseconds in the exchange's kernels, and their number."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(TRACED_STEPS):
+            loop.step()
+        torch.cuda.synchronize()
+    spans = [
+        event.time_range.elapsed_us()
+        for event in trace.events()
+        if str(event.device_type).endswith("CUDA") and any(name in event.name for name in EXCHANGES)
+    ]
+    loop.scheduler.forget_all()
+    loop.runner.drop_launches()
+    return {
+        "exchange_ms": round(sum(spans) / TRACED_STEPS / 1e3, 3),
+        "exchanges": round(len(spans) / TRACED_STEPS),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mtp-step", type=int, default=3)
+    parser.add_argument("--batch", default="1,32", help="requests, separated by commas")
+    parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
+    parser.add_argument("--exchange", default="auto", help="auto, symmetric or nccl")
+    parser.add_argument("--fp8", action="store_true", help="block-128 FP8 weights, rows as they are")
+    parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="capture steps as they are, which starts in seconds"
+    )
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < arguments.ranks:
+        parser.exit(2, f"bench_ranks needs {arguments.ranks} GPUs; torch finds {torch.cuda.device_count()}\n")
+    arguments.batch = sorted(int(batch) for batch in arguments.batch.split(","))
+    # Where ranks find what fills their weights.
+    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    alone: dict[int, float] = {}
+    for world in (1, arguments.ranks):
+        runner = make_runner(arguments, world)
+        for batch in arguments.batch:
+            row = measure(runner, batch, arguments.context)
+            of_one = alone.setdefault(batch, row["step_ms"])
+            row = {"shape": arguments.shape, "ranks": world, "mtp_step": arguments.mtp_step} | row
+            print(json.dumps(row | {"of_one": round(row["step_ms"] / of_one, 3)}), flush=True)
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
