@@ -25,10 +25,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -44,7 +42,6 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import SamplingParams
-from compiled_mtp.runner import Runner
 from compiled_mtp.sampling.grammar_source import from_response_format
 from compiled_mtp.tokenizer import Tokenizer
 
@@ -232,8 +229,7 @@ def make_engine(
     config = EngineConfig(**given)
     front = make_front(config, directory, model, Tokenizer(directory))
     features = Features(with_halves=arguments.compile_halves)
-    with mock.patch("compiled_mtp.engine.Runner", partial(Runner, features=features)):
-        return Engine(config, front=front, fill=fill_random)
+    return Engine(config, front=front, fill=fill_random, features=features)
 
 
 def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:

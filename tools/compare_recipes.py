@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,15 @@ def compare_operators(plain: Engine, quantized: Path, window: list[int]) -> dict
     """By kind of matrix the mean relative L2 errors of both recipes, on rows of the bfloat16 checkpoint."""
     target = plain.runner.step.target
     rows: dict[str, torch.Tensor] = {}
-    hooks = [
-        module.register_forward_pre_hook(keep_rows(rows, name))
-        for name, module in target.named_modules()
-        if isinstance(module, Linear)
-    ]
+    for name, module in target.named_modules():
+        if isinstance(module, Linear):
+            # A product before a norm is asked for its parts.
+            for method in ("forward", "parts"):
+                module.__dict__[method] = keeps_rows(rows, name, getattr(module, method))
     plain.generate([window[:PREFIX]], SamplingParams(max_tokens=1, ignore_eos=True))
-    for hook in hooks:
-        hook.remove()
+    for module in target.modules():
+        module.__dict__.pop("forward", None)
+        module.__dict__.pop("parts", None)
     config = read_model_config(quantized)
     formats = dict.fromkeys(read_formats(config, quantized, CPU, "w8a8"), W8A8)
     kept = FAMILIES[config.family].target(config, torch.bfloat16, CPU, formats)
@@ -107,13 +108,14 @@ def compare_operators(plain: Engine, quantized: Path, window: list[int]) -> dict
     }
 
 
-def keep_rows(rows: dict[str, torch.Tensor], name: str) -> Any:
-    """A hook that keeps the first rows that the product `name` is given."""
+def keeps_rows(rows: dict[str, torch.Tensor], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of the product `name`, which keeps the first rows that it is given."""
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        rows.setdefault(name, args[0].clone())
+    def keep(x: torch.Tensor, *args: Any) -> Any:
+        rows.setdefault(name, x.clone())
+        return method(x, *args)
 
-    return hook
+    return keep
 
 
 def continue_greedily(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
