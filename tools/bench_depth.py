@@ -265,6 +265,10 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--graph-mode", default="replay", help="on a GPU: replay or uncompiled")
+    parser.add_argument("--texts", default="code,prose,random ids", help="which, by commas")
+    parser.add_argument(
+        "--first-text", type=int, default=0, help="number of the first: runs side by side can have others each"
+    )
     parser.add_argument("--accept", default="", help="synthetic: mean tokens a round, or change, by commas")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--depths", default="0,1,2,3,5", help="what auto may choose")
@@ -292,7 +296,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     accepts = [one for one in arguments.accept.split(",") if one]
     depths = numbers(arguments.depths)
     fixed = numbers(arguments.fixed) if arguments.fixed else depths if accepts else [0, 3]
-    names = accepts or ["code", "prose", "random ids"]
+    names = accepts or arguments.texts.split(",")
     cases = [make_case(name, batch, arguments) for batch in numbers(arguments.batches) for name in names]
     benches = {AUTO: make_bench("auto", arguments)}
     check(benches[AUTO], make_case("random ids", 1, arguments), depths)
@@ -376,13 +380,14 @@ def make_case(name: str, batch: int, arguments: argparse.Namespace) -> Case:
         starts = range(0, len(ids) - PROMPT_TOKENS, 40)
 
         def cut(block: int) -> list[list[int]]:
-            chosen = [starts[(block * batch + index) % len(starts)] for index in range(batch)]
+            first = (arguments.first_text + block) * batch
+            chosen = [starts[(first + index) % len(starts)] for index in range(batch)]
             return [ids[start : start + PROMPT_TOKENS] for start in chosen]
 
         return Case(name, batch, cut)
 
     def draw(block: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(1000 * block + batch)
+        generator = torch.Generator().manual_seed(1000 * (arguments.first_text + block) + batch)
         drawn = torch.randint(0, vocab_size, (batch, PROMPT_TOKENS), generator=generator)
         ids: list[list[int]] = drawn.tolist()
         return ids
