@@ -430,9 +430,10 @@ class Step(nn.Module):
                 # The pair of the draft before.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self._draft_forward(token, hidden, chained)
-            if head is None:
-                logits = self.target.logits(hidden)
+            if head is None or self.draft_ids is None:
+                logits = self.target.logits(hidden, head, self.draft_head_scale)
             else:
+                # Whole on every rank.
                 logits = linear(hidden, head, self.draft_head_scale, True, False)
             # Drafts past max_model_len take the last position's noise: no request has room for them.
             before = drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1)

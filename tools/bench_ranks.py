@@ -49,7 +49,7 @@ def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
         model=Path(__file__),
         device="cuda",
         dtype="bfloat16",
-        weight_recipe="w8a16" if arguments.fp8 else "auto",
+        weight_recipe=arguments.fp8 or "auto",
         mtp_step=arguments.mtp_step,
         max_batch=max(batches),
         batch_sizes=tuple(batches),
@@ -65,7 +65,7 @@ def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
 
 
 def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
-    model = model_config(arguments.shape, arguments.fp8)
+    model = model_config(arguments.shape, arguments.fp8 is not None)
     if arguments.layers is not None:
         kept = model.is_full_attention[: arguments.layers]
         model = replace(model, num_layers=arguments.layers, is_full_attention=kept)
@@ -130,7 +130,13 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument("--exchange", default="auto", help="auto, symmetric or nccl")
-    parser.add_argument("--fp8", action="store_true", help="block-128 FP8 weights, rows as they are")
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="w8a8",
+        choices=("w8a8", "w8a16"),
+        help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
+    )
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument(
         "--uncompiled", action="store_true", help="capture steps as they are, which starts in seconds"

@@ -57,6 +57,8 @@ class Linear(nn.Module):
         if exchange is not None and self.has_prompt_rows:
             shape = (out_features // exchange.world, in_features * exchange.world)
             make.add_weight(self, "prompt_weight", *shape, like="weight")
+        # Of quantised rows a GPU adds up a prompt's products without shares.
+        self.has_prompt_order = make.device.type != "cpu"
         # Of a rank's piece the norm gets one part.
         count = count_w8a8_parts if self.quantizes_rows else count_parts
         has_parts = exchange is None
@@ -71,37 +73,44 @@ class Linear(nn.Module):
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
         """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or of a prompt's quantised rows
-        the sum. Of several ranks' parts each is what one makes.
+        on a GPU the sum. Of several ranks' parts each is what one makes.
         """
         is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
-        if self.quantizes_rows:
-            assert exchange is None, "ranks are refused quantised rows"
-            if is_prefill:
-                return self(x, rows)
-            factors = self.weight_scale
-            x, x_scale = quantized(x)
-            count = self._count_of(x)
-            return linear_w8a8_parts(x, x_scale, self.weight, factors, count, 0, self.is_float32)
-        x = as_they_are(x)
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
-        count = 1 if is_prefill else self._count_of(x)
-        whole_k = 0 if exchange is None else x.shape[1] * exchange.world
-        parts = linear_parts(x, self.weight, self.weight_scale, count, 0, whole_k, is_prefill)
-        return parts if exchange is None else exchange.gather_parts(parts[0], x.dtype)
+        weight, factors = self.weight, self.weight_scale
+        whole_k = 0 if exchange is None else weight.shape[1] * exchange.world
+        if self.quantizes_rows:
+            if is_prefill and self.has_prompt_order:
+                return self(x, rows)
+            values, x_scale = quantized(x)
+            count = 1 if is_prefill else self._count_of(values)
+            parts = linear_w8a8_parts(values, x_scale, weight, factors, count, whole_k, self.is_float32)
+            dtype = torch.float32 if self.is_float32 else torch.bfloat16
+        else:
+            x = as_they_are(x)
+            count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
+            parts = linear_parts(x, weight, factors, count, 0, whole_k, is_prefill)
+        return parts if exchange is None else exchange.gather_parts(parts[0], dtype)
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The parts of a product of so many rows."""
         return self.num_parts if x.shape[0] <= NARROW_ROWS else self.num_tall_parts
 
-    def _prompt_sums(self, x: torch.Tensor) -> torch.Tensor:
+    def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
-        exchange, weight = self.exchange, self.prompt_weight
+        exchange, weight, factors = self.exchange, self.prompt_weight, self.prompt_weight_scale
         assert exchange is not None
-        whole = exchange.gather_columns(x)
-        whole_n = weight.shape[0] * exchange.world
-        sums = linear_parts(whole, weight, self.prompt_weight_scale, 1, whole_n, 0, True)
-        return exchange.gather_columns(sums[0])[None]
+        if not self.quantizes_rows:
+            whole = exchange.gather_columns(as_they_are(x))
+            whole_n = weight.shape[0] * exchange.world
+            sums = linear_parts(whole, weight, factors, 1, whole_n, 0, True)[0]
+        elif self.has_prompt_order:
+            sums = linear_w8a8(*exchange.gather_quantized(*quantized(x)), weight, factors, self.is_float32)
+        else:
+            rows = exchange.gather_quantized(*quantized(x))
+            sums = linear_w8a8_parts(*rows, weight, factors, 1, 0, self.is_float32)[0]
+        return exchange.gather_columns(sums)[None]
 
 
 class RMSNorm(nn.Module):

@@ -12,7 +12,9 @@ from compiled_mtp.models.rows import PrefillRows, Rows
 from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_halves import moe_hidden, moe_hidden_w8a8, moe_sums, moe_sums_w8a8
 from compiled_mtp.ops.moe_router import moe_router
+from compiled_mtp.parallel.exchange import Exchange
 
 
 class Router(nn.Module):
@@ -30,35 +32,61 @@ class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
     The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format; where
-    it has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None. Of several
-    ranks each holds some neighbouring rows and columns of every expert; `forward` then gives the ranks' parts
-    [P, M, hidden], which the norm adds up, and else the sums [M, hidden].
+    it has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None.
+
+    Of several ranks each holds some of the hidden columns of every expert: gate's, up's and down's; `forward`
+    then gives the ranks' parts [P, M, hidden], which the norm adds up, and else the sums [M, hidden]. Where a
+    prompt's sums have no shares, and always of quantised rows, ranks gather the hidden values instead, and
+    each makes the sums of some of down's rows: `prompt_down`, or `down` itself.
     """
 
     gate_up: nn.Parameter
     down: nn.Parameter
     gate_up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
+    prompt_down: nn.Parameter
+    prompt_down_scale: nn.Parameter | None
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
         experts, width, hidden = config.num_experts + 1, config.moe_intermediate_size, config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
-        self.exchange = make.exchange
-        self.whole_width = 0 if make.exchange is None else width * make.exchange.world
+        self.exchange = exchange = make.exchange
+        world = 1 if exchange is None else exchange.world
+        self.whole_width = 0 if exchange is None else width * world
         self.router = Router(make.part("router"), config)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
-        make.add_weight(self, "down", experts, hidden, width)
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
+        some_rows = (experts, hidden // world, width * world)
+        make.add_weight(self, "down", *(some_rows if self.quantizes_rows else (experts, hidden, width)))
+        keeps_prompt_rows = exchange is not None and exchange.keeps_prompt_rows
+        self.has_prompt_rows = keeps_prompt_rows and not self.quantizes_rows
+        if self.has_prompt_rows:
+            make.add_weight(self, "prompt_down", *some_rows, like="down")
         self.is_float32 = make.dtype == torch.float32
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         weights, ids = moe_router(self.router(as_they_are(x), rows), self.top_k, self.renormalize)
-        scales = (self.gate_up_scale, self.down_scale)
-        if self.quantizes_rows:
-            stacks = (self.gate_up, self.down)
+        stacks, scales = (self.gate_up, self.down), (self.gate_up_scale, self.down_scale)
+        is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
+        if self.quantizes_rows and exchange is None:
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
-        stacks, place = (self.gate_up, self.down), (isinstance(rows, PrefillRows), self.whole_width)
-        y = moe_experts(as_they_are(x), weights, ids, *stacks, *scales, *place)
-        return y if self.exchange is None else self.exchange.gather(y)
+        if exchange is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
+            return exchange.gather_columns(self._some_sums(x, weights, ids, exchange))
+        x = as_they_are(x)
+        y = moe_experts(x, weights, ids, *stacks, *scales, is_prefill, self.whole_width)
+        return y if exchange is None else exchange.gather_parts(y, x.dtype)
+
+    def _some_sums(
+        self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, exchange: Exchange
+    ) -> torch.Tensor:
+        """[M, hidden / world]: of the hidden values of all ranks, what this one's rows of down make."""
+        gate_up, scale = self.gate_up, self.gate_up_scale
+        if self.quantizes_rows:
+            hidden = moe_hidden_w8a8(*quantized(x), ids, gate_up, scale, self.is_float32)
+            values, factors = exchange.gather_quantized(*hidden)
+            down = (self.down, self.down_scale)
+            return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
+        whole = exchange.gather_columns(moe_hidden(as_they_are(x), ids, gate_up, scale))
+        return moe_sums(whole, weights, ids, self.prompt_down, self.prompt_down_scale)

@@ -84,12 +84,17 @@ class TargetModel(nn.Module):
         own = self.head_weight[(ids - self.exchange.rank * size).clamp(0, size - 1)]
         return self.exchange.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[M, hidden_size] to float32 logits [M, vocab_size]; of prompts too, whose rows here are few."""
-        head, exchange = self.head_weight, self.exchange
+    def logits(
+        self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[M, hidden_size] to float32 logits [M, vocab_size]; of prompts too, whose rows here are few.
+
+        head, scale: the output head in another format, cut as `head_weight` is.
+        """
+        head, exchange = self.head_weight if head is None else head, self.exchange
         if exchange is None:
-            return linear(hidden, head, None, True)
-        return exchange.gather_columns(linear(hidden, head, None, True, False, len(head) * exchange.world))
+            return linear(hidden, head, scale, True)
+        return exchange.gather_columns(linear(hidden, head, scale, True, False, len(head) * exchange.world))
 
     def forward(
         self,

@@ -2,7 +2,8 @@
 
 Heads, FFN widths and the head's vocabulary are divided; a merged weight is cut in each of its parts, so that
 a rank's parameter has the form of a whole one. What comes before a norm (o_proj, out_proj, down) is cut by
-columns: the ranks' products add up. Norms, embedding, router and fc are whole on every rank.
+columns: the ranks' products add up; the down of experts with quantised rows by rows. Norms, embedding, router
+and fc are whole on every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from compiled_mtp.errors import fail
 from compiled_mtp.model_config import ModelConfig, share
 from compiled_mtp.models.layout import Layout, Piece, Stored
-from compiled_mtp.models.weight_format import Formats
+from compiled_mtp.models.weight_format import PLAIN, Formats
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Cutter:
                 return self._columns(q)
             case "out_proj":
                 return self._columns(value)
+            case "down" if c.is_moe and formats.get(parameter, PLAIN).quantizes_rows:
+                # Of quantised rows all ranks have all hidden values, and each makes some of the sums.
+                return self._rows((c.hidden_size, 1))
             case "down":
                 return self._columns(width)
         return Cut()
@@ -83,12 +87,14 @@ class Cutter:
 
 def prompt_name(parameter: str) -> str:
     """The parameter that holds rows of a weight for prompts, where `parameter` holds columns of it."""
-    return parameter.removesuffix("weight") + "prompt_weight"
+    module, _, name = parameter.rpartition(".")
+    return f"{module}.prompt_{name}"
 
 
 def with_prompt_rows(formats: Formats) -> Formats:
     """`formats`, and those of the rows for prompts of what is cut by columns: the same."""
-    cut = [name for name in formats if name.endswith(("o_proj.weight", "out_proj.weight", "down.weight"))]
+    ends = ("o_proj.weight", "out_proj.weight", "down.weight", "ffn.down")
+    cut = [name for name in formats if name.endswith(ends)]
     return {**formats, **{prompt_name(name): formats[name] for name in cut}}
 
 
@@ -113,8 +119,8 @@ def shard_layout(
             if piece.parameter not in cuts:
                 cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
             pieces += _held(piece, cuts[piece.parameter])
-            if prompt_rows and cuts[piece.parameter].columns and piece.expert is None:
-                own = share(stored.shape[0], rank, world)
+            if prompt_rows and cuts[piece.parameter].columns:
+                own = share(stored.shape[-2], rank, world)
                 pieces += _held(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
         sharded[name] = replace(stored, pieces=tuple(pieces))
         for piece in pieces:
@@ -139,11 +145,11 @@ def _check_blocks(piece: Piece, shape: tuple[int, ...], formats: Formats) -> Non
         return
     columns = piece.columns or (0, shape[-1])
     rows = (piece.source, piece.source + piece.rows)
-    is_at_block = all(
-        edge % form.block == 0 or edge == size
-        for edge, size in (*((r, shape[-2]) for r in rows), *((c, shape[-1]) for c in columns))
-    )
-    if not is_at_block or piece.start % form.block:
+    edges = [(column, shape[-1]) for column in columns]
+    # Rows that are multiplied out have no factors, but most make columns that are quantised in groups.
+    if form.has_factors or not piece.parameter.endswith("ffn.down"):
+        edges += [(row, shape[-2]) for row in rows] + [(piece.start, -1)]
+    if any(edge % form.block and edge != size for edge, size in edges):
         got = f"rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]}"
         remedy = "use fewer ranks or a release in another format"
         raise fail(piece.parameter, f"be cut at its blocks of {form.block}", got, remedy)

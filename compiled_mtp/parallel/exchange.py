@@ -67,7 +67,16 @@ class Exchange(ABC):
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[M, world * N] from each rank's [M, N]."""
-        return self.gather(x).transpose(0, 1).flatten(1)
+        # Of one column each that would be a view.
+        return self.gather(x).transpose(0, 1).flatten(1).contiguous()
+
+    def gather_quantized(
+        self, values: torch.Tensor, factors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantised rows [M, world * N] and their factors, of each rank's [M, N] in whole groups."""
+        # As bytes: not every way between ranks knows e4m3.
+        whole = self.gather_columns(values.view(torch.uint8)).view(values.dtype)
+        return whole, self.gather_columns(factors)
 
     def least(self, value: int) -> int:
         """The least `value` of all ranks, so that what follows from it is the same on each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,12 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.graph_choice import choose_compiled
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.weight_format import resolve_recipe
+from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.headers import read_headers
+from compiled_mtp.models.shards import shard_layout, with_prompt_rows
+from compiled_mtp.models.weight_format import PLAIN, resolve_recipe
+from compiled_mtp.models.weights import read_formats
+from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.shares import CPU_SHARES, share_count
 
 
@@ -26,11 +32,6 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | No
         pickle.dumps(fill)
     except (AttributeError, pickle.PicklingError):
         raise fail("fill", rule, fill, remedy) from None
-    recipe = resolve_recipe(config.weight_recipe, has_fp8=model_config.quantized, device=device)
-    remedy = "pass weight_recipe=w8a16"
-    check(recipe != "w8a8", "weight_recipe", "be w8a16 with several ranks", config.weight_recipe, remedy)
-    is_plain = config.draft_head_dtype == "auto"
-    check(is_plain, "draft_head_dtype", "be auto with several ranks", config.draft_head_dtype, "leave it out")
     if device.type == "cpu":
         # On GPUs the start captures every depth; here a process would compile them for one rank.
         is_fixed = config.mtp_step != "auto" or not choose_compiled(config, device)
@@ -42,10 +43,15 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | No
         check(is_gloo, "exchange", "be auto or gloo on a CPU", config.exchange, "leave it out")
     model_config.shard(0, world)
     if device.type == "cuda":
-        _check_gpus(config, model_config, device)
+        _check_gpus(config, device)
+    if config.draft_head_dtype != "auto" and config.draft_vocab is None:
+        rule = f"be {world} times whole blocks of {FP8_BLOCK} with draft_head_dtype={config.draft_head_dtype}"
+        vocab_size, remedy = model_config.vocab_size, "use fewer ranks, draft_vocab, or leave it out"
+        check(vocab_size % (world * FP8_BLOCK) == 0, "vocab_size", rule, vocab_size, remedy)
+    _check_sums(config, model_config, device, None if fill is not None else config.model)
 
 
-def _check_gpus(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+def _check_gpus(config: EngineConfig, device: torch.device) -> None:
     world, there = config.tensor_parallel, torch.cuda.device_count()
     rule = f"be at most the {there} GPUs that are there"
     check(world <= there, "tensor_parallel", rule, world, "use fewer ranks")
@@ -58,18 +64,34 @@ def _check_gpus(config: EngineConfig, model: ModelConfig, device: torch.device) 
     # Without graphs kernels are compiled where a step first launches them, while the others wait.
     rule = "be empty with several ranks on GPUs"
     check(not config.reference_ops, "reference_ops", rule, config.reference_ops, remedy)
-    # Summed over a row's experts in one program, which knows no shares.
-    remedy = "pass tensor_parallel=1"
-    check(not model.is_moe, "tensor_parallel", "be 1 for a mixture of experts on GPUs", world, remedy)
-    # A group of query heads is a tile: what decides its bits must not change.
-    for name in ("num_kv_heads", "linear_num_key_heads"):
-        count, rule = getattr(model, name), f"be a multiple of {world} ranks on GPUs"
-        check(count % world == 0, name, rule, count, "use fewer ranks")
+
+
+def _check_sums(config: EngineConfig, model: ModelConfig, device: torch.device, path: Path | None) -> None:
+    """Raise ValueError for sums of fewer shares than ranks, and for cuts through blocks and groups."""
+    world, is_gpu = config.tensor_parallel, device.type == "cuda"
+    recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
+    formats = read_formats(model, path, device, recipe)
+    if formats:
+        layout = FAMILIES[model.family].layout(model, {} if path is None else read_headers(path), formats)
+        given = with_prompt_rows(formats) if is_gpu else formats
+        for rank in range(world):
+            shard_layout(layout, model, given, rank, world, prompt_rows=is_gpu)
+    # Experts of quantised rows have no shares: each rank makes some of down's sums, of all hidden values.
+    makes_rows = formats.get("layers.0.ffn.down", PLAIN).quantizes_rows
+    if is_gpu or makes_rows:
+        hidden, rule = model.hidden_size, f"be a multiple of {world} ranks"
+        check(hidden % world == 0, "hidden_size", rule, hidden, "use another number of ranks")
     columns = {
         "num_q_heads": model.num_q_heads * model.head_dim,
         "linear_num_value_heads": model.linear_value_dim,
-        "intermediate_size": model.intermediate_size,
+        "moe_intermediate_size" if model.is_moe else "intermediate_size": (
+            model.moe_intermediate_size if model.is_moe else model.intermediate_size
+        ),
     }
     for name, width in columns.items():
-        shares, rule = share_count(width), f"be summed in {world} shares at least"
-        check(shares >= world, name, rule, f"{shares} of {width} columns", "use fewer ranks")
+        if name == "moe_intermediate_size" and makes_rows:
+            continue
+        # A CPU cuts what is not quantised into shares of any length.
+        if is_gpu or (recipe == "w8a8" and width % FP8_BLOCK == 0):
+            shares, rule = share_count(width), f"be summed in {world} shares at least"
+            check(shares >= world, name, rule, f"{shares} of {width} columns", "use fewer ranks")

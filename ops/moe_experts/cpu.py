@@ -40,6 +40,29 @@ def _rows_by_expert(
         yield expert, chosen, inputs
 
 
+def _hidden_of(inputs: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of one expert, float32."""
+    gate, up = F.linear(inputs, gate_up).to(torch.float32).chunk(2, dim=1)
+    return silu(gate) * up
+
+
+def _shares_of(hidden: torch.Tensor, down: torch.Tensor, shares: int) -> torch.Tensor:
+    """[shares or 1, M, N] float32: one expert's second product, in so many shares of the hidden columns."""
+    if not shares:
+        return F.linear(hidden, down).to(torch.float32)[None]
+    columns = down.float().unflatten(1, (shares, -1)).permute(1, 2, 0)
+    return torch.bmm(hidden.float().unflatten(1, (shares, -1)).transpose(0, 1), columns)
+
+
+def _add_slots(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[M, N]: the weighted sums of [shares, M * slots, N], each share over its slots in order."""
+    by_slot = outputs.view(len(outputs), *weights.shape, -1)
+    total = weights[:, :1] * by_slot[:, :, 0]
+    for slot in range(1, weights.shape[1]):
+        total = total + weights[:, slot : slot + 1] * by_slot[:, :, slot]
+    return add_tree(total)
+
+
 def _multiply_and_add(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -54,27 +77,47 @@ def _multiply_and_add(
     With `shares` the second product is made in so many shares of the width, in float32, each of which is
     summed over a row's slots before they are added: so a rank may hold some of them.
     """
-    rows, slots = ids.shape
-    shape = (max(shares, 1), rows * slots, stacks[1].shape[1])
+    shape = (max(shares, 1), ids.numel(), stacks[1].shape[1])
     outputs = torch.empty(shape, dtype=torch.float32, device=x.device)
     for expert, chosen, inputs in _rows_by_expert(x, ids, stacks[0].shape[0]):
         gate_up, down = (
             _dequantize(stack[expert], None if scale is None else scale[expert], x.dtype)
             for stack, scale in zip(stacks, scales, strict=True)
         )
-        gate, up = F.linear(inputs, gate_up).to(torch.float32).chunk(2, dim=1)
-        hidden = round_hidden(silu(gate) * up)
-        if shares:
-            columns = down.float().unflatten(1, (shares, -1)).permute(1, 2, 0)
-            result = torch.bmm(hidden.float().unflatten(1, (shares, -1)).transpose(0, 1), columns)
-        else:
-            result = F.linear(hidden, down).to(torch.float32)[None]
+        result = _shares_of(round_hidden(_hidden_of(inputs, gate_up)), down, shares)
         outputs[:, chosen] = result[:, : len(chosen)]
-    by_slot = outputs.view(len(outputs), rows, slots, -1)
-    total = weights[:, :1] * by_slot[:, :, 0]
-    for slot in range(1, slots):
-        total = total + weights[:, slot : slot + 1] * by_slot[:, :, slot]
-    return add_tree(total)
+    return _add_slots(outputs, weights)
+
+
+def multiply_gate_up(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """[M * slots, I] float32: silu(gate) * up, pairs sorted by expert; a product in x's dtype."""
+    parts = [x.new_empty((0, gate_up.shape[1] // 2), dtype=torch.float32)]
+    for expert, chosen, inputs in _rows_by_expert(x, ids, gate_up.shape[0]):
+        weight = _dequantize(gate_up[expert], None if scale is None else scale[expert], x.dtype)
+        parts.append(_hidden_of(inputs, weight)[: len(chosen)])
+    return torch.cat(parts)
+
+
+def multiply_down(
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    down: torch.Tensor,
+    scale: torch.Tensor | None,
+    shares: int = 0,
+) -> torch.Tensor:
+    """[M, N] float32 of `multiply_gate_up`'s pairs, rounded; shares as for `moe_experts`."""
+    shape = (max(shares, 1), ids.numel(), down.shape[1])
+    outputs = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    in_place = torch.empty_like(hidden)
+    in_place[ids.flatten().long().sort(stable=True).indices] = hidden
+    # One slot a row: the pairs themselves.
+    for expert, chosen, inputs in _rows_by_expert(in_place, ids.view(-1, 1), down.shape[0]):
+        weight = _dequantize(down[expert], None if scale is None else scale[expert], hidden.dtype)
+        outputs[:, chosen] = _shares_of(inputs, weight, shares)[:, : len(chosen)]
+    return _add_slots(outputs, weights)
 
 
 def moe_experts(

@@ -352,27 +352,49 @@ def launch(args: Any) -> torch.Tensor:
         return out
     # A prompt's many rows would write and read as much again for each share.
     shares = 1 if args.prefill else share_count(whole) * inner // whole
-    is_fp8 = args.gate_up_scale is not None
-    config = configuration(x.dtype, is_fp8, args.prefill)
+    config = configuration(x.dtype, args.gate_up_scale is not None, args.prefill)
     tiles, pairs = plan(args.ids, experts, config.tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     partial = torch.empty((shares, num_pairs, width), dtype=torch.float32, device=x.device)
-    even, num_tiles = is_even(config, width, inner), tiles.shape[1]
-    shared: dict[str, Any] = {
+    multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, tiles, pairs, hidden, slots)
+    multiply_down(config, hidden, down, args.down_scale, tiles, pairs, partial)
+    combine(partial, weights, out)
+    return out
+
+
+def shared_constants(
+    config: Configuration, x: torch.Tensor, width: int, inner: int, is_fp8: bool
+) -> dict[str, Any]:
+    """What both products of experts of `inner` hidden columns are compiled for."""
+    return {
         "WIDTH": width,
         "INNER": inner,
         "IS_FP8": is_fp8,
         "USE_ASM": x.is_cuda,
-        "EVEN": even,
+        "EVEN": is_even(config, width, inner),
         "BM": config.tile_rows,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **OPTIONS,
     }
+
+
+def multiply_gate_up(
+    config: Configuration,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    scale: torch.Tensor | None,
+    tiles: torch.Tensor,
+    pairs: torch.Tensor,
+    hidden: torch.Tensor,
+    slots: int,
+) -> None:
+    """Write `hidden` [M * slots, I], pairs sorted by expert as `plan` has them."""
+    width, inner, num_tiles = x.shape[1], hidden.shape[1], tiles.shape[1]
     gate_up_kernel[(triton.cdiv(inner, config.gate_up_columns), num_tiles)](
         x,
-        args.gate_up.view(torch.uint8) if is_fp8 else args.gate_up,
-        args.gate_up_scale if is_fp8 else weights,
+        gate_up if scale is None else gate_up.view(torch.uint8),
+        gate_up if scale is None else scale,
         tiles,
         pairs,
         hidden,
@@ -381,12 +403,25 @@ def launch(args: Any) -> torch.Tensor:
         SLOTS=slots,
         BN=config.gate_up_columns,
         BK=config.k_tile(width),
-        **shared,
+        **shared_constants(config, x, width, inner, scale is not None),
     )
+
+
+def multiply_down(
+    config: Configuration,
+    hidden: torch.Tensor,
+    down: torch.Tensor,
+    scale: torch.Tensor | None,
+    tiles: torch.Tensor,
+    pairs: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Write `partial` [shares, M * slots, N] of `hidden`, pairs in their own order."""
+    (shares, num_pairs, width), inner, num_tiles = partial.shape, hidden.shape[1], tiles.shape[1]
     down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
         hidden,
-        down.view(torch.uint8) if is_fp8 else down,
-        args.down_scale if is_fp8 else weights,
+        down if scale is None else down.view(torch.uint8),
+        down if scale is None else scale,
         tiles,
         pairs,
         partial,
@@ -395,10 +430,8 @@ def launch(args: Any) -> torch.Tensor:
         SHARES=shares,
         BN=config.down_columns,
         BK=config.k_tile(inner),
-        **shared,
+        **shared_constants(config, hidden, width, inner, scale is not None),
     )
-    combine(partial, weights, out)
-    return out
 
 
 def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
@@ -410,49 +443,86 @@ def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    # Neither height gives a pair other bits.
-    tile_rows = 64 if num_pairs >= W8A8_TALL_PAIRS * experts else 16
+    tile_rows = w8a8_tile_rows(num_pairs, experts)
     tiles, pairs = plan(ids, experts, tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     hidden_scale = torch.empty((num_pairs, inner // 128), dtype=torch.float32, device=x.device)
     partial = torch.empty((1, num_pairs, width), dtype=torch.float32, device=x.device)
-    shared: dict[str, Any] = {
-        "WIDTH": width,
-        "INNER": inner,
-        "BM": tile_rows,
-        "num_warps": 4 if tile_rows == 16 else 8,
-        "num_stages": 3,
-        **OPTIONS,
-    }
+    rows_of_x, stack = (x, args.x_scale), (args.gate_up, args.gate_up_scale)
+    table = (tile_rows, tiles, pairs)
+    multiply_gate_up_w8a8(*rows_of_x, *stack, *table, hidden, hidden_scale, slots, args.out_float32)
+    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, partial)
+    combine(partial, args.weights, out)
+    return out
+
+
+def w8a8_tile_rows(num_pairs: int, experts: int) -> int:
+    """The pairs of a tile. Neither height gives a pair other bits."""
+    return 64 if num_pairs >= W8A8_TALL_PAIRS * experts else 16
+
+
+def w8a8_constants(width: int, inner: int, tile_rows: int) -> dict[str, Any]:
+    """What both products of quantised rows are compiled for."""
+    warps = 4 if tile_rows == 16 else 8
+    return {"WIDTH": width, "INNER": inner, "BM": tile_rows, "num_warps": warps, "num_stages": 3, **OPTIONS}
+
+
+def multiply_gate_up_w8a8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    gate_up: torch.Tensor,
+    scale: torch.Tensor,
+    tile_rows: int,
+    tiles: torch.Tensor,
+    pairs: torch.Tensor,
+    hidden: torch.Tensor,
+    hidden_scale: torch.Tensor,
+    slots: int,
+    in_float32: bool,
+) -> None:
+    """Write `hidden` [M * slots, I] and its factors, pairs sorted by expert as `plan` has them."""
+    width, inner = x.shape[1], hidden.shape[1]
     gate_up_w8a8_kernel[(inner // 128, tiles.shape[1])](
         x,
-        args.x_scale,
-        args.gate_up,
-        args.gate_up_scale,
+        x_scale,
+        gate_up,
+        scale,
         tiles,
         pairs,
         hidden,
         hidden_scale,
         x.stride(0),
-        args.x_scale.stride(0),
+        x_scale.stride(0),
         tiles.shape[1],
         SLOTS=slots,
-        IN_FLOAT32=args.out_float32,
-        **shared,
+        IN_FLOAT32=in_float32,
+        **w8a8_constants(width, inner, tile_rows),
     )
+
+
+def multiply_down_w8a8(
+    hidden: torch.Tensor,
+    hidden_scale: torch.Tensor,
+    down: torch.Tensor,
+    scale: torch.Tensor,
+    tile_rows: int,
+    tiles: torch.Tensor,
+    pairs: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Write `partial` [1, M * slots, N] of `hidden`, pairs in their own order."""
+    width, inner = partial.shape[2], hidden.shape[1]
     down_w8a8_kernel[(width // 128, tiles.shape[1])](
         hidden,
         hidden_scale,
-        args.down,
-        args.down_scale,
+        down,
+        scale,
         tiles,
         pairs,
         partial,
         tiles.shape[1],
-        **shared,
+        **w8a8_constants(width, inner, tile_rows),
     )
-    combine(partial, args.weights, out)
-    return out
 
 
 def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from compiled_mtp.parallel.leader import LeadRunner, _interrupts_wait
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import prompt_of
 from tests.parallel.threads import exchanges
 
@@ -381,14 +381,38 @@ def test_what_ranks_cannot_do_is_refused_before_any_starts(
         Engine(config_of(directory, **options))
 
 
-def test_quantised_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where "auto" would have them: no token may depend on the number of ranks."""
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "message"),
+    [
+        ("moe", {}, {}, r"^layers.0.ffn.gate_up must be cut at its blocks of 128, got rows 0 to 64 and"),
+        (
+            "dense",
+            {"num_value_heads": 4, "num_q_heads": 4},
+            {"world": 4},
+            r"^layers.0.ffn.gate_up.weight must be cut at its blocks of 128, got rows 0 to 64 and columns 0",
+        ),
+        (
+            "next",
+            {"moe_intermediate_size": 256, "vocab_size": 640},
+            {"draft_head_dtype": "float8_e4m3fn"},
+            r"^vocab_size must be 2 times whole blocks of 128 with draft_head_dtype=float8_e4m3fn, got 640; use",
+        ),
+    ],
+)
+def test_cut_groups_are_refused_before_any_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    sizes: dict[str, int],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    """A group of 128 columns has one factor of each row."""
     monkeypatch.delattr(leader, "Ranks")
-    directory = write_checkpoint(tmp_path, "qwen3_5_moe", fp8_scale=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"^weight_recipe must be w8a16 with several ranks, got auto; pass w"
-    ):
-        Engine(config_of(directory))
+    heads = {"num_q_heads": 4, "num_value_heads": 4}
+    directory = write_checkpoint(tmp_path, **(dict(FP8_FAMILIES)[family] | heads | sizes))
+    with pytest.raises(ValueError, match=message):
+        Engine(config_of(directory, **options))
 
 
 # What two GPUs can hold.
@@ -421,8 +445,12 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
             {},
             "^reference_ops must be empty with several ranks on GPUs, got .'li",
         ),
-        ({}, {"num_experts": 8}, "^tensor_parallel must be 1 for a mixture of experts on GPUs, got 2; pass"),
-        ({}, {"num_kv_heads": 1}, "^num_kv_heads must be a multiple of 2 ranks on GPUs, got 1; use fewer"),
+        (
+            {},
+            {"num_experts": 8, "moe_intermediate_size": 128},
+            "^moe_intermediate_size must be summed in 2 shares at least, got 1 of 128 columns; use fewer",
+        ),
+        ({}, {"hidden_size": 129}, "^hidden_size must be a multiple of 2 ranks, got 129; use another number"),
         ({}, {}, "^intermediate_size must be summed in 2 shares at least, got 1 of 192 columns; use fewer"),
     ],
 )

@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.request import SamplingParams
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
 from tests.engines import prompt_of
 from tests.parallel.threads import ThreadExchange, ThreadRunner, engine_of
 
@@ -25,12 +25,24 @@ CASES = [
     ("dense-r1-tied", "float32", {"kv_dtype": "float8_e4m3fn"}, (2, 4)),
     ("next-fp8", "float32", {"weight_recipe": "w8a16"}, (2,)),
     ("moe-mixed", "bfloat16", {}, (2,)),
+    ("next-w8a8", "bfloat16", {"draft_head_dtype": "float8_e4m3fn"}, (2,)),
+    ("dense-w8a8", "bfloat16", {}, (4,)),
+    ("moe-w8a8", "float32", {}, (2,)),
 ]
+# Of which ranks hold whole blocks and groups; rows are quantised in groups of 128.
+W8A8_SIZES: dict[str, dict[str, Any]] = {
+    "next-w8a8": {"moe_intermediate_size": 256},
+    "dense-w8a8": {"intermediate_size": 512, "num_value_heads": 4},
+    "moe-w8a8": {"moe_intermediate_size": 256},
+}
 LENGTHS = (70, 5, 33)
 
 
 def write(directory: Path, name: str) -> Path:
-    options = dict(FAMILIES)[name]
+    if name in W8A8_SIZES:
+        options = dict(FP8_FAMILIES)[name.removesuffix("-w8a8")] | W8A8_SIZES[name]
+    else:
+        options = dict(FAMILIES)[name]
     heads = SIZES | ({"num_key_heads": 4} if name == "dense-r1-tied" else {})
     return write_checkpoint(directory / name, **(options | heads))
 
@@ -91,7 +103,7 @@ def test_ranks_decode_what_one_does(
             assert decode(engine) == wanted
 
 
-@pytest.mark.parametrize("name", ["dense-r4", "next-fp8"])
+@pytest.mark.parametrize("name", ["dense-r4", "next-fp8", "moe-w8a8"])
 def test_prompts_may_have_rows_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
