@@ -20,7 +20,14 @@ from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_si
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
 from compiled_mtp.ops.linear.tall_config import read_tall_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
-from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_experts import (
+    moe_experts,
+    moe_experts_w8a8,
+    moe_hidden,
+    moe_hidden_w8a8,
+    moe_sums,
+    moe_sums_w8a8,
+)
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
@@ -295,6 +302,24 @@ def w8a8_experts(device: torch.device, rows: int) -> None:
     moe_experts_w8a8(*x, *routes, *stacks, *scales)
 
 
+def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
+    """What one of two ranks makes of them: half of the hidden columns, and half of the sums."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 1024, 256
+    ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
+    if is_fp8:
+        x = empty(rows, 2 * width, dtype=FP8), empty(rows, 2 * width // 128)
+        stack = empty(count, 2 * inner, 2 * width, dtype=FP8), empty(count, 4, 16)
+        moe_hidden_w8a8(*x, ids, *stack)
+        hidden = empty(9 * rows, 2 * inner, dtype=FP8), empty(9 * rows, 4)
+        stack = empty(count, width, 2 * inner, dtype=FP8), empty(count, 8, 4)
+        moe_sums_w8a8(*hidden, weights, ids, *stack)
+    else:
+        moe_hidden(empty(rows, 2 * width, dtype=BF16), ids, empty(count, 2 * inner, 2 * width, dtype=BF16))
+        hidden_rows = empty(9 * rows, 2 * inner, dtype=BF16)
+        moe_sums(hidden_rows, weights, ids, empty(count, width, 2 * inner, dtype=BF16))
+
+
 def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
     for name, rows in (("w8a8", ROWS), ("tall-w8a8", PREFILL_ROWS)):
         yield LaunchCase(name, functools.partial(w8a8_experts, rows=rows), 90)
@@ -309,6 +334,10 @@ def moe_experts_cases(capability: int) -> Iterator[LaunchCase]:
     ):
         call = functools.partial(experts, rows=rows, dtype=dtype, prefill=name == "prefill")
         yield LaunchCase(f"{name}-{dtype_name(dtype)}", call, capability_of(dtype))
+    halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
+    yield LaunchCase("halves", halves, capability_of(BF16))
+    for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(halves_of_experts, rows=rows, is_fp8=True), 90)
 
 
 def moe_router_cases(capability: int) -> Iterator[LaunchCase]:

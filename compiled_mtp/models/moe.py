@@ -11,8 +11,14 @@ from compiled_mtp.models.activations import Activations, as_they_are, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
 from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
-from compiled_mtp.ops.moe_halves import moe_hidden, moe_hidden_w8a8, moe_sums, moe_sums_w8a8
+from compiled_mtp.ops.moe_experts import (
+    moe_experts,
+    moe_experts_w8a8,
+    moe_hidden,
+    moe_hidden_w8a8,
+    moe_sums,
+    moe_sums_w8a8,
+)
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.parallel.exchange import Exchange
 

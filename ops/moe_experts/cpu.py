@@ -156,3 +156,46 @@ def moe_experts_w8a8(
     values = quantized_values(x, x_scale)
     total = _multiply_and_add(values, weights, ids, stacks, scales, round_hidden)
     return total if out_float32 else total.bfloat16()
+
+
+def moe_hidden(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor | None
+) -> torch.Tensor:
+    return multiply_gate_up(x, ids, gate_up, gate_up_scale).to(x.dtype)
+
+
+def moe_sums(
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    shares = cpu_share_count(down.shape[2])
+    return multiply_down(hidden, weights, ids, down, down_scale, shares).to(hidden.dtype)
+
+
+def moe_hidden_w8a8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    out_float32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = multiply_gate_up(quantized_values(x, x_scale), ids, gate_up, gate_up_scale)
+    return quantize(hidden if out_float32 else hidden.bfloat16())
+
+
+def moe_sums_w8a8(
+    hidden: torch.Tensor,
+    hidden_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None,
+    out_float32: bool,
+) -> torch.Tensor:
+    values = quantized_values(hidden, hidden_scale)
+    total = multiply_down(values, weights, ids, down, down_scale)
+    return total if out_float32 else total.bfloat16()

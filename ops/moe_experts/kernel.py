@@ -13,69 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 from compiled_mtp.ops.shares import share_count
 
-OPTIONS = {"enable_fp_fusion": True}
-_PLAN_BLOCK = 512
-_TABLE_BLOCK = 64
 # Pairs an expert has on average, from which on tiles of 64 are fuller than they are wasteful.
 W8A8_TALL_PAIRS = 16
-
-
-@triton.jit
-def plan_kernel(
-    ids,
-    tiles,
-    pairs,
-    num_pairs,
-    num_tiles,
-    TILE_ROWS: tl.constexpr,
-    IS_DENSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
-    """List the pairs of one expert in ascending order and fill its part of the tile table.
-
-    An expert's first entry is known from the number of pairs of lower experts alone, which is why entries
-    without a tile (-1) are left between: at most one a pair (dense), or one an expert.
-    """
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    below = tl.zeros((BLOCK,), tl.int32)
-    mine = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
-        below += (chosen < expert).to(tl.int32)
-        mine += (chosen == expert).to(tl.int32)
-    offset = tl.sum(below, 0)
-    count = tl.sum(mine, 0)
-    if count > 0:
-        filled = offset
-        for start in range(0, num_pairs, BLOCK):
-            chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
-            is_mine = (chosen == expert).to(tl.int32)
-            tl.store(pairs + filled + tl.cumsum(is_mine, 0) - 1, start + lane, mask=is_mine > 0)
-            filled += tl.sum(is_mine, 0)
-    if IS_DENSE:
-        first = offset
-        owned = count
-    else:
-        first = offset // TILE_ROWS + expert
-        owned = (offset + count) // TILE_ROWS + expert + 1 - first
-    for start in range(0, owned, TABLE_BLOCK):
-        entry = start + tl.arange(0, TABLE_BLOCK)
-        if IS_DENSE:
-            begin = entry
-            is_tile = entry % TILE_ROWS == 0
-        else:
-            begin = entry * TILE_ROWS
-            is_tile = begin < count
-        to = tiles + first + entry
-        tl.store(to, tl.where(is_tile, expert, -1), mask=entry < owned)
-        tl.store(to + num_tiles, offset + begin, mask=entry < owned)
-        tl.store(to + 2 * num_tiles, tl.minimum(count - begin, TILE_ROWS), mask=entry < owned)
 
 
 @triton.jit
@@ -247,58 +191,6 @@ def down_kernel(
         tl.store(to, total, mask=is_inside)
 
 
-@triton.jit
-def weigh_slots(partial, weights, row, column, inside, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
-    """One share of a row's sum, over its slots in order."""
-    total = tl.zeros(column.shape, tl.float32)
-    for slot in tl.static_range(SLOTS):
-        pair = row * SLOTS + slot
-        value = tl.load(partial + pair * WIDTH + column, mask=inside, other=0.0)
-        total += tl.load(weights + pair) * value
-    return total
-
-
-@triton.jit
-def add_shares(
-    partial,
-    weights,
-    row,
-    column,
-    inside,
-    stride,
-    SHARES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The sum of SHARES neighbouring shares, added as a tree."""
-    if SHARES == 1:
-        return weigh_slots(partial, weights, row, column, inside, SLOTS, WIDTH)
-    else:
-        half: tl.constexpr = SHARES // 2
-        left = add_shares(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
-        other = partial + half * stride
-        return left + add_shares(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def combine_kernel(
-    partial,
-    weights,
-    out,
-    num_pairs,
-    SHARES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    stride = num_pairs.to(tl.int64) * WIDTH
-    total = add_shares(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
-    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
-
-
 @dataclass(frozen=True)
 class Configuration:
     """Tile shapes of the two products; functions of the model and of decode or prefill alone."""
@@ -331,12 +223,6 @@ def is_even(config: Configuration, width: int, inner: int) -> bool:
         or inner % config.gate_up_columns
         or width % config.down_columns
     )
-
-
-def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]:
-    """Entries of the tile table, and whether it is the dense one (one entry a pair)."""
-    sparse = experts + num_pairs // tile_rows
-    return min(num_pairs, sparse), num_pairs <= sparse
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -525,42 +411,51 @@ def multiply_down_w8a8(
     )
 
 
-def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tile table [3, tiles] int32 and the (row, slot) pairs by expert [rows * slots] int32."""
-    num_pairs = ids.numel()
-    num_tiles, is_dense = tile_count(num_pairs, experts, tile_rows)
-    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
-    pairs = torch.empty((num_pairs,), dtype=torch.int32, device=ids.device)
-    plan_kernel[(experts,)](
-        ids,
-        tiles,
-        pairs,
-        num_pairs,
-        num_tiles,
-        TILE_ROWS=tile_rows,
-        IS_DENSE=is_dense,
-        BLOCK=_PLAN_BLOCK,
-        TABLE_BLOCK=_TABLE_BLOCK,
-        num_warps=4,
-        **OPTIONS,
-    )
-    return tiles, pairs
+def launch_moe_hidden(args: Any) -> torch.Tensor:
+    x, ids, (experts, both, _) = args.x, args.ids, args.gate_up.shape
+    hidden = torch.empty((ids.numel(), both // 2), dtype=x.dtype, device=x.device)
+    if ids.numel():
+        config = configuration(x.dtype, args.gate_up_scale is not None, True)
+        table = plan(ids, experts, config.tile_rows)
+        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, *table, hidden, ids.shape[1])
+    return hidden
 
 
-def combine(partial: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to `out` [M, H] the weighted sums of the pairs' results [shares, M * slots, H], in slot order."""
-    (rows, width), slots = out.shape, weights.shape[1]
-    # Every share and slot of a column is on its way at once.
-    block = min(1024 // len(partial), triton.next_power_of_2(width))
-    combine_kernel[(triton.cdiv(width, block), rows)](
-        partial,
-        weights,
-        out,
-        rows * slots,
-        SHARES=len(partial),
-        SLOTS=slots,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=4,
-        **OPTIONS,
-    )
+def launch_moe_sums(args: Any) -> torch.Tensor:
+    hidden, ids, (experts, width, _) = args.hidden, args.ids, args.down.shape
+    out = torch.empty((ids.shape[0], width), dtype=hidden.dtype, device=hidden.device)
+    if ids.numel():
+        config = configuration(hidden.dtype, args.down_scale is not None, True)
+        table = plan(ids, experts, config.tile_rows)
+        partial = torch.empty((1, ids.numel(), width), dtype=torch.float32, device=hidden.device)
+        multiply_down(config, hidden, args.down, args.down_scale, *table, partial)
+        combine(partial, args.weights, out)
+    return out
+
+
+def launch_moe_hidden_w8a8(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, ids, (experts, both, _) = args.x, args.ids, args.gate_up.shape
+    pairs, inner = ids.numel(), both // 2
+    hidden = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    factors = torch.empty((pairs, inner // 128), dtype=torch.float32, device=x.device)
+    if pairs:
+        tile_rows = w8a8_tile_rows(pairs, experts)
+        table = (tile_rows, *plan(ids, experts, tile_rows))
+        stack = (args.gate_up, args.gate_up_scale)
+        multiply_gate_up_w8a8(
+            x, args.x_scale, *stack, *table, hidden, factors, ids.shape[1], args.out_float32
+        )
+    return hidden, factors
+
+
+def launch_moe_sums_w8a8(args: Any) -> torch.Tensor:
+    hidden, ids, (experts, width, _) = args.hidden, args.ids, args.down.shape
+    dtype = torch.float32 if args.out_float32 else torch.bfloat16
+    out = torch.empty((ids.shape[0], width), dtype=dtype, device=hidden.device)
+    if ids.numel():
+        tile_rows = w8a8_tile_rows(ids.numel(), experts)
+        table = (tile_rows, *plan(ids, experts, tile_rows))
+        partial = torch.empty((1, ids.numel(), width), dtype=torch.float32, device=hidden.device)
+        multiply_down_w8a8(hidden, args.hidden_scale, args.down, args.down_scale, *table, partial)
+        combine(partial, args.weights, out)
+    return out

@@ -395,7 +395,7 @@ def test_what_ranks_cannot_do_is_refused_before_any_starts(
             "next",
             {"moe_intermediate_size": 256, "vocab_size": 640},
             {"draft_head_dtype": "float8_e4m3fn"},
-            r"^vocab_size must be 2 times whole blocks of 128 with draft_head_dtype=float8_e4m3fn, got 640; use",
+            r"^vocab_size must be 2 times whole blocks of 128 with draft_head_dtype=float8_e4m3fn, got 640",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""The specifications of `moe_hidden` and `moe_sums`, with rows as they are and quantised."""
+"""The specifications of the experts' two products apart, with rows as they are and quantised: between them
+ranks gather the hidden values."""
 
 from __future__ import annotations
 

@@ -1,0 +1,165 @@
+"""Which pairs are multiplied together, and the weighted sums of their results: the experts' first launch and
+their last."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+OPTIONS = {"enable_fp_fusion": True}
+_PLAN_BLOCK = 512
+_TABLE_BLOCK = 64
+
+
+@triton.jit
+def plan_kernel(
+    ids,
+    tiles,
+    pairs,
+    num_pairs,
+    num_tiles,
+    TILE_ROWS: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """List the pairs of one expert in ascending order and fill its part of the tile table.
+
+    An expert's first entry is known from the number of pairs of lower experts alone, which is why entries
+    without a tile (-1) are left between: at most one a pair (dense), or one an expert.
+    """
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), tl.int32)
+    mine = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
+        below += (chosen < expert).to(tl.int32)
+        mine += (chosen == expert).to(tl.int32)
+    offset = tl.sum(below, 0)
+    count = tl.sum(mine, 0)
+    if count > 0:
+        filled = offset
+        for start in range(0, num_pairs, BLOCK):
+            chosen = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=2**30)
+            is_mine = (chosen == expert).to(tl.int32)
+            tl.store(pairs + filled + tl.cumsum(is_mine, 0) - 1, start + lane, mask=is_mine > 0)
+            filled += tl.sum(is_mine, 0)
+    if IS_DENSE:
+        first = offset
+        owned = count
+    else:
+        first = offset // TILE_ROWS + expert
+        owned = (offset + count) // TILE_ROWS + expert + 1 - first
+    for start in range(0, owned, TABLE_BLOCK):
+        entry = start + tl.arange(0, TABLE_BLOCK)
+        if IS_DENSE:
+            begin = entry
+            is_tile = entry % TILE_ROWS == 0
+        else:
+            begin = entry * TILE_ROWS
+            is_tile = begin < count
+        to = tiles + first + entry
+        tl.store(to, tl.where(is_tile, expert, -1), mask=entry < owned)
+        tl.store(to + num_tiles, offset + begin, mask=entry < owned)
+        tl.store(to + 2 * num_tiles, tl.minimum(count - begin, TILE_ROWS), mask=entry < owned)
+
+
+@triton.jit
+def weigh_slots(partial, weights, row, column, inside, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
+    """One share of a row's sum, over its slots in order."""
+    total = tl.zeros(column.shape, tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = row * SLOTS + slot
+        value = tl.load(partial + pair * WIDTH + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair) * value
+    return total
+
+
+@triton.jit
+def add_shares(
+    partial,
+    weights,
+    row,
+    column,
+    inside,
+    stride,
+    SHARES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The sum of SHARES neighbouring shares, added as a tree."""
+    if SHARES == 1:
+        return weigh_slots(partial, weights, row, column, inside, SLOTS, WIDTH)
+    else:
+        half: tl.constexpr = SHARES // 2
+        left = add_shares(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+        other = partial + half * stride
+        return left + add_shares(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def combine_kernel(
+    partial,
+    weights,
+    out,
+    num_pairs,
+    SHARES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    stride = num_pairs.to(tl.int64) * WIDTH
+    total = add_shares(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]:
+    """Entries of the tile table, and whether it is the dense one (one entry a pair)."""
+    sparse = experts + num_pairs // tile_rows
+    return min(num_pairs, sparse), num_pairs <= sparse
+
+
+def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tile table [3, tiles] int32 and the (row, slot) pairs by expert [rows * slots] int32."""
+    num_pairs = ids.numel()
+    num_tiles, is_dense = tile_count(num_pairs, experts, tile_rows)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
+    pairs = torch.empty((num_pairs,), dtype=torch.int32, device=ids.device)
+    plan_kernel[(experts,)](
+        ids,
+        tiles,
+        pairs,
+        num_pairs,
+        num_tiles,
+        TILE_ROWS=tile_rows,
+        IS_DENSE=is_dense,
+        BLOCK=_PLAN_BLOCK,
+        TABLE_BLOCK=_TABLE_BLOCK,
+        num_warps=4,
+        **OPTIONS,
+    )
+    return tiles, pairs
+
+
+def combine(partial: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to `out` [M, H] the weighted sums of the pairs' results [shares, M * slots, H], in slot order."""
+    (rows, width), slots = out.shape, weights.shape[1]
+    # Every share and slot of a column is on its way at once.
+    block = min(1024 // len(partial), triton.next_power_of_2(width))
+    combine_kernel[(triton.cdiv(width, block), rows)](
+        partial,
+        weights,
+        out,
+        rows * slots,
+        SHARES=len(partial),
+        SLOTS=slots,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=4,
+        **OPTIONS,
+    )
