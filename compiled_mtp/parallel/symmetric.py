@@ -22,6 +22,8 @@ from compiled_mtp.parallel.gloo import GlooExchange
 CHANNELS, CHUNK = 1024, 1024
 # Looks at a signal between two at the host's memory: some milliseconds.
 _TURNS = 4096
+# Exchanges that were given up, kept for good.
+_GIVEN_UP: list[SymmetricExchange] = []
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
 _MANY_ROWS = 64
 
@@ -79,6 +81,8 @@ class SymmetricExchange(GlooExchange):
         """As `Exchange.give_up`: kernels look at the host's memory while they wait."""
         if not self._control[0]:
             self._control[0] = -1
+        # Kernels may still look there, or wait for a while: what they read must not become another's.
+        _GIVEN_UP.append(self)
 
     def adds(self, rows: int) -> bool:
         """As `Exchange.adds`."""
