@@ -42,8 +42,8 @@ def test_attention_of_some_heads(heads: tuple[int, int, int], window: int) -> No
 
 
 # The last: one GPU has blocks of 32 value columns, a rank of 16.
-@pytest.mark.parametrize("heads", [(1, 4), (16, 48), (16, 32)])
-def test_gdn_prefill_of_some_heads(heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("heads", [(1, 4, 128), (16, 48, 128), (16, 32, 128)])
+def test_gdn_prefill_of_some_heads(heads: tuple[int, int, int]) -> None:
     for world in (2, 4):
         check_gdn_prefill_heads(gdn_prefill, heads, BF16, "cuda", rows=200, world=world)
 

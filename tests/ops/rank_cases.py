@@ -41,27 +41,27 @@ def check_attention_heads(
 
 
 def check_gdn_prefill_heads(
-    prefill: Operator, heads: tuple[int, int], dtype: torch.dtype, device: str, *, rows: int, world: int
+    prefill: Operator, heads: tuple[int, int, int], dtype: torch.dtype, device: str, *, rows: int, world: int
 ) -> None:
-    """A prompt's state and outputs; heads: key heads and value heads, of 128 features each."""
-    hk, hv = heads
+    """A prompt's state and outputs; heads: key heads and value heads, and the size of either."""
+    hk, hv, size = heads
     rng = torch.Generator().manual_seed(rows)
-    q, k = torch.nn.functional.normalize(torch.randn(2, rows, hk, 128, generator=rng), dim=-1).to(device)
-    v = torch.randn(rows, hv, 128, generator=rng).to(device)
+    q, k = torch.nn.functional.normalize(torch.randn(2, rows, hk, size, generator=rng), dim=-1).to(device)
+    v = torch.randn(rows, hv, size, generator=rng).to(device)
     g = (-torch.rand(rows, hv, generator=rng)).to(device)
     beta = torch.rand(rows, hv, generator=rng).to(device)
-    z = torch.randn(rows, hv * 128, generator=rng).to(device, dtype)
-    norm_weight = (torch.rand(128, generator=rng) + 0.5).to(device)
-    before = torch.randn(2, hv, 128, 128, generator=rng).to(device)
+    z = torch.randn(rows, hv * size, generator=rng).to(device, dtype)
+    norm_weight = (torch.rand(size, generator=rng) + 0.5).to(device)
+    before = torch.randn(2, hv, size, size, generator=rng).to(device)
     place = (torch.tensor([1], dtype=torch.int32, device=device),)
     place += tuple(torch.tensor([n], device=device) for n in (64, rows, 0))
 
     def run(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         state = heads_of(before, rank, world).clone()
         parts = [heads_of(x, rank, world) for x in (q, k, v, g, beta)]
-        own_z = heads_of(z.view(rows, hv, 128), rank, world).view(rows, -1)
+        own_z = heads_of(z.view(rows, hv, size), rank, world).view(rows, -1)
         y = prefill(*parts, own_z, norm_weight, state, *place, 1e-6, "silu", None)
-        return y.view(rows, -1, 128), state
+        return y.view(rows, -1, size), state
 
     whole, state = run(0, 1)
     for rank in range(world):

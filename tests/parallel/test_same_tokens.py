@@ -78,6 +78,8 @@ def test_ranks_decode_what_one_does(
     directory = write(tmp_path, name)
     with engine_of(directory, 1, dtype=dtype, **options) as engine:
         wanted = decode(engine)
+        kept = engine.runner.step.target.layers[0].ffn
+        assert kept.quantizes_rows == name.endswith("w8a8")
     for world in worlds:
         with engine_of(directory, world, dtype=dtype, **options) as engine:
             assert decode(engine) == wanted, world
@@ -95,15 +97,15 @@ def test_ranks_decode_what_one_does(
                 assert all(find_packed(weight) is not None for weight in weights_of(target.modules()))
                 assert find_packed(target.head_weight) is not None
         for follower in runner.followers:
-            for name in ("drafts", "last_token", "pos", "last_hidden"):
-                assert getattr(own, name).equal(getattr(follower.step.slots, name)), name
-    if name in ("dense-r4", "moe-mixed"):
+            for held in ("drafts", "last_token", "pos", "last_hidden"):
+                assert getattr(own, held).equal(getattr(follower.step.slots, held)), held
+    if name in ("dense-r4", "moe-mixed", "moe-w8a8"):
         without_drafts = {**options, "mtp_step": 0, "draft_vocab": None}
         with engine_of(directory, 2, dtype=dtype, **without_drafts) as engine:
             assert decode(engine) == wanted
 
 
-@pytest.mark.parametrize("name", ["dense-r4", "next-fp8", "moe-w8a8"])
+@pytest.mark.parametrize("name", ["dense-r4", "next-fp8", "moe-mixed", "dense-w8a8", "moe-w8a8"])
 def test_prompts_may_have_rows_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -121,6 +123,10 @@ def test_prompts_may_have_rows_of_their_own(
         for name in names:
             columns = held[name.replace("prompt_weight", "weight")]
             assert held[name].shape == (columns.shape[0] // 2, columns.shape[1] * 2)
+        stacks = [held[name] for name in held if name.endswith("ffn.prompt_down")]
+        # Of quantised rows down itself is cut so.
+        assert bool(stacks) == (directory.name in ("moe-mixed", "next-fp8"))
+        assert all(stack.shape == (9, 64, 64) for stack in stacks)
         assert decode(engine) == wanted
 
 
