@@ -37,8 +37,11 @@ GROUPED_ITEMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
 # sums may be contracted in one of them only.
 FUSION = {"enable_fp_fusion": False}
-# Of 64 dims a program: one warp sums its splits without a barrier.
+# One warp sums the splits of some dims without a barrier: of few where there would be few programs, since each
+# waits for memory step by step. No bit depends on how many.
 COMBINE_WARPS = 1
+COMBINE_DIMS, FEW_DIMS = 64, 16
+FEW_PROGRAMS = 1024
 # Sizes that differ from call to call: one binary serves them all.
 PREFILL_UNSPECIALIZED = ("num_pieces", "max_blocks", "first_key", "table_stride")
 
@@ -288,7 +291,8 @@ def launch(args: Any) -> torch.Tensor:
         **tiles,
         **FUSION,
     )
-    width = min(hd, 64)
+    is_few = rows * hq * triton.cdiv(hd, COMBINE_DIMS) < FEW_PROGRAMS
+    width = min(hd, FEW_DIMS if is_few else COMBINE_DIMS)
     combine_kernel[(rows * hq, hd // width)](
         part_sum,
         part_largest,

@@ -33,7 +33,7 @@ NEXT_GROUPS = 8
 def split_of(key):
     """The split that holds a key."""
     split = tl.where(key < 4096, 16 + (key - 1024) // 128, 40 + (key - 4096) // 256)
-    split = tl.where(key < 32768, split, 152 + (key - 32768) // 1024)
+    split = tl.where(key < 32768, split, 152 + (key - 32768) // 512)
     return tl.where(key < 1024, key // 64, split)
 
 
@@ -41,7 +41,7 @@ def split_of(key):
 def split_begin(split):
     """The first key of a split."""
     key = tl.where(split < 40, 1024 + (split - 16) * 128, 4096 + (split - 40) * 256)
-    key = tl.where(split < 152, key, 32768 + (split - 152) * 1024)
+    key = tl.where(split < 152, key, 32768 + (split - 152) * 512)
     return tl.where(split < 16, split * 64, key)
 
 
@@ -359,7 +359,27 @@ def load_groups(
 
 
 @triton.jit
-def add_groups(acc, denominator, largest, sums, total, group_largest):
+def add_neighbours(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x [ROWS, WIDTH], its neighbouring rows added: [ROWS / 2, WIDTH]."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, (ROWS // 2, 2, WIDTH)), (0, 2, 1)))
+    return even + odd
+
+
+@triton.jit
+def add_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum [WIDTH] of x [ROWS, WIDTH], ROWS being 4 or 8, as a tree of neighbours.
+
+    `tl.sum` adds in an order that the layout decides, and so the width.
+    """
+    if ROWS == 8:
+        x = add_neighbours(add_neighbours(x, 8, WIDTH), 4, WIDTH)
+    else:
+        x = add_neighbours(x, 4, WIDTH)
+    return tl.reshape(add_neighbours(x, 2, WIDTH), (WIDTH,))
+
+
+@triton.jit
+def add_groups(acc, denominator, largest, sums, total, group_largest, BD: tl.constexpr, GROUPS: tl.constexpr):
     """Adds the sums [GROUPS, BD] of some groups of a row to those before them."""
     is_group = group_largest > -float("inf")
     total = tl.where(is_group, total, 0.0)
@@ -368,9 +388,9 @@ def add_groups(acc, denominator, largest, sums, total, group_largest):
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     weight = tl.exp2(group_largest - base)
     factor = tl.exp2(largest - base)
-    acc = acc * factor + tl.sum(sums * weight[:, None], 0)
-    denominator = denominator * factor + tl.sum(total * weight, 0)
-    return acc, denominator, new_largest
+    acc = acc * factor + add_rows(sums * weight[:, None], GROUPS, BD)
+    added = add_rows(tl.reshape(total * weight, (GROUPS, 1)), GROUPS, 1)
+    return acc, denominator * factor + tl.sum(added, 0), new_largest
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -432,14 +452,16 @@ def combine_kernel(
             part_sum, part_largest, part_total, part, step, size, 0, begin, end, last_part, dim,
             HD, BD, FIRST_GROUPS, GROUP_SPLITS,
         )  # fmt: skip
-        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+        acc, denominator, largest = add_groups(
+            acc, 0.0, -float("inf"), sums, total, group_largest, BD, FIRST_GROUPS
+        )
         for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
             next_sums, next_total, next_largest = load_groups(
                 part_sum, part_largest, part_total, part, step, size, start, begin, end, last_part, dim,
                 HD, BD, NEXT_GROUPS, GROUP_SPLITS,
             )  # fmt: skip
             acc, denominator, largest = add_groups(
-                acc, denominator, largest, next_sums, next_total, next_largest
+                acc, denominator, largest, next_sums, next_total, next_largest, BD, NEXT_GROUPS
             )
     else:
         if PDL:
@@ -449,7 +471,9 @@ def combine_kernel(
         )
         g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
-        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+        acc, denominator, largest = add_groups(
+            acc, 0.0, -float("inf"), sums, total, group_largest, BD, FIRST_GROUPS
+        )
         if num_groups > FIRST_GROUPS:
             loaded = load_splits(
                 part_sum, part_largest, part_total, part, step, FIRST_GROUPS, last_part, dim,
@@ -465,7 +489,7 @@ def combine_kernel(
                     loaded, start, begin, end, BD, NEXT_GROUPS, GROUP_SPLITS
                 )
                 acc, denominator, largest = add_groups(
-                    acc, denominator, largest, next_sums, next_total, next_largest
+                    acc, denominator, largest, next_sums, next_total, next_largest, BD, NEXT_GROUPS
                 )
                 loaded = later
     value = acc / tl.where(denominator == 0.0, 1.0, denominator)
