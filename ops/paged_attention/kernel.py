@@ -37,7 +37,7 @@ GROUPED_ITEMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
 # sums may be contracted in one of them only.
 FUSION = {"enable_fp_fusion": False}
-# One warp sums the splits of some dims without a barrier: of few where there would be few programs, since each
+# One warp sums the splits of some dims without a barrier: of few dims where programs would be few, since each
 # waits for memory step by step. No bit depends on how many.
 COMBINE_WARPS = 1
 COMBINE_DIMS, FEW_DIMS = 64, 16
