@@ -37,11 +37,8 @@ GROUPED_ITEMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
 # sums may be contracted in one of them only.
 FUSION = {"enable_fp_fusion": False}
-# One warp sums the splits of some dims without a barrier: of few dims where programs would be few, since each
-# waits for memory step by step. No bit depends on how many.
+# Of 64 dims a program: one warp sums its splits without a barrier.
 COMBINE_WARPS = 1
-COMBINE_DIMS, FEW_DIMS = 64, 16
-FEW_PROGRAMS = 1024
 # Sizes that differ from call to call: one binary serves them all.
 PREFILL_UNSPECIALIZED = ("num_pieces", "max_blocks", "first_key", "table_stride")
 
@@ -291,8 +288,7 @@ def launch(args: Any) -> torch.Tensor:
         **tiles,
         **FUSION,
     )
-    is_few = rows * hq * triton.cdiv(hd, COMBINE_DIMS) < FEW_PROGRAMS
-    width = min(hd, FEW_DIMS if is_few else COMBINE_DIMS)
+    width = min(hd, 64)
     combine_kernel[(rows * hq, hd // width)](
         part_sum,
         part_largest,

@@ -359,27 +359,7 @@ def load_groups(
 
 
 @triton.jit
-def add_neighbours(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x [ROWS, WIDTH], its neighbouring rows added: [ROWS / 2, WIDTH]."""
-    even, odd = tl.split(tl.permute(tl.reshape(x, (ROWS // 2, 2, WIDTH)), (0, 2, 1)))
-    return even + odd
-
-
-@triton.jit
-def add_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum [WIDTH] of x [ROWS, WIDTH], ROWS being 4 or 8, as a tree of neighbours.
-
-    `tl.sum` adds in an order that the layout decides, and so the width.
-    """
-    if ROWS == 8:
-        x = add_neighbours(add_neighbours(x, 8, WIDTH), 4, WIDTH)
-    else:
-        x = add_neighbours(x, 4, WIDTH)
-    return tl.reshape(add_neighbours(x, 2, WIDTH), (WIDTH,))
-
-
-@triton.jit
-def add_groups(acc, denominator, largest, sums, total, group_largest, BD: tl.constexpr, GROUPS: tl.constexpr):
+def add_groups(acc, denominator, largest, sums, total, group_largest):
     """Adds the sums [GROUPS, BD] of some groups of a row to those before them."""
     is_group = group_largest > -float("inf")
     total = tl.where(is_group, total, 0.0)
@@ -388,9 +368,9 @@ def add_groups(acc, denominator, largest, sums, total, group_largest, BD: tl.con
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     weight = tl.exp2(group_largest - base)
     factor = tl.exp2(largest - base)
-    acc = acc * factor + add_rows(sums * weight[:, None], GROUPS, BD)
-    added = add_rows(tl.reshape(total * weight, (GROUPS, 1)), GROUPS, 1)
-    return acc, denominator * factor + tl.sum(added, 0), new_largest
+    acc = acc * factor + tl.sum(sums * weight[:, None], 0)
+    denominator = denominator * factor + tl.sum(total * weight, 0)
+    return acc, denominator, new_largest
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -452,16 +432,14 @@ def combine_kernel(
             part_sum, part_largest, part_total, part, step, size, 0, begin, end, last_part, dim,
             HD, BD, FIRST_GROUPS, GROUP_SPLITS,
         )  # fmt: skip
-        acc, denominator, largest = add_groups(
-            acc, 0.0, -float("inf"), sums, total, group_largest, BD, FIRST_GROUPS
-        )
+        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
         for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
             next_sums, next_total, next_largest = load_groups(
                 part_sum, part_largest, part_total, part, step, size, start, begin, end, last_part, dim,
                 HD, BD, NEXT_GROUPS, GROUP_SPLITS,
             )  # fmt: skip
             acc, denominator, largest = add_groups(
-                acc, denominator, largest, next_sums, next_total, next_largest, BD, NEXT_GROUPS
+                acc, denominator, largest, next_sums, next_total, next_largest
             )
     else:
         if PDL:
@@ -471,9 +449,7 @@ def combine_kernel(
         )
         g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
-        acc, denominator, largest = add_groups(
-            acc, 0.0, -float("inf"), sums, total, group_largest, BD, FIRST_GROUPS
-        )
+        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
         if num_groups > FIRST_GROUPS:
             loaded = load_splits(
                 part_sum, part_largest, part_total, part, step, FIRST_GROUPS, last_part, dim,
@@ -489,7 +465,7 @@ def combine_kernel(
                     loaded, start, begin, end, BD, NEXT_GROUPS, GROUP_SPLITS
                 )
                 acc, denominator, largest = add_groups(
-                    acc, denominator, largest, next_sums, next_total, next_largest, BD, NEXT_GROUPS
+                    acc, denominator, largest, next_sums, next_total, next_largest
                 )
                 loaded = later
     value = acc / tl.where(denominator == 0.0, 1.0, denominator)
