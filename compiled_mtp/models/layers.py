@@ -62,6 +62,8 @@ class Linear(nn.Module):
         has_parts = exchange is None
         self.num_parts = count(self.weight, 1) if has_parts else 1
         self.num_tall_parts = count(self.weight, NARROW_ROWS + 1) if has_parts else 1
+        # Where their number follows that of the rows: see `linear_parts`.
+        self.is_stacked = self.num_parts != self.num_tall_parts
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
@@ -70,8 +72,8 @@ class Linear(nn.Module):
         return linear(as_they_are(x), self.weight, self.weight_scale, False, *place)
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
-        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or of a prompt's quantised rows
-        the sum. Of several ranks' parts each is what one makes.
+        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
+        quantised rows the sum. Of several ranks' parts each is what one makes.
         """
         is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
         if self.quantizes_rows:
@@ -81,18 +83,21 @@ class Linear(nn.Module):
             factors = self.weight_scale
             x, x_scale = quantized(x)
             count = self._count_of(x)
-            return linear_w8a8_parts(x, x_scale, self.weight, factors, count, 0, self.is_float32)
+            last = (count, 0, self.is_float32, self.is_stacked)
+            return linear_w8a8_parts(x, x_scale, self.weight, factors, *last)
         x = as_they_are(x)
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
-        count = 1 if is_prefill else self._count_of(x)
+        count, is_stacked = (1, False) if is_prefill else (self._count_of(x), self.is_stacked)
         whole_k = 0 if exchange is None else x.shape[1] * exchange.world
-        parts = linear_parts(x, self.weight, self.weight_scale, count, 0, whole_k, is_prefill)
+        parts = linear_parts(x, self.weight, self.weight_scale, count, 0, whole_k, is_prefill, is_stacked)
         return parts if exchange is None else exchange.gather_parts(parts[0], x.dtype)
 
     def _count_of(self, x: torch.Tensor) -> int:
-        """The parts of a product of so many rows."""
-        return self.num_parts if x.shape[0] <= NARROW_ROWS else self.num_tall_parts
+        """The parts of a product of so many rows: no choice between them, which would be one of the program,
+        but an expression that holds for every batch size."""
+        few, tall = self.num_parts, self.num_tall_parts
+        return few if few == tall else few + (tall - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
 
     def _prompt_sums(self, x: torch.Tensor) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""

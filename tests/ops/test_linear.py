@@ -89,7 +89,7 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False))
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False, False))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
         parts = linear_parts(x, weight, None, 1)

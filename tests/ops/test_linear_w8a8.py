@@ -118,7 +118,7 @@ def test_products_compile_and_refuse() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(linear_w8a8.overload, (*cases[0], False), test_utils=kinds)
     check_compiles(linear_w8a8, cases)
-    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False), test_utils=kinds)
+    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False, False), test_utils=kinds)
     check_compiles(linear_w8a8_parts, [(*case, 2) for case in cases])
     x, x_scale, weight, scale = cases[0]
     with pytest.raises(ValueError, match=r"count must be one of \(1, 2\) for this weight, got 4"):

@@ -52,7 +52,7 @@ def test_bad_arguments_raise() -> None:
     with pytest.raises(ValueError, match="residual must have shape"):
         add_rms_norm(x, torch.zeros(3, 8), weight, EPS)
     with pytest.raises(ValueError, match="residual must have dtype"):
-        add_rms_norm(x, x.bfloat16(), weight, EPS)
+        add_rms_norm(x.bfloat16(), x, weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
