@@ -304,7 +304,7 @@ class Programs:
         """
         assert self.has_shapes
         if save_to is not None and self.graph_mode != "reduce-overhead":
-            save_to.mkdir()
+            save_to.mkdir(parents=True)
             self._save_to = save_to
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved, list(self.shapes(depth)))

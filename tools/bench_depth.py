@@ -267,7 +267,10 @@ def main() -> None:
     parser.add_argument("--graph-mode", default="replay", help="on a GPU: replay or uncompiled")
     parser.add_argument("--texts", default="code,prose,random ids", help="which, by commas")
     parser.add_argument(
-        "--first-text", type=int, default=0, help="number of the first: runs side by side can have others each"
+        "--first-text",
+        type=int,
+        default=0,
+        help="number of the first: runs side by side can have others each",
     )
     parser.add_argument("--accept", default="", help="synthetic: mean tokens a round, or change, by commas")
     parser.add_argument("--batches", default="1")

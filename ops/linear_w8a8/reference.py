@@ -51,9 +51,7 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def _parts(
-    x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool, stacked: bool
-) -> Tensor:
+def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool, stacked: bool) -> Tensor:
     if stacked:
         return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
     dtype = parts_dtype(weight, count, whole_k, out_float32)
