@@ -75,8 +75,8 @@ class Programs:
     graph_mode says how code becomes CUDA graphs, None that it does not. `warm_up` makes every shape ready,
     and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
-    plain_depths are captured as they are. A round runs in one of `buckets`, those of a depth from two requests
-    on in one program. with_halves: rounds as two halves
+    plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
+    requests on have their program in common. with_halves: rounds as two halves
     are made ready too; without it, where there are graphs, a half's code is captured as it is behind its
     first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
@@ -428,9 +428,9 @@ class Programs:
         for key in sorted(self._verify, reverse=True) if self.with_halves else ():
             rows, verify_step = key
             groups = rows // (verify_step + 1)
-            inputs = (self._state_indices[groups], verify_step)
+            half = (self._state_indices[groups], verify_step)
             name = self._of_batch(f"verify_{verify_step}_drafts", groups)
-            yield Shape(verify_step, name, Step.verify_half, inputs, self._verify, key)
+            yield Shape(verify_step, name, Step.verify_half, half, self._verify, key)
         for first in self._first_token:
             draft_step, count = first
             name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)

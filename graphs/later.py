@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaterProgram:
-    """A program that `save_program` wrote as `file` for rounds of `depth`, and what takes it once loaded: others
-    may be the same file's."""
+    """A program that `save_program` wrote as `file`, perhaps for others too, for rounds of `depth`, and what
+    takes it once loaded."""
 
     depth: int
     file: Path

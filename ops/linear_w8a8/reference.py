@@ -102,8 +102,8 @@ def linear_w8a8_parts(
 
     Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
     shares of the columns, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
-    sum, in bfloat16 unless `out_float32`; stacked as `linear_parts` has it. K is cut into shares that are added as a tree (ops.shares): every P
-    gives the same bits.
+    sum, in bfloat16 unless `out_float32`; `stacked` as `linear_parts` has it. K is cut into shares that are
+    added as a tree (ops.shares): every P gives the same bits.
     """
     length = (whole_k or x.shape[1]) // share_count(whole_k or x.shape[1])
     shares = []

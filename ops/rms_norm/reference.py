@@ -95,9 +95,9 @@ def add_rms_norm(
     x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_parts`
     gives, [P, M, H]: P of 1, 2, 4 or 8 float32 parts, to be added as the tree
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
-    that dtype; or, `stacked`, those parts as [P * M, H]. kept_rows [N], if given, names the rows that are wanted, in that order
-    (each below M, not checked: it would cost a synchronisation). Returns (norm, new residual), [M, H] or
-    [N, H].
+    that dtype; or those float32 parts `stacked`, [P * M, H]. kept_rows [N], if given, names the rows that are
+    wanted, in that order (each below M, not checked: it would cost a synchronisation). Returns (norm, new
+    residual), [M, H] or [N, H].
     """
     x = add_tree(as_parts(x, residual)).to(residual.dtype)
     if kept_rows is not None:
