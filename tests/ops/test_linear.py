@@ -260,6 +260,9 @@ def test_programs_and_pieces_have_the_same_bits(
         assert parts.shape == (count, rows, n)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
+        stacked = linear_parts.launch(x, weight, scale, count, stacked=True)
+        assert (stacked.dtype, stacked.shape) == (torch.float32, (count * rows, n))
+        assert torch.equal(stacked.unflatten(0, (count, rows)).to(parts.dtype), parts)
     if shares == 8:
         for first in (0, k // 2):
             columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)

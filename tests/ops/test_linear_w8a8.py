@@ -152,6 +152,9 @@ def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> No
         parts = linear_w8a8_parts.launch(*args, count)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
+        stacked = linear_w8a8_parts.launch(*args, count, stacked=True)
+        assert stacked.dtype == torch.float32
+        assert torch.equal(stacked.view(parts.shape).to(parts.dtype), parts)
     x, x_scale, weight, scale = args
     blocks = k // 256
     half = (x[:, : k // 2], x_scale[:, :blocks], weight[:, : k // 2], scale[:, :blocks])

@@ -165,6 +165,26 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
     check_launch(pair_norm, (table, ids, x, *weights, EPS), rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_stacked_parts_are_those_side_by_side(interpreter: None, dtype: torch.dtype, count: int) -> None:
+    """Of one part the sum, which is yet to be rounded."""
+    parts, residual, weight = torch.randn(count, 3, 256), torch.randn(3, 256).to(dtype), torch.randn(256)
+    weight, stacked = weight.to(dtype), parts.flatten(0, 1)
+    for kept in (None, torch.tensor([2, 0])):
+        last = (residual, weight, EPS, kept)
+        same = parts.to(dtype) if count == 1 else parts
+        for norm in (add_rms_norm, add_rms_norm_quantized):
+            assert_same_bits(norm(stacked, *last), norm(same, *last))
+            assert_same_bits(norm.reference(stacked, *last), norm.reference(same, *last))
+            with poisoned_allocations():
+                assert_same_bits(norm.launch(stacked, *last), norm.launch(same, *last))
+    with pytest.raises(ValueError, match=r"residual must have shape \[7, 256\], got \[3, 256\]; compare x"):
+        add_rms_norm(torch.randn(7, 256), residual, weight, EPS)
+    with pytest.raises(ValueError, match=r"x must have one of \(1, 2, 4, 8\) parts, got 3"):
+        add_rms_norm(torch.randn(9, 256), residual, weight, EPS)
+
+
 @pytest.mark.parametrize("width", [256, 384, 640])
 def test_quantised_is_one_after_the_other(interpreter: None, width: int) -> None:
     """To the bit, the operator and its kernel; a sum, and parts of one."""
