@@ -126,7 +126,7 @@ class EngineConfig(BaseSettings):
         "on a GPU below compute capability 9.0",
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
-        default=3,
+        default="auto",
         description="tokens drafted a step, 0 to 7; 0 is plain decode, auto follows the text with mtp_depths",
     )
     mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(

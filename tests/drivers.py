@@ -37,6 +37,7 @@ def make_runner(directory: Path, features: Features | None = None, **options: An
     """A runner of three slots and room for four requests' blocks, every row and block full of NaN."""
     defaults: dict[str, Any] = {
         "device": "cpu",
+        "mtp_step": 3,
         "block_size": BLOCK_SIZE,
         "prefill_chunk": 64,
         "max_model_len": MAX_MODEL_LEN,

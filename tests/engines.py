@@ -27,6 +27,7 @@ def make_engine(
     """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
     defaults: dict[str, Any] = {
         "device": "cpu",
+        "mtp_step": 3,
         "block_size": 16,
         "prefill_chunk": 64,
         "max_model_len": 512,

@@ -33,7 +33,7 @@ NEXT_GROUPS = 8
 def split_of(key):
     """The split that holds a key."""
     split = tl.where(key < 4096, 16 + (key - 1024) // 128, 40 + (key - 4096) // 256)
-    split = tl.where(key < 32768, split, 152 + (key - 32768) // 1024)
+    split = tl.where(key < 32768, split, 152 + (key - 32768) // 512)
     return tl.where(key < 1024, key // 64, split)
 
 
@@ -41,7 +41,7 @@ def split_of(key):
 def split_begin(split):
     """The first key of a split."""
     key = tl.where(split < 40, 1024 + (split - 16) * 128, 4096 + (split - 40) * 256)
-    key = tl.where(split < 152, key, 32768 + (split - 152) * 1024)
+    key = tl.where(split < 152, key, 32768 + (split - 152) * 512)
     return tl.where(split < 16, split * 64, key)
 
 

@@ -22,7 +22,17 @@ def test_results_are_printed_and_written_as_they_end_or_in_order(
     is_in_order: bool,
 ) -> None:
     output, order = tmp_path / "out.jsonl", [0, 1, 2] if is_in_order else [2, 1, 0]
-    flags = ["--output", output, "--max-tokens", 6, "--top-k", 4, *(["--in-order"] if is_in_order else [])]
+    flags = [
+        "--output",
+        output,
+        "--max-tokens",
+        6,
+        "--top-k",
+        4,
+        "--mtp-step",
+        3,
+        *(["--in-order"] if is_in_order else []),
+    ]
     assert run_main("--prompt-file", prompts, *flags) == 0
     printed = capsys.readouterr()
     texts = ["FIRST ONE", "CHAT..", "A"]

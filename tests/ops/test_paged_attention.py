@@ -254,7 +254,7 @@ def test_groups_of_splits_have_the_bits_of_splits(
 def test_splits_cover_every_key_once(interpreter):
     from compiled_mtp.ops.paged_attention.splits import count_splits
 
-    sizes = [64] * 16 + [128] * 24 + [256] * 112 + [1024] * 10
+    sizes = [64] * 16 + [128] * 24 + [256] * 112 + [512] * 20
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for keys in (1, 64, 65, 1023, 1024, 1025, 4096, 4097, 8192, 8193, 32768, 32769, 40000):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)

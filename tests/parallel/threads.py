@@ -102,6 +102,7 @@ def engine_of(directory: Path, world: int, **options: Any) -> Iterator[Engine]:
     """A small CPU engine of `world` ranks."""
     defaults: dict[str, Any] = {
         "device": "cpu",
+        "mtp_step": 3,
         "block_size": 16,
         "prefill_chunk": 64,
         "max_model_len": 256,
