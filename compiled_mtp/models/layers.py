@@ -62,8 +62,6 @@ class Linear(nn.Module):
         has_parts = exchange is None
         self.num_parts = count(self.weight, 1) if has_parts else 1
         self.num_tall_parts = count(self.weight, NARROW_ROWS + 1) if has_parts else 1
-        # Where their number follows that of the rows: see `linear_parts`.
-        self.is_stacked = self.num_parts != self.num_tall_parts
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
@@ -83,15 +81,20 @@ class Linear(nn.Module):
             factors = self.weight_scale
             x, x_scale = quantized(x)
             count = self._count_of(x)
-            last = (count, 0, self.is_float32, self.is_stacked)
+            last = (count, 0, self.is_float32, self._is_stacked)
             return linear_w8a8_parts(x, x_scale, self.weight, factors, *last)
         x = as_they_are(x)
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
-        count, is_stacked = (1, False) if is_prefill else (self._count_of(x), self.is_stacked)
+        count, is_stacked = (1, False) if is_prefill else (self._count_of(x), self._is_stacked)
         whole_k = 0 if exchange is None else x.shape[1] * exchange.world
         parts = linear_parts(x, self.weight, self.weight_scale, count, 0, whole_k, is_prefill, is_stacked)
         return parts if exchange is None else exchange.gather_parts(parts[0], x.dtype)
+
+    @property
+    def _is_stacked(self) -> bool:
+        """Whether the number of parts follows that of the rows: see `linear_parts`."""
+        return self.num_parts != self.num_tall_parts
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The parts of a product of so many rows: no choice between them, which would be one of the program,
