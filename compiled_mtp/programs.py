@@ -76,7 +76,8 @@ class Programs:
     and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
     plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
-    requests on have their program in common. with_halves: rounds as two halves
+    requests on have their program in common, unless is_sharing is False: code that asks for the number of rows,
+    as an exchange between ranks does, has a program for each. with_halves: rounds as two halves
     are made ready too; without it, where there are graphs, a half's code is captured as it is behind its
     first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
@@ -91,6 +92,7 @@ class Programs:
         graph_mode: GraphMode | None,
         with_halves: bool = False,
         plain_depths: Collection[int] = (),
+        is_sharing: bool = True,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
@@ -110,7 +112,7 @@ class Programs:
         self.capture_s = 0.0
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
-        self._sharing = sharing(sizes)
+        self._sharing = sharing(sizes if is_sharing else ())
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
