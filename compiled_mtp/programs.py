@@ -76,9 +76,9 @@ class Programs:
     and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
     plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
-    requests on have their program in common, unless is_sharing is False: code that asks for the number of rows,
-    as an exchange between ranks does, has a program for each. with_halves: rounds as two halves
-    are made ready too; without it, where there are graphs, a half's code is captured as it is behind its
+    requests on have their program in common, unless is_sharing is False: code that asks for the number of
+    rows, as an exchange between ranks does, has a program for each. with_halves: rounds as two halves are
+    made ready too; without it, where there are graphs, a half's code is captured as it is behind its
     first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
 
