@@ -232,6 +232,7 @@ def _make_programs(
         graph_mode=graph_mode,
         with_halves=settings.features.with_halves,
         plain_depths=plain_depths,
+        is_sharing=settings.config.tensor_parallel == 1,
     )
 
 

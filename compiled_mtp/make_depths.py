@@ -43,7 +43,8 @@ def make(order: Order, folder: Path) -> Iterator[str]:
         _part_views(programs.step)
         torch.set_num_threads(order.num_threads)
         for shape in programs.shapes_of(order.depths):
-            programs.save_shape(shape, folder)
+            if not (folder / shape.name).exists():
+                programs.save_shape(shape, folder)
             yield shape.name
 
 

@@ -23,6 +23,7 @@ from compiled_mtp.graphs.buckets import (
     pick_prefill_length,
     piece_limit,
     prefill_lengths,
+    sharing,
 )
 from compiled_mtp.graphs.compile import (
     GraphMode,
@@ -31,6 +32,7 @@ from compiled_mtp.graphs.compile import (
     compile_program,
     compiler_settings,
     load_program,
+    mark_sizes,
     mark_static,
     save_program,
     without_collector,
@@ -53,9 +55,10 @@ _PLAIN_METHODS = (Step.prefill, Step.first_token)
 
 @dataclass(frozen=True)
 class Shape:
-    """One program: a method of Step, the static inputs it is made for, and where it is kept.
+    """A method of Step, the static inputs it is made for, and where the program is kept.
 
-    depth: of the rounds that need it, None for what is made ready whatever they are.
+    name: of the program, which shapes that differ in the batch size alone may have in common. depth: of the
+    rounds that need it, None for what is made ready whatever they are.
     """
 
     depth: int | None
@@ -72,8 +75,10 @@ class Programs:
     graph_mode says how code becomes CUDA graphs, None that it does not. `warm_up` makes every shape ready,
     and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
-    plain_depths are captured as they are. A round runs in one of `buckets`. with_halves: rounds as two halves
-    are made ready too; without it, where there are graphs, a half's code is captured as it is behind its
+    plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
+    requests on have their program in common, unless is_sharing is False: code that asks for the number of
+    rows, as an exchange between ranks does, has a program for each. with_halves: rounds as two halves are
+    made ready too; without it, where there are graphs, a half's code is captured as it is behind its
     first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
 
@@ -87,6 +92,7 @@ class Programs:
         graph_mode: GraphMode | None,
         with_halves: bool = False,
         plain_depths: Collection[int] = (),
+        is_sharing: bool = True,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
@@ -96,6 +102,8 @@ class Programs:
         self.has_shapes = is_compiled or graph_mode is not None
         self.plain_depths = plain_depths
         self._save_to: Path | None = None
+        # What was made for a shape and is for others too, while they are made ready.
+        self._made: dict[str, Program] = {}
         self.with_halves = with_halves
         self.device = step.slots.pos.device
         self._batches: dict[int, tuple[int, ...]] = {}
@@ -104,6 +112,7 @@ class Programs:
         self.capture_s = 0.0
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
+        self._sharing = sharing(sizes if is_sharing else ())
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
@@ -297,7 +306,7 @@ class Programs:
         """
         assert self.has_shapes
         if save_to is not None and self.graph_mode != "reduce-overhead":
-            save_to.mkdir()
+            save_to.mkdir(parents=True)
             self._save_to = save_to
         with nullcontext() if saved is None else without_collector():
             self._prepare_all(progress, saved, list(self.shapes(depth)))
@@ -352,9 +361,12 @@ class Programs:
                 if self._is_plain(shape):
                     shape.programs[shape.key] = self._capture(shape.programs[shape.key], shape.inputs)
                 else:
-                    self._make_ready(shape, self._make_program(shape, saved))
+                    if shape.name not in self._made:
+                        self._made[shape.name] = self._make_program(shape, saved)
+                    self._make_ready(shape, self._made[shape.name])
                 if progress is not None:
                     progress(done + 1, len(shapes))
+        self._made.clear()
         self.step.slots.clear_padding_row()
 
     def _make_program(self, shape: Shape, saved: Path | None) -> Program:
@@ -404,20 +416,23 @@ class Programs:
             chunk = (self._prefill_inputs[length], self._pieces[piece_limit(length, self.max_batch)])
             yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):
-            rows, verify_step, draft_step = bucket.rows, bucket.verify_step, bucket.draft_step
+            verify_step, draft_step = bucket.verify_step, bucket.draft_step
             inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
-            name, depth = f"{rows}_rows_{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
+            name, depth = f"{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
+            name = self._of_batch(name, bucket.groups)
             yield Shape(depth, f"decode_{name}", Step.decode, inputs, self._decode, bucket)
             if self.with_halves:
                 yield Shape(depth, f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
         for groups in sorted(self._catch_up, reverse=True):
             index = (self._state_indices[groups],)
-            yield Shape(0, f"catch_up_{groups}", Step.catch_up, index, self._catch_up, groups)
+            name = self._of_batch("catch_up", groups)
+            yield Shape(0, name, Step.catch_up, index, self._catch_up, groups)
         for key in sorted(self._verify, reverse=True) if self.with_halves else ():
             rows, verify_step = key
-            state_index = self._state_indices[rows // (verify_step + 1)]
-            name = f"verify_{rows}_rows_{verify_step}_drafts"
-            yield Shape(verify_step, name, Step.verify_half, (state_index, verify_step), self._verify, key)
+            groups = rows // (verify_step + 1)
+            half = (self._state_indices[groups], verify_step)
+            name = self._of_batch(f"verify_{verify_step}_drafts", groups)
+            yield Shape(verify_step, name, Step.verify_half, half, self._verify, key)
         for first in self._first_token:
             draft_step, count = first
             name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)
@@ -425,6 +440,10 @@ class Programs:
             # Captured in no time, they need not wait for their rounds.
             of_depth = draft_step if self.graph_mode is None else None
             yield Shape(of_depth, name, Step.first_token, ended, self._first_token, first)
+
+    def _of_batch(self, name: str, size: int) -> str:
+        """The name of a program for batches of that size, or for all that share one."""
+        return name if size in self._sharing else f"{name}_of_{size}"
 
     def _is_plain(self, shape: Shape) -> bool:
         """Whether its graph is captured of the code as it is."""
@@ -446,7 +465,10 @@ class Programs:
         return captured
 
     def _mark_static(self) -> None:
-        mark_static([*self.step.parameters(), *self.step.buffers(), *self._state_indices.values()])
+        sizes = self._state_indices
+        apart = [index for size, index in sizes.items() if size not in self._sharing]
+        mark_static([*self.step.parameters(), *self.step.buffers(), *apart])
+        mark_sizes([sizes[size] for size in self._sharing])
 
     def _layout(self) -> dict[str, Any]:
         """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies

@@ -95,6 +95,16 @@ def pick(buckets: Iterable[Bucket], num_requests: int, verify_step: int, draft_s
     raise ValueError(f"num_requests must be at most {largest}, got {num_requests}; raise max_batch")
 
 
+def sharing(sizes: Iterable[int]) -> frozenset[int]:
+    """Return which batch sizes have their rounds in common: traced and compiled once for all of them.
+
+    All from two requests on, if they are several. One request is a shape of its own: a compiler takes a size
+    of 1 for a constant, and makes more of it.
+    """
+    several = frozenset(size for size in sizes if size > 1)
+    return several if len(several) > 1 else frozenset()
+
+
 def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
     """Return the padded lengths of prefill chunks, smallest first: doubling from 64, at last prefill_chunk.
 

@@ -1,4 +1,4 @@
-"""One compiled callable per shape, compiled ahead, replayed without a decision.
+"""One compiled callable per shape, or for several batch sizes; compiled ahead, replayed without a decision.
 
 Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
 keep the books, which takes the host 200 us a step at 24 layers and 650 at 64. "replay" compiles without
@@ -9,7 +9,7 @@ nothing better is captured as it is in either. On a CPU there are no graphs, and
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,9 @@ def compiler_settings() -> Iterator[None]:
         "max_autotune": False,
         "max_autotune_gemm": False,
         "triton.cudagraph_or_error": True,
+        # A program has a graph for every batch size that it is for, however many.
+        "triton.cudagraph_skip_dynamic_graphs": False,
+        "triton.cudagraph_dynamic_shape_warn_limit": None,
         # A precompiled header saves seconds once and would have to travel with every cache.
         "cpp_cache_precompile_headers": False,
     }
@@ -64,10 +67,10 @@ def without_collector() -> Iterator[None]:
 
 
 def compile_program(function: Program, name: str, graph_mode: GraphMode | None) -> Program:
-    """Return `function` compiled for the one shape it will be called with.
+    """Return `function` compiled for the one shape it will be called with, or all sizes of `mark_sizes`.
 
     `name` becomes part of the code's name: programs then never share a cache entry of Dynamo, so a call
-    checks the guards of its own shape alone. graph_mode says how it becomes a CUDA graph: "replay" leaves
+    checks the guards of its own program alone. graph_mode says how it becomes a CUDA graph: "replay" leaves
     that to `capture`.
     """
     declare_operators()
@@ -124,6 +127,18 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def mark_sizes(tensors: Collection[torch.Tensor]) -> None:
+    """Declare that these inputs differ in the size of dimension 0 alone: a program for one is for all.
+
+    Code that would ask which of the sizes it is, or be wrong for one, is an error where it is compiled. Their
+    addresses are those of different graphs and never change, but no program checks them.
+    """
+    sizes = [len(tensor) for tensor in tensors]
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_dynamic(tensor, 0, min=min(sizes), max=max(sizes))
+
+
 def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
@@ -145,7 +160,8 @@ def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any)
 
 
 def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor | int, ...], file: Path) -> None:
-    """Compile `function(owner, *inputs)` for the shapes of `inputs` and write the result to `file`.
+    """Compile `function(owner, *inputs)` for the shapes of `inputs`, or all that `mark_sizes` declares, and
+    write the result to `file`.
 
     Nothing of `owner` is written: its tensors are read from the owner that `load_program` is given.
     """

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaterProgram:
-    """A program that `save_program` wrote as `file` for rounds of `depth`, and what takes it once loaded."""
+    """A program that `save_program` wrote as `file`, perhaps for others too, for rounds of `depth`, and what
+    takes it once loaded."""
 
     depth: int
     file: Path
@@ -88,17 +89,20 @@ class LaterDepths:
                 self._maker.close()
 
     def _load_all(self) -> None:
+        loaded: dict[Path, Program] = {}
         for index, program in enumerate(self._programs):
+            file = program.file
             try:
                 if self._maker is not None:
                     if not index:
                         self._maker.start()
-                    self._maker.wait_for(program.file.name)
-                loaded = load_program(program.file, self._owner) if not self._is_closed else None
+                    self._maker.wait_for(file.name)
+                if file not in loaded and not self._is_closed:
+                    loaded[file] = load_program(file, self._owner)
             except (ValueError, OSError) as error:  # The folder is gone once it is closed.
                 if not self._is_closed:
                     logger.warning("depth %d and those after it are not used: %s", program.depth, error)
                 return
-            if loaded is None:
+            if self._is_closed:
                 return
-            self._loaded.append((program, loaded))
+            self._loaded.append((program, loaded[file]))

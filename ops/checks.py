@@ -15,6 +15,11 @@ def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{name} must {rule}, got {got}; {remedy}")
 
 
+def is_known(size: int) -> bool:
+    """Whether a size is a number, and no expression of a batch size that a program leaves open."""
+    return isinstance(size, int)
+
+
 def wrong_shape(
     name: str, tensor: torch.Tensor, dims: tuple[str, ...], sizes: Mapping[str, Any], remedy: str
 ) -> ValueError:

@@ -281,8 +281,8 @@ def tensor_tests(tensor: TensorArgument, dtypes: str, sizes: list[str]) -> list[
         lines.append(f"if {name}.dtype is not {other}: raise wrong_dtype({name!r}, {name}, ({other},))")
     elif tensor.dtypes is not None:
         lines.append(f"if {name}.dtype not in {dtypes}: raise wrong_dtype({name!r}, {name}, {dtypes})")
-    fits = f"{name}.is_contiguous()"
-    if not tensor.is_contiguous:
-        fits += f" or {name}.stride(-1) == 1 or {name}.shape[-1] <= 1"
+    # The stride first: whether a tensor is contiguous would ask of an open size if it is 1.
+    is_row = f"{name}.stride(-1) == 1 or {name}.shape[-1] <= 1"
+    fits = f"{name}.is_contiguous()" if tensor.is_contiguous else f"{is_row} or {name}.is_contiguous()"
     lines.append(f"if not ({fits}): raise wrong_layout({name!r}, {name}, {tensor.is_contiguous})")
     return lines

@@ -72,30 +72,39 @@ class Linear(nn.Module):
         return linear(as_they_are(x), self.weight, self.weight_scale, False, *place)
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
-        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or of a prompt's quantised rows
-        on a GPU the sum. Of several ranks' parts each is what one makes.
+        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
+        quantised rows on a GPU the sum. Of several ranks' parts each is what one makes.
         """
         is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
         weight, factors = self.weight, self.weight_scale
         whole_k = 0 if exchange is None else weight.shape[1] * exchange.world
+        is_stacked = self._is_stacked and not is_prefill
         if self.quantizes_rows:
             if is_prefill and self.has_prompt_order:
                 return self(x, rows)
             values, x_scale = quantized(x)
             count = 1 if is_prefill else self._count_of(values)
-            parts = linear_w8a8_parts(values, x_scale, weight, factors, count, whole_k, self.is_float32)
+            last = (count, whole_k, self.is_float32, is_stacked)
+            parts = linear_w8a8_parts(values, x_scale, weight, factors, *last)
             dtype = torch.float32 if self.is_float32 else torch.bfloat16
         else:
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
-            parts = linear_parts(x, weight, factors, count, 0, whole_k, is_prefill)
+            parts = linear_parts(x, weight, factors, count, 0, whole_k, is_prefill, is_stacked)
         return parts if exchange is None else exchange.gather_parts(parts[0], dtype)
 
+    @property
+    def _is_stacked(self) -> bool:
+        """Whether the number of parts follows that of the rows: see `linear_parts`."""
+        return self.num_parts != self.num_tall_parts
+
     def _count_of(self, x: torch.Tensor) -> int:
-        """The parts of a product of so many rows."""
-        return self.num_parts if x.shape[0] <= NARROW_ROWS else self.num_tall_parts
+        """The parts of a product of so many rows: no choice between them, which would be one of the program,
+        but an expression that holds for every batch size."""
+        few, tall = self.num_parts, self.num_tall_parts
+        return few if few == tall else few + (tall - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""

@@ -41,8 +41,9 @@ def linear_parts(
     whole_n: int,
     whole_k: int,
     prefill: bool,
+    stacked: bool,
 ) -> Tensor:
     assert count == 1, "count_parts is 1 on a CPU"
     k, whole = x.shape[1], whole_k or x.shape[1]
     y = product_in_shares(x, weight, weight_scale, cpu_share_count(whole) * k // whole)
-    return y[None].to(x.dtype if k == whole else torch.float32)
+    return y if stacked else y[None].to(x.dtype if k == whole else torch.float32)

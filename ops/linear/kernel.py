@@ -86,10 +86,12 @@ def launch_linear_silu_mul(args: Any) -> torch.Tensor:
 def launch_linear_parts(args: Any) -> torch.Tensor:
     x, weight, whole = args.x, args.weight, (args.whole_n, args.whole_k)
     if args.prefill:
-        return prompt_product(x, weight, args.weight_scale, False, whole)[None]
+        whole_sum = prompt_product(x, weight, args.weight_scale, args.stacked, whole)
+        return whole_sum if args.stacked else whole_sum[None]
     config = choose(x, weight, whole, False, args.count)
-    out_float32 = not is_sum(weight, args.count, args.whole_k)
-    return launch_product(config, x, weight, args.weight_scale, out_float32, keep_parts=True)
+    out_float32 = args.stacked or not is_sum(weight, args.count, args.whole_k)
+    parts = launch_product(config, x, weight, args.weight_scale, out_float32, keep_parts=True)
+    return parts.flatten(0, 1) if args.stacked else parts
 
 
 def launch_product(

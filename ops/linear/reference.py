@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.checks import fail, is_known, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
 from compiled_mtp.ops.linear.config import is_sum, whole_size
 from compiled_mtp.ops.numerics import silu
@@ -117,12 +117,14 @@ def _count_fits(
         )
     # On a CPU whoever asks adds the shares up.
     counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
-    if count not in counts:
+    if is_known(count) and count not in counts:
         remedy = "pass count_parts(weight, rows, whole_n, whole_k)"
         raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
 
 
-def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int) -> Tensor:
+def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
+    if stacked:
+        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
     dtype = x.dtype if is_sum(weight, count, whole_k) else torch.float32
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -136,21 +138,26 @@ def linear_parts(
     whole_n: int = 0,
     whole_k: int = 0,
     prefill: bool = False,
-) -> Annotated[Tensor, "count M N", ACTIVATION]:
+    stacked: bool = False,
+) -> Annotated[Tensor, "... N", ACTIVATION]:
     """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 
     Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
     and x those columns. count = P, by rule count_parts(weight, rows, whole_n, whole_k): a number in the
-    graph, or code that a compiler has cached would outlive the table that P comes from. Returns [P, M, N],
-    the P parts of each sum in float32; with P = 1 and a whole weight the sum, rounded to x's dtype. prefill:
-    the rows are a prompt's, P is 1; a GPU has another order of the columns for them, that of `linear`.
+    graph, or code that a compiler has cached would outlive the table that P comes from; where programs are
+    for several numbers of rows it may be an expression of them. Returns [P, M, N], the P parts of each sum in
+    float32; with P = 1 and a whole weight the sum, rounded to x's dtype. stacked: [P * M, N] instead, always
+    float32, so that neither a dimension nor a dtype asks if P is 1, which a program for several numbers of
+    rows cannot know. prefill: the rows are a prompt's, P is 1; a GPU has another order of the columns for
+    them, that of `linear`.
 
     K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
     tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
     and every number of pieces that a weight is cut into, gives the same bits. A CPU has its own shares.
     """
     if is_sum(weight, count, whole_k):
-        return linear.reference(x, weight, weight_scale)[None]
+        whole = linear.reference(x, weight, weight_scale, stacked)
+        return whole if stacked else whole[None]
     k = whole_k or x.shape[1]
     length = k // share_count(k)
     shares = []
@@ -160,4 +167,5 @@ def linear_parts(
         scale = None if weight_scale is None else weight_scale[:, blocks]
         shares.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
     size = len(shares) // count
-    return torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
+    parts = [add_tree(shares[first : first + size]) for first in range(0, len(shares), size)]
+    return torch.cat(parts) if stacked else torch.stack(parts)

@@ -29,6 +29,7 @@ def linear_w8a8_parts(
     count: int,
     whole_k: int,
     out_float32: bool,
+    stacked: bool,
 ) -> Tensor:
     values, k = quantized_values(x, x_scale), x.shape[1]
     length = (whole_k or k) // share_count(whole_k or k)
@@ -40,4 +41,4 @@ def linear_w8a8_parts(
         shares.append(product(values[:, columns], weight[:, columns], scale))
     size = len(shares) // count
     parts = torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
-    return parts.to(parts_dtype(weight, count, whole_k, out_float32))
+    return parts.flatten(0, 1) if stacked else parts.to(parts_dtype(weight, count, whole_k, out_float32))

@@ -122,8 +122,9 @@ def launch(args: Any) -> torch.Tensor:
 
 def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
     whole_k = args.whole_k or args.x.shape[1]
-    dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32)
-    return launch_product(args, args.count, whole_k // share_count(whole_k), dtype)
+    dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32 or args.stacked)
+    parts = launch_product(args, args.count, whole_k // share_count(whole_k), dtype)
+    return parts.flatten(0, 1) if args.stacked else parts
 
 
 def launch_product(args: Any, count: int, share_length: int, dtype: torch.dtype) -> torch.Tensor:

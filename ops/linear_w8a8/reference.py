@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.checks import fail, is_known
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.linear_w8a8.config import parts_dtype
 from compiled_mtp.ops.registry import Launch, operator
@@ -42,7 +42,7 @@ def _weight_fits(weight: Tensor, weight_scale: Tensor | None, K: int) -> None:
 def _count_fits(weight: Tensor, weight_scale: Tensor | None, count: int, whole_k: int, K: int) -> None:
     _weight_fits(weight, weight_scale, K)
     counts = part_counts(K, whole_k or K)
-    if count not in counts:
+    if is_known(count) and count not in counts:
         raise fail("count", f"be one of {counts} for this weight", count, "pass how many programs may sum it")
 
 
@@ -51,7 +51,9 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool) -> Tensor:
+def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool, stacked: bool) -> Tensor:
+    if stacked:
+        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
     dtype = parts_dtype(weight, count, whole_k, out_float32)
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -94,13 +96,14 @@ def linear_w8a8_parts(
     count: int,
     whole_k: int = 0,
     out_float32: bool = False,
-) -> Annotated[Tensor, "count M N", (torch.float32, torch.bfloat16)]:
+    stacked: bool = False,
+) -> Annotated[Tensor, "... N", (torch.float32, torch.bfloat16)]:
     """A product before a norm: `linear_w8a8` in P = count parts, which the norm adds up.
 
     Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
     shares of the columns, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
-    sum, in bfloat16 unless `out_float32`. K is cut into shares that are added as a tree (ops.shares): every P
-    gives the same bits.
+    sum, in bfloat16 unless `out_float32`; `stacked` as `linear_parts` has it. K is cut into shares that are
+    added as a tree (ops.shares): every P gives the same bits.
     """
     length = (whole_k or x.shape[1]) // share_count(whole_k or x.shape[1])
     shares = []
@@ -111,4 +114,4 @@ def linear_w8a8_parts(
         shares.append(sum_blocks(x[:, columns], x_scale[:, blocks], weight[:, columns], scale))
     size = len(shares) // count
     parts = torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
-    return parts.to(parts_dtype(weight, count, whole_k, out_float32))
+    return parts.flatten(0, 1) if stacked else parts.to(parts_dtype(weight, count, whole_k, out_float32))

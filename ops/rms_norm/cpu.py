@@ -8,6 +8,7 @@ from torch import Tensor
 from compiled_mtp.ops.fp8 import quantize
 from compiled_mtp.ops.kept import kept
 from compiled_mtp.ops.numerics import number
+from compiled_mtp.ops.rms_norm.reference import as_parts
 from compiled_mtp.ops.shares import add_tree
 
 
@@ -27,10 +28,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, kept_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    if x.dim() == 2 and x.shape[0] != residual.shape[0]:
+        x = as_parts(x, residual)
     if kept_rows is not None:
         x, residual = x.index_select(-2, kept_rows), residual.index_select(0, kept_rows)
     if x.dim() == 3:
-        x = x[0] if x.shape[0] == 1 else add_tree(x).to(residual.dtype)
+        x = x[0] if x.shape[0] == 1 else add_tree(x)
+    if x.dtype is not residual.dtype:
+        x = x.to(residual.dtype)
     # In float32 and rounded, as ATen adds what is narrower.
     total = torch.add(x, residual).contiguous()
     return rms_norm(total, weight, eps), total

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.fp8_triton import quantize_groups
+from compiled_mtp.ops.rms_norm.reference import as_parts
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -120,7 +121,7 @@ def add_rms_norm_kernel(
         gdc_wait()
     head, tail = load_tree(x + source * x_stride, part_stride, PARTS, WIDTH, BLOCK, TAIL)
     dtype = new_residual.dtype.element_ty
-    if PARTS > 1:
+    if PARTS > 1 or x.dtype.element_ty != dtype:
         head = head.to(dtype).to(tl.float32)
         tail = tail.to(dtype).to(tl.float32)
     head_sum = (head + head_before).to(dtype)
@@ -214,7 +215,7 @@ def add_and_norm(
     rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
     out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)
     new_residual = torch.empty_like(out)
-    parts = x if x.dim() == 3 else x[None]
+    parts = as_parts(x, residual)
     if rows:
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](

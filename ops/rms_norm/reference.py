@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail, wrong_dtype
+from compiled_mtp.ops.checks import fail, is_known, wrong_dtype, wrong_shape
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.shares import add_tree
@@ -18,6 +18,7 @@ MAX_WIDTH = 32768
 PART_COUNTS = (1, 2, 4, 8)
 Weight = Annotated[Tensor, "H", ACTIVATION, Remedy("pass a vector as long as the rows")]
 Rows = Annotated[Tensor, "M H", ACTIVATION]
+Parts = Annotated[Tensor, "... _ H", ACTIVATION]
 
 
 def _is_hidden_row(H: int) -> None:
@@ -45,13 +46,27 @@ def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:
     _is_hidden_row(H)
     if x.dim() > 3:
         raise fail("x", f"have shape [{M}, {H}] or [parts, {M}, {H}]", list(x.shape), "drop dimensions")
-    if x.dim() == 3 and x.shape[0] not in PART_COUNTS:
-        raise fail("x", f"have one of {PART_COUNTS} parts", x.shape[0], "pass linear_parts' result")
-    if x.dim() == 3 and x.shape[0] > 1:
-        if x.dtype != torch.float32:
-            raise wrong_dtype("x", x, (torch.float32,))
-    elif residual.dtype != x.dtype:
+    if x.dim() == 2 and x.dtype == torch.float32:
+        if not is_known(x.shape[0]):
+            return
+        count, rest = divmod(x.shape[0], max(M, 1))
+    else:
+        count, rest = 1 if x.dim() == 2 else x.shape[0], x.shape[-2] - M
+    if rest:
+        raise wrong_shape("residual", residual, ("rows", "H"), {"rows": x.shape[-2], "H": H}, "compare x")
+    if count not in (PART_COUNTS if M else (0, *PART_COUNTS)):
+        raise fail("x", f"have one of {PART_COUNTS} parts", count, "pass linear_parts' result")
+    if count > 1 and x.dtype != torch.float32:
+        raise wrong_dtype("x", x, (torch.float32,))
+    if x.dtype not in (residual.dtype, torch.float32):
         raise wrong_dtype("residual", residual, (x.dtype,))
+
+
+def as_parts(x: Tensor, residual: Tensor) -> Tensor:
+    """x as [P, M, H], whichever form it has."""
+    if x.dim() == 3:
+        return x
+    return x[None] if x.shape[0] == residual.shape[0] else x.unflatten(0, (-1, residual.shape[0]))
 
 
 def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,7 +84,7 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
     fake=_norm_and_residual,
 )
 def add_rms_norm(
-    x: Annotated[Tensor, "... M H", ACTIVATION],
+    x: Parts,
     residual: Rows,
     weight: Weight,
     eps: float,
@@ -78,16 +93,15 @@ def add_rms_norm(
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
     x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_parts`
-    gives, [P, M, H]: P of 2, 4 or 8 float32 parts, to be added as the tree
+    gives, [P, M, H]: P of 1, 2, 4 or 8 float32 parts, to be added as the tree
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
-    that dtype. kept_rows [N], if given, names the rows that are wanted, in that order
-    (each below M, not checked: it would cost a synchronisation). Returns (norm, new residual), [M, H] or
-    [N, H].
+    that dtype; or those float32 parts `stacked`, [P * M, H]. kept_rows [N], if given, names the rows that are
+    wanted, in that order (each below M, not checked: it would cost a synchronisation). Returns (norm, new
+    residual), [M, H] or [N, H].
     """
+    x = add_tree(as_parts(x, residual)).to(residual.dtype)
     if kept_rows is not None:
-        x, residual = x.index_select(-2, kept_rows), residual[kept_rows]
-    if x.dim() == 3:
-        x = add_tree(x).to(residual.dtype)
+        x, residual = x[kept_rows], residual[kept_rows]
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
     return rms_norm.reference(new_residual, weight, eps), new_residual
 
@@ -113,7 +127,7 @@ def _norm_and_groups(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tensor
     fake=_norm_and_groups,
 )
 def add_rms_norm_quantized(
-    x: Annotated[Tensor, "... M H", ACTIVATION],
+    x: Parts,
     residual: Rows,
     weight: Weight,
     eps: float,

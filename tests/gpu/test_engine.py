@@ -263,13 +263,12 @@ def test_hidden_states_are_bit_equal_between_buckets(directories: dict[str, Path
         tiny.install(step, 1, tuple((1, index, index + 1) for index in range(4)))
         tiny.prefill(step, 1, ids)
         kept: list[torch.Tensor] = []
-        logits = step.target.logits
 
-        def keep(rows: torch.Tensor, kept: Any = kept, logits: Any = logits) -> Any:
+        def keep(kept: list[torch.Tensor], logits: Any, rows: torch.Tensor, *head: Any) -> Any:
             kept.append(rows.clone())
-            return logits(rows)
+            return logits(rows, *head)
 
-        step.target.logits = keep  # type: ignore[method-assign]
+        step.target.logits = partial(keep, kept, step.target.logits)  # type: ignore[method-assign]
         step.slots.drafts[1] = 5
         tiny.decode(step, [1] + [0] * (max_batch - 1))
         hidden.append(kept[0][: mtp_step + 1])

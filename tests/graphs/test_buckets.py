@@ -19,7 +19,13 @@ from compiled_mtp.graphs.buckets import (
     pick_prefill_length,
     piece_limit,
     prefill_lengths,
+    sharing,
 )
+
+
+def test_sizes_from_two_on_share_a_program_if_they_are_several() -> None:
+    assert sharing([1, 2, 8, 32]) == sharing([8, 2, 32]) == {2, 8, 32}
+    assert sharing([1, 8]) == sharing([1]) == sharing([]) == set()
 
 
 @given(unit=st.integers(1, 16), mtp_step=st.integers(0, 8), max_batch=st.integers(1, 300))

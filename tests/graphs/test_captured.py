@@ -119,13 +119,14 @@ def test_prompts_are_captured_as_they_are_and_rounds_are_compiled(
     programs = driver.runner.programs
     progress: list[tuple[int, int]] = []
     programs.warm_up(lambda done, count: progress.append((done, count)))
-    rounds = [f"decode_{bucket.rows}_rows_3_to_3_drafts" for bucket in sorted(programs.buckets, reverse=True)]
-    assert compiler.compiled == rounds
+    # Of three and two requests in one program, of one request in its own.
+    assert [bucket.groups for bucket in programs.buckets] == [1, 2, 3]
+    assert compiler.compiled == ["decode_3_to_3_drafts", "decode_3_to_3_drafts_of_1"]
     # The largest first: the others lie in its memory.
     prompts = ["prefill_128_5", "prefill_64_5", "first_token_1_3", "first_token_3_3"]
     assert compiler.captured[:2] == prompts[:2]
     assert {name for name in compiler.captured if "decode" not in name} == {*prompts}
-    assert len(compiler.captured) == 4 + (len(rounds) if graph_mode == "replay" else 0)
+    assert len(compiler.captured) == 4 + (3 if graph_mode == "replay" else 0)
     assert progress[-1] == (programs.count, programs.count)
     tiny.poison(driver.runner.step)
     compiler.replayed.clear()
@@ -157,12 +158,12 @@ def test_a_graph_cache_holds_rounds_alone(checkpoint: Path, compiler: Compiler, 
     driver = driver_of(checkpoint, "replay", max_batch=1)
     programs, saved = driver.runner.programs, tmp_path / "programs"
     programs.warm_up(save_to=saved)
-    assert {file.name for file in saved.iterdir()} == {"layout.json", "decode_4_rows_3_to_3_drafts"}
+    assert {file.name for file in saved.iterdir()} == {"layout.json", "decode_3_to_3_drafts_of_1"}
     # What it has written it runs itself, and traces nothing again.
-    assert compiler.files == ["decode_4_rows_3_to_3_drafts"]
+    assert compiler.files == ["decode_3_to_3_drafts_of_1"]
     loading = driver_of(checkpoint, "replay", max_batch=1)
     loading.runner.programs.warm_up(saved=saved)
-    assert compiler.files == ["decode_4_rows_3_to_3_drafts"] * 2
+    assert compiler.files == ["decode_3_to_3_drafts_of_1"] * 2
     assert not compiler.compiled
     assert len(compiler.captured) == 2 * 4
 
@@ -171,11 +172,11 @@ def test_first_tokens_of_every_depth_are_ready_with_the_first(checkpoint: Path, 
     driver = driver_of(checkpoint, "replay", (0, 1, 3), max_batch=1)
     programs = driver.runner.programs
     programs.warm_up(depth=3)
-    assert compiler.compiled == ["decode_4_rows_3_to_3_drafts"]
+    assert compiler.compiled == ["decode_3_to_3_drafts_of_1"]
     firsts = [name for name in compiler.captured if name.startswith("first")]
     assert sorted(firsts) == ["first_token_1_0", "first_token_1_1", "first_token_1_3"]
     later = [shape.name for shape in programs.shapes_of((0, 1))]
-    assert later == ["decode_1_rows_0_to_0_drafts", "catch_up_1", "decode_2_rows_1_to_1_drafts"]
+    assert later == ["decode_0_to_0_drafts_of_1", "catch_up_of_1", "decode_1_to_1_drafts_of_1"]
 
 
 def test_uncompiled_everything_is_captured_as_it_is(checkpoint: Path, compiler: Compiler) -> None:
@@ -195,7 +196,7 @@ def test_uncompiled_everything_is_captured_as_it_is(checkpoint: Path, compiler: 
 def test_depths_beside_the_first_are_captured_as_they_are(checkpoint: Path, compiler: Compiler) -> None:
     driver = driver_of(checkpoint, "reduce-overhead", (0, 1, 3), plain_depths=(0, 3), max_batch=1)
     driver.runner.programs.warm_up()
-    assert compiler.compiled == ["decode_2_rows_1_to_1_drafts"]
+    assert compiler.compiled == ["decode_1_to_1_drafts_of_1"]
     rounds = [name for name in compiler.captured if not name.startswith(("prefill", "first"))]
     assert rounds == ["decode_1_3_3", "decode_1_0_0", "catch_up_1"]
 

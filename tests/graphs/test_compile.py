@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from compiled_mtp.build_order import Features
 from compiled_mtp.graphs.buckets import Bucket
-from compiled_mtp.graphs.compile import compile_program, compiler_settings, without_collector
+from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
@@ -22,21 +24,22 @@ from tests.engines import make_engine
 REDUCTION = re.compile(r"tmp_acc\d+(_vec)?\s*=|vec_reduce_all|welford|cascade_sum")
 
 
-def generated_code(step: Step, groups: int) -> str:
-    """The code Inductor makes of a decode bucket."""
+def generated_code(step: Step, groups: int, sizes: tuple[int, ...] = ()) -> str:
+    """The code Inductor makes of a decode bucket, or of one and others of these sizes."""
     torch._dynamo.reset()
+    index = torch.zeros(groups, dtype=torch.int32)
+    mark_sizes([index, *(torch.zeros(size) for size in sizes)] if sizes else [])
     with compiler_settings(), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         program = compile_program(step.decode, f"decode_{groups}", None)
-        _, code = run_and_get_code(
-            program, torch.zeros(groups, dtype=torch.int32), step.mtp_step, step.mtp_step
-        )
+        _, code = run_and_get_code(program, index, step.mtp_step, step.mtp_step)
     return "\n".join(code)
 
 
-def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache() -> None:
+@pytest.mark.parametrize("sizes", [(), (4,)])
+def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache(sizes: tuple[int, ...]) -> None:
     # Layers of each kind share memory: two of each.
     step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
-    code = generated_code(step, 2)
+    code = generated_code(step, 2, sizes)
     kernels = re.findall(r"cpp_fused_\w+\s*=\s*async_compile.*?'''\)", code, re.DOTALL) or [code]
     for kernel in kernels:
         for line in kernel.splitlines():
@@ -46,9 +49,9 @@ def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache() -> N
                 assert "float tmp_acc" not in kernel, kernel
     buffers = [*step.kv_cache.buffers(), *step.state_cache.buffers()]
     shapes = {tuple(buffer.shape) for buffer in buffers}
-    allocated = re.findall(r"empty_strided\w*\(\((\d+(?:, \d+)*),?\)", code)
+    allocated = re.findall(r"empty_strided\w*\(\(([^()]+?),?\)", code)
     assert allocated
-    assert not shapes & {tuple(map(int, shape.split(", "))) for shape in allocated}
+    assert not shapes & {tuple(map(int, shape.split(", "))) for shape in allocated if "s" not in shape}
 
 
 def test_row_metadata_is_computed_once_a_step() -> None:
@@ -93,6 +96,64 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         pytest.raises(RuntimeError, match="recompil"),
     ):
         program(torch.zeros(3, dtype=torch.int32), 2, 2)
+
+
+def test_batch_sizes_have_a_program_in_common_that_is_traced_and_saved_once(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    prompts = [[5], list(range(70)), list(range(3))]
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
+    given: dict[str, Any] = {"mtp_step": 1, "max_batch": 3, "batch_sizes": (2,)}
+    expected = make_engine(tmp_path, compile="off", **given).generate(prompts, params)
+    torch._dynamo.reset()
+    features = Features(save_to=tmp_path / "saved")
+    engine = make_engine(tmp_path, compile="on", features=features, **given)
+    assert [bucket.groups for bucket in engine.runner.programs.buckets] == [2, 3]
+    names = {"decode_1_to_1_drafts", "prefill_64", "first_token_1_drafts", "first_tokens_1_drafts"}
+    assert {file.name for file in (tmp_path / "saved").iterdir()} == {"layout.json", *names}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (3, 2):
+            outputs = engine.generate(prompts[:count], params)
+            for output, wanted in zip(outputs, expected, strict=False):
+                assert output.new_token_ids == wanted.new_token_ids
+
+
+def test_code_that_asks_for_the_batch_size_is_an_error() -> None:
+    inputs = [torch.zeros(2), torch.zeros(8)]
+    mark_sizes(inputs)
+    torch._dynamo.reset()
+    program = compile_program(lambda x: x + 1 if x.shape[0] > 4 else x - 1, "asking", None)
+    with pytest.raises(Exception, match=r"Constraints violated .*\n.* <= 8 satisfy the generated guard"):
+        program(inputs[1])
+
+
+class Traced(Exception):
+    """In place of running what was traced."""
+
+
+def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU: one part of up to 16 rows, four of more."""
+    monkeypatch.setattr("compiled_mtp.models.layers.count_parts", lambda weight, rows: 1 if rows <= 16 else 4)
+    step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
+    shapes: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products = [node for node in graph.graph.nodes if "linear_parts" in str(node.target)]
+        shapes.extend(node.meta["example_value"].shape for node in products)
+
+        def run(*args: Any) -> Any:
+            raise Traced
+
+        return run
+
+    sizes = [torch.zeros(size, dtype=torch.int32) for size in (2, 4, 5, 17, 40)]
+    mark_sizes(sizes)
+    torch._dynamo.reset()
+    program = torch.compile(step.decode, fullgraph=True, dynamic=False, backend=backend)
+    for size in reversed(sizes):
+        with torch.no_grad(), pytest.raises(Traced):
+            program(size, 3, 3)
+    assert len(shapes) == 2 * (4 + 3)
+    assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:

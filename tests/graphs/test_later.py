@@ -304,6 +304,26 @@ def later_programs(tmp_path: Path, depths: list[int]) -> list[LaterProgram]:
     return [LaterProgram(depth, tmp_path / str(i), lambda p: None) for i, depth in enumerate(depths)]
 
 
+def test_a_file_of_several_programs_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    adopted: list[tuple[int, Any]] = []
+
+    def load(file: Path, owner: Any) -> Any:
+        loaded.append(file.name)
+        return file.name
+
+    monkeypatch.setattr("compiled_mtp.graphs.later.load_program", load)
+    programs = [
+        LaterProgram(0, tmp_path / name, partial(lambda i, made: adopted.append((i, made)), i))
+        for i, name in enumerate(("a", "a", "b"))
+    ]
+    later = LaterDepths(programs, None, lambda: True)
+    later._thread.join()
+    assert [later.take() for _ in programs] == [None, None, 0]
+    assert loaded == ["a", "b"]
+    assert adopted == [(0, "a"), (1, "a"), (2, "b")]
+
+
 def test_a_depth_is_ready_when_its_last_program_is_and_no_round_is_half_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

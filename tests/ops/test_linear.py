@@ -89,7 +89,7 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False))
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False, False))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
         parts = linear_parts(x, weight, None, 1)
@@ -260,6 +260,9 @@ def test_programs_and_pieces_have_the_same_bits(
         assert parts.shape == (count, rows, n)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
+        stacked = linear_parts.launch(x, weight, scale, count, stacked=True)
+        assert (stacked.dtype, stacked.shape) == (torch.float32, (count * rows, n))
+        assert torch.equal(stacked.unflatten(0, (count, rows)).to(parts.dtype), parts)
     if shares == 8:
         for first in (0, k // 2):
             columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)

@@ -118,7 +118,7 @@ def test_products_compile_and_refuse() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(linear_w8a8.overload, (*cases[0], False), test_utils=kinds)
     check_compiles(linear_w8a8, cases)
-    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False), test_utils=kinds)
+    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False, False), test_utils=kinds)
     check_compiles(linear_w8a8_parts, [(*case, 2) for case in cases])
     x, x_scale, weight, scale = cases[0]
     with pytest.raises(ValueError, match=r"count must be one of \(1, 2\) for this weight, got 4"):
@@ -152,6 +152,9 @@ def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> No
         parts = linear_w8a8_parts.launch(*args, count)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
+        stacked = linear_w8a8_parts.launch(*args, count, stacked=True)
+        assert stacked.dtype == torch.float32
+        assert torch.equal(stacked.view(parts.shape).to(parts.dtype), parts)
     x, x_scale, weight, scale = args
     blocks = k // 256
     half = (x[:, : k // 2], x_scale[:, :blocks], weight[:, : k // 2], scale[:, :blocks])

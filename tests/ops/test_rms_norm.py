@@ -52,7 +52,7 @@ def test_bad_arguments_raise() -> None:
     with pytest.raises(ValueError, match="residual must have shape"):
         add_rms_norm(x, torch.zeros(3, 8), weight, EPS)
     with pytest.raises(ValueError, match="residual must have dtype"):
-        add_rms_norm(x, x.bfloat16(), weight, EPS)
+        add_rms_norm(x.bfloat16(), x, weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,6 +163,26 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
         check_launch(add_rms_norm, args, rtol=rtol, atol=1e-6)
     table, ids, _, *weights = make_pair(3, width, dtype)
     check_launch(pair_norm, (table, ids, x, *weights, EPS), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_stacked_parts_are_those_side_by_side(interpreter: None, dtype: torch.dtype, count: int) -> None:
+    """Of one part the sum, which is yet to be rounded."""
+    parts, residual, weight = torch.randn(count, 3, 256), torch.randn(3, 256).to(dtype), torch.randn(256)
+    weight, stacked = weight.to(dtype), parts.flatten(0, 1)
+    for kept in (None, torch.tensor([2, 0])):
+        last = (residual, weight, EPS, kept)
+        same = parts.to(dtype) if count == 1 else parts
+        for norm in (add_rms_norm, add_rms_norm_quantized):
+            assert_same_bits(norm(stacked, *last), norm(same, *last))
+            assert_same_bits(norm.reference(stacked, *last), norm.reference(same, *last))
+            with poisoned_allocations():
+                assert_same_bits(norm.launch(stacked, *last), norm.launch(same, *last))
+    with pytest.raises(ValueError, match=r"residual must have shape \[7, 256\], got \[3, 256\]; compare x"):
+        add_rms_norm(torch.randn(7, 256), residual, weight, EPS)
+    with pytest.raises(ValueError, match=r"x must have one of \(1, 2, 4, 8\) parts, got 3"):
+        add_rms_norm(torch.randn(9, 256), residual, weight, EPS)
 
 
 @pytest.mark.parametrize("width", [256, 384, 640])
