@@ -5,7 +5,9 @@
 As bench_step.py: dummy weights, synthetic acceptance, the real engine loop, steps captured whole. One JSON
 line a batch and number of ranks: milliseconds a step (median and 90th percentile), its ratio to one GPU's,
 host microseconds a step, tokens a second, and on the first GPU the milliseconds of a step in the exchange's
-kernels, waiting for peers included, and how many they are.
+kernels, waiting for peers included, and how many they are. A kernel that is launched early begins while the
+one before runs, and then waits for it: what counts here is the time behind the end of the last kernel before.
+With --kernels N a second line says so of the N kernels of most time: calls and microseconds a step.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
     return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
 
 
-def measure(runner: Runner, batch: int, context: int) -> dict[str, Any]:
+def measure(runner: Runner, batch: int, context: int, num_kernels: int = 0) -> dict[str, Any]:
     """One row. The other ranks do what the loop does here, and nothing else may be launched."""
     loop = start_loop(runner, batch, context)
     for _ in range(WARM_UP_STEPS):
@@ -95,28 +97,56 @@ def measure(runner: Runner, batch: int, context: int) -> dict[str, Any]:
         "host_us": round(statistics.median(host_times), 1),
         "tokens_per_s": round(tokens / (last - begin), 1),
     }
-    return row | exchange_share(loop)
+    return row | exchange_share(loop, num_kernels)
 
 
-def exchange_share(loop: Loop) -> dict[str, Any]:
-    """Of a step on this GPU: milliseconds in the exchange's kernels, and their number."""
+def own_times(kernels: list[tuple[float, float, str]]) -> dict[str, list[float]]:
+    """By name, the microseconds of each kernel (begin, end, name) behind the ends of those before it."""
+    spans: dict[str, list[float]] = {}
+    end_before = 0.0
+    for begin, end, name in sorted(kernels):
+        spans.setdefault(name, []).append(max(0.0, end - max(begin, end_before)))
+        end_before = max(end_before, end)
+    return spans
+
+
+def exchange_share(loop: Loop, num_kernels: int = 0) -> dict[str, Any]:
+    """Of a step on this GPU: milliseconds in the exchange's kernels, and their number; prints those of
+    the `num_kernels` that take most."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(TRACED_STEPS):
             loop.step()
         torch.cuda.synchronize()
-    spans = [
-        event.time_range.elapsed_us()
-        for event in trace.events()
-        if str(event.device_type).endswith("CUDA") and any(name in event.name for name in EXCHANGES)
-    ]
+    by_name = own_times(
+        [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in trace.events()
+            if str(event.device_type).endswith("CUDA")
+        ]
+    )
     loop.scheduler.forget_all()
     loop.runner.drop_launches()
+    if num_kernels:
+        order = sorted(by_name, key=lambda name: -sum(by_name[name]))[:num_kernels]
+        calls = {name[:60]: [len(by_name[name]) / TRACED_STEPS, mean(by_name[name])] for name in order}
+        print(json.dumps({"calls_and_us_each": calls}), flush=True)
+    spans = [span for name in by_name if is_exchange(name) for span in by_name[name]]
     return {
         "exchange_ms": round(sum(spans) / TRACED_STEPS / 1e3, 3),
         "exchanges": round(len(spans) / TRACED_STEPS),
     }
+
+
+def is_exchange(name: str) -> bool:
+    """Whether a kernel of that name is the exchange's."""
+    return any(one in name for one in EXCHANGES)
+
+
+def mean(spans: list[float]) -> float:
+    """Rounded."""
+    return round(statistics.fmean(spans), 2)
 
 
 def main() -> None:
@@ -138,6 +168,7 @@ def main() -> None:
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
     parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument("--kernels", type=int, default=0, help="say the times of so many kernels")
     parser.add_argument(
         "--uncompiled", action="store_true", help="capture steps as they are, which starts in seconds"
     )
@@ -152,7 +183,7 @@ def main() -> None:
     for world in (1, arguments.ranks):
         runner = make_runner(arguments, world)
         for batch in arguments.batch:
-            row = measure(runner, batch, arguments.context)
+            row = measure(runner, batch, arguments.context, arguments.kernels)
             of_one = alone.setdefault(batch, row["step_ms"])
             row = {"shape": arguments.shape, "ranks": world, "mtp_step": arguments.mtp_step} | row
             print(json.dumps(row | {"of_one": round(row["step_ms"] / of_one, 3)}), flush=True)

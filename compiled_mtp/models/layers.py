@@ -59,11 +59,9 @@ class Linear(nn.Module):
             make.add_weight(self, "prompt_weight", *shape, like="weight")
         # Of quantised rows a GPU adds up a prompt's products without shares.
         self.has_prompt_order = make.device.type != "cpu"
-        # Of a rank's piece the norm gets one part.
-        count = count_w8a8_parts if self.quantizes_rows else count_parts
-        has_parts = exchange is None
-        self.num_parts = count(self.weight, 1) if has_parts else 1
-        self.num_tall_parts = count(self.weight, NARROW_ROWS + 1) if has_parts else 1
+        self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
+        # Of a rank's piece the exchange adds the parts up.
+        self.num_parts, self.num_tall_parts = self._part_counts()
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
@@ -79,8 +77,9 @@ class Linear(nn.Module):
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
         weight, factors = self.weight, self.weight_scale
-        whole_k = 0 if exchange is None else weight.shape[1] * exchange.world
-        is_stacked = self._is_stacked and not is_prefill
+        whole_k = self.whole_k
+        # Ranks have a program for each number of rows.
+        is_stacked = self._is_stacked and not is_prefill and exchange is None
         if self.quantizes_rows:
             if is_prefill and self.has_prompt_order:
                 return self(x, rows)
@@ -93,7 +92,16 @@ class Linear(nn.Module):
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             parts = linear_parts(x, weight, factors, count, 0, whole_k, is_prefill, is_stacked)
-        return parts if exchange is None else exchange.gather_parts(parts[0], dtype)
+        return parts if exchange is None else exchange.gather_parts(parts, dtype)
+
+    def _part_counts(self) -> tuple[int, int]:
+        """Of few rows and of many."""
+        few, many = 1, NARROW_ROWS + 1
+        if self.quantizes_rows:
+            last = (self.whole_k,)
+            return count_w8a8_parts(self.weight, few, *last), count_w8a8_parts(self.weight, many, *last)
+        whole = (0, self.whole_k)
+        return count_parts(self.weight, few, *whole), count_parts(self.weight, many, *whole)
 
     @property
     def _is_stacked(self) -> bool:

@@ -22,7 +22,8 @@ _LIVE: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("compiled_mtp", "FRAGMENT")
 _LIBRARY.define("exchange(Tensor x, int world, int number) -> Tensor")
-_LIBRARY.define("exchange_sum(Tensor x, ScalarType dtype, int number) -> Tensor")
+_LIBRARY.define("exchange_parts(Tensor parts, int world, int number) -> Tensor")
+_LIBRARY.define("exchange_sum(Tensor parts, ScalarType dtype, int number) -> Tensor")
 
 
 class ExchangeError(RuntimeError):
@@ -55,15 +56,19 @@ class Exchange(ABC):
         gathered: torch.Tensor = torch.ops.compiled_mtp.exchange(x, self.world, self._number)
         return gathered
 
-    def gather_parts(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[P, M, N] for `RMSNorm.add`, from each rank's part [M, N] float32 of sums that are due in `dtype`.
+    def gather_parts(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[world, M, N] for `RMSNorm.add`, from each rank's parts [P, M, N] float32 of sums that are due in
+        `dtype`; P, which may be another on each rank, is a power of two.
 
-        The parts of all, or with many rows, where the exchange can, their sums [1, M, N]: the same bits.
+        A rank's parts are neighbours in the tree: what it sends is their sum. With many rows, where the
+        exchange can, the sums of all, [1, M, N]: the same bits.
         """
-        if not self.adds(part.shape[0]):
-            return self.gather(part)
-        sums: torch.Tensor = torch.ops.compiled_mtp.exchange_sum(part, dtype, self._number)
-        return sums[None]
+        exchanges = torch.ops.compiled_mtp
+        if self.adds(parts.shape[1]):
+            sums: torch.Tensor = exchanges.exchange_sum(parts, dtype, self._number)
+            return sums[None]
+        gathered: torch.Tensor = exchanges.exchange_parts(parts, self.world, self._number)
+        return gathered
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[M, world * N] from each rank's [M, N]."""
@@ -105,32 +110,48 @@ class Exchange(ABC):
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """What `gather` does, now, for a contiguous x."""
 
-    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tree's sum of each rank's contiguous x, now, in `dtype`; where `adds` says so."""
-        return add_tree(self._gather(x)).to(dtype)
+    def _gather_sums(self, parts: torch.Tensor) -> torch.Tensor:
+        """The tree's sum of each rank's contiguous parts, gathered, now."""
+        return self._gather(add_tree(parts))
+
+    def _add(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tree's sum of all ranks' contiguous parts, now, in `dtype`; where `adds` says so."""
+        return add_tree(self._gather_sums(parts)).to(dtype)
 
 
 def _exchange(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return _LIVE[number]._come(x)
 
 
-def _exchange_sum(x: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _exchange_parts(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
     exchange = _LIVE[number]
     exchange.count += 1
-    return exchange._add(x.contiguous(), dtype)
+    return exchange._gather_sums(parts.contiguous())
 
 
-def _exchange_sum_fake(x: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def _exchange_sum(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+    exchange = _LIVE[number]
+    exchange.count += 1
+    return exchange._add(parts.contiguous(), dtype)
+
+
+def _exchange_parts_fake(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
+    return parts.new_empty((world, *parts.shape[1:]))
+
+
+def _exchange_sum_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+    return parts.new_empty(parts.shape[1:], dtype=dtype)
 
 
 def _exchange_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return x.new_empty((world, *x.shape))
 
 
-_LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")
-_LIBRARY.impl("exchange_sum", _exchange_sum, "CompositeExplicitAutograd")
-torch.library.register_fake("compiled_mtp::exchange", _exchange_fake, lib=_LIBRARY)
-torch.library.register_fake("compiled_mtp::exchange_sum", _exchange_sum_fake, lib=_LIBRARY)
-add_overload(torch.ops.compiled_mtp.exchange.default)
-add_overload(torch.ops.compiled_mtp.exchange_sum.default)
+for _name, _call, _fake in (
+    ("exchange", _exchange, _exchange_fake),
+    ("exchange_parts", _exchange_parts, _exchange_parts_fake),
+    ("exchange_sum", _exchange_sum, _exchange_sum_fake),
+):
+    _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compiled_mtp::{_name}", _fake, lib=_LIBRARY)
+    add_overload(getattr(torch.ops.compiled_mtp, _name).default)

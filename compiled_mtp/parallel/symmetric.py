@@ -97,25 +97,40 @@ class SymmetricExchange(GlooExchange):
         out = words.new_empty((self.world, len(words)))
         for first in range(0, len(words), CHANNELS * CHUNK):
             piece = words[first : first + CHANNELS * CHUNK]
-            self._launch(gather_kernel, piece, out[:, first:], CHUNK, out.stride(0))
+            self._launch(gather_kernel, piece[None], out[:, first:], CHUNK, out.stride(0))
         return out.view(x.dtype).view(self.world, *x.shape)
 
-    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _gather_sums(self, parts: torch.Tensor) -> torch.Tensor:
+        if not parts.is_cuda:
+            return super()._gather_sums(parts)
+        from compiled_mtp.parallel.symmetric_kernel import gather_kernel
+
+        out = parts.new_empty((self.world, *parts.shape[1:]))
+        parts, sums = parts.flatten(1), out.view(self.world, -1)
+        for first in range(0, parts.shape[1], CHANNELS * CHUNK):
+            piece = parts[:, first : first + CHANNELS * CHUNK]
+            self._launch(gather_kernel, piece, sums[:, first:], CHUNK, sums.stride(0))
+        return out
+
+    def _add(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from compiled_mtp.parallel.symmetric_kernel import sum_kernel
 
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        parts, sums = x.view(-1), out.view(-1)
+        out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+        parts, sums = parts.flatten(1), out.view(-1)
         together = CHANNELS * CHUNK * self.world
-        for first in range(0, len(parts), together):
-            piece = parts[first : first + together]
+        for first in range(0, parts.shape[1], together):
+            piece = parts[:, first : first + together]
             self._launch(sum_kernel, piece, sums[first:], CHUNK * self.world)
         return out
 
-    def _launch(self, kernel: object, x: torch.Tensor, out: torch.Tensor, size: int, *strides: int) -> None:
-        """One launch; `size` words are a program's."""
-        has_pdl = device_of(x.device.index).has_dependent_launch
-        kernel[(-(-len(x) // size),)](  # type: ignore[index]
-            x, out, self._peers, self._epochs, self._control, len(x), *strides,
-            RANK=self.rank, WORLD=self.world, CHANNELS=CHANNELS, CHUNK=CHUNK, TURNS=_TURNS, PDL=has_pdl,
-            num_warps=4, launch_pdl=has_pdl,
+    def _launch(
+        self, kernel: object, parts: torch.Tensor, out: torch.Tensor, size: int, *strides: int
+    ) -> None:
+        """One launch, of [P, n] words; `size` of the n are a program's."""
+        count, length = parts.shape
+        has_pdl = device_of(parts.device.index).has_dependent_launch
+        kernel[(-(-length // size),)](  # type: ignore[index]
+            parts, out, self._peers, self._epochs, self._control, length, parts.stride(0), *strides,
+            PARTS=count, RANK=self.rank, WORLD=self.world, CHANNELS=CHANNELS, CHUNK=CHUNK, TURNS=_TURNS,
+            PDL=has_pdl, num_warps=4, launch_pdl=has_pdl,
         )  # fmt: skip

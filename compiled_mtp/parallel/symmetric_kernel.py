@@ -80,40 +80,8 @@ def meet(peers, channel, epoch, control, RANK: tl.constexpr, WORLD: tl.constexpr
 
 
 @triton.jit
-def gather_kernel(
-    x, out, peers, epochs, control, size, out_stride,
-    RANK: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
-    TURNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out [WORLD, size] from each rank's x [size], words of 32 bits: one barrier."""
-    if PDL:
-        gdc_launch_dependents()
-    channel = tl.program_id(0)
-    place = channel * CHUNK + tl.arange(0, CHUNK)
-    if PDL:
-        gdc_wait()
-    epoch = tl.load(epochs + channel) + 1
-    # Behind the signals: [2, WORLD, CHANNELS * CHUNK].
-    half = CHANNELS * WORLD + (epoch & 1) * (WORLD * CHANNELS * CHUNK)
-    mine = tl.load(x + place, mask=place < size)
-    tl.store(out + RANK * out_stride + place, mine, mask=place < size)
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            memory = memory_of(peers, peer, tl.int32)
-            tl.store(memory + half + RANK * (CHANNELS * CHUNK) + place, mine, mask=place < size)
-    meet(peers, channel, epoch, control, RANK, WORLD, TURNS)
-    own = memory_of(peers, RANK, tl.int32)
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            at = own + half + peer * (CHANNELS * CHUNK) + place
-            theirs = tl.load(at, mask=place < size, cache_modifier=".cg")
-            tl.store(out + peer * out_stride + place, theirs, mask=place < size)
-    tl.store(epochs + channel, epoch)
-
-
-@triton.jit
 def load_tree(at, stride, inside, COUNT: tl.constexpr):
-    """The sum of COUNT neighbouring ranks' parts, added as a tree."""
+    """The sum of COUNT neighbouring parts, of a rank or of ranks, added as a tree."""
     if COUNT == 1:
         total = tl.load(at, mask=inside, cache_modifier=".cg")
     else:
@@ -123,14 +91,50 @@ def load_tree(at, stride, inside, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sum_kernel(
-    x, out, peers, epochs, control, size,
-    RANK: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
-    TURNS: tl.constexpr, PDL: tl.constexpr,
+def gather_kernel(
+    parts, out, peers, epochs, control, size, part_stride, out_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [size] in its dtype, the tree's sum of all ranks' x [size] float32: two barriers.
+    """out [WORLD, size], the tree's sum of each rank's parts [PARTS, size] float32; of one part any words of
+    32 bits. One barrier.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    channel = tl.program_id(0)
+    place = channel * CHUNK + tl.arange(0, CHUNK)
+    if PDL:
+        gdc_wait()
+    epoch = tl.load(epochs + channel) + 1
+    # Behind the signals: [2, WORLD, CHANNELS * CHUNK].
+    half = CHANNELS * WORLD + (epoch & 1) * (WORLD * CHANNELS * CHUNK)
+    mine = load_tree(parts + place, part_stride, place < size, PARTS)
+    dtype: tl.constexpr = parts.dtype.element_ty
+    tl.store(out + RANK * out_stride + place, mine, mask=place < size)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            memory = memory_of(peers, peer, dtype)
+            tl.store(memory + half + RANK * (CHANNELS * CHUNK) + place, mine, mask=place < size)
+    meet(peers, channel, epoch, control, RANK, WORLD, TURNS)
+    own = memory_of(peers, RANK, dtype)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            at = own + half + peer * (CHANNELS * CHUNK) + place
+            theirs = tl.load(at, mask=place < size, cache_modifier=".cg")
+            tl.store(out + peer * out_stride + place, theirs, mask=place < size)
+    tl.store(epochs + channel, epoch)
 
-    Of the WORLD chunks of a channel each rank adds up one, and sends the rounded sums.
+
+@triton.jit
+def sum_kernel(
+    parts, out, peers, epochs, control, size, part_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [size] in its dtype, the tree's sum of all ranks' parts [PARTS, size] float32: two barriers.
+
+    A rank sends the sums of its own parts. Of the WORLD chunks of a channel each adds up one, and sends the
+    rounded sums.
     """
     if PDL:
         gdc_launch_dependents()
@@ -144,7 +148,7 @@ def sum_kernel(
     half = CHANNELS * WORLD + (epoch & 1) * (WORLD * CHANNELS * CHUNK)
     for peer in tl.static_range(WORLD):
         at = first + peer * CHUNK + lane
-        part = tl.load(x + at, mask=at < size)
+        part = load_tree(parts + at, part_stride, at < size, PARTS)
         memory = memory_of(peers, peer, tl.float32)
         tl.store(memory + half + RANK * (CHANNELS * CHUNK) + place, part, mask=at < size)
     meet(peers, channel, epoch, control, RANK, WORLD, TURNS)

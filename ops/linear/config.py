@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.shares import SHARE_UNIT, share_count
+from compiled_mtp.ops.shares import SHARE_UNIT, part_counts, share_count
 
 MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
@@ -271,7 +271,11 @@ def choose(
 
 
 def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    """In how many parts `linear_parts` is fastest with so many rows; 1 on a CPU. No count changes a bit."""
+    """In how many parts `linear_parts` is fastest with so many rows; 1 on a CPU. No count changes a bit.
+
+    A piece of the columns has as many as the whole weight, as far as it has shares: as many programs, each of
+    less work. With the whole's number in proportion fewer would share the memory's speed.
+    """
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
@@ -282,4 +286,4 @@ def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int 
         # Measured with 27B's out: 128 rows in one part, two, four and eight take 54, 34, 31 and 35 us.
         while split < shares and -(-n // TALL_PART_ROWS) * split < TALL_PROGRAMS:
             split *= 2
-    return max(1, split * weight.shape[1] // k)
+    return min(split, part_counts(weight.shape[1], k)[-1])

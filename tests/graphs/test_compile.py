@@ -130,9 +130,13 @@ class Traced(Exception):
     """In place of running what was traced."""
 
 
+def few_or_four(weight: torch.Tensor, rows: int, whole_n: int, whole_k: int) -> int:
+    return 1 if rows <= 16 else 4
+
+
 def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU: one part of up to 16 rows, four of more."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_parts", lambda weight, rows: 1 if rows <= 16 else 4)
+    monkeypatch.setattr("compiled_mtp.models.layers.count_parts", few_or_four)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     LinearConfig,
@@ -397,6 +400,29 @@ def test_the_table_holds_shares_for_products_before_a_norm() -> None:
         is_mtp_fc = k == 2 * n
         if k > n and not is_mtp_fc and n != 257:
             assert split * chains == share_count(k), entry
+
+
+@pytest.mark.parametrize(
+    ("k", "rows", "counts"),
+    # 27B's down, and its o_proj and out_proj: on one GPU, and the piece of each of two, four and eight.
+    [
+        (17408, 4, (4, 4, 2, 1)),
+        (17408, 128, (4, 4, 2, 1)),
+        (6144, 4, (1, 1, 1, 1)),
+        (6144, 128, (4, 4, 2, 1)),
+    ],
+)
+def test_a_piece_has_as_many_programs_as_the_whole(k: int, rows: int, counts: tuple[int, ...]) -> None:
+    """As far as it has shares: with half of them half of a GPU would read its half of the weight."""
+    on_gpu = torch.device("cuda", 0)
+
+    def count(pieces: int) -> int:
+        weight: Any = SimpleNamespace(device=on_gpu, dtype=torch.bfloat16, shape=(5120, k // pieces))
+        return count_parts(weight, rows, 0, k)
+
+    if torch.cuda.is_available():
+        pytest.skip("the table is that of this GPU")
+    assert tuple(count(pieces) for pieces in (1, 2, 4, 8)) == counts
 
 
 def test_bad_arguments_raise() -> None:

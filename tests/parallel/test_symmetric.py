@@ -68,14 +68,28 @@ def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> 
     for size in SIZES:
         words = [torch.arange(size, dtype=torch.int32) * (peer + 1) + size for peer in range(world)]
         out = torch.full((world, size), -1, dtype=torch.int32)
-        kernels.gather_kernel[(-(-size // CHUNK),)](words[rank], out, *place, size, size, **fixed)
+        grid = (-(-size // CHUNK),)
+        kernels.gather_kernel[grid](words[rank], out, *place, size, 0, size, **fixed, PARTS=1)
         seen(out.equal(torch.stack(words)))
+        for count in (1, 2, 4):
+            parts = parts_of(world, count, size)
+            gathered = torch.full((world, size), float("nan"))
+            kernels.gather_kernel[grid](parts[rank], gathered, *place, size, size, size, **fixed, PARTS=count)
+            seen(gathered.equal(torch.stack([add_tree(each) for each in parts])))
         size *= world
-        parts = [torch.randn(size, generator=torch.Generator().manual_seed(peer)) for peer in range(world)]
-        sums = torch.full((size,), float("nan"), dtype=torch.bfloat16)
-        grid = (-(-size // (CHUNK * world)),)
-        kernels.sum_kernel[grid](parts[rank], sums, *place, size, **fixed)
-        seen(sums.equal(add_tree(parts).bfloat16()))
+        for count in (1, 2):
+            parts = parts_of(world, count, size)
+            sums = torch.full((size,), float("nan"), dtype=torch.bfloat16)
+            grid = (-(-size // (CHUNK * world)),)
+            kernels.sum_kernel[grid](parts[rank], sums, *place, size, size, **fixed, PARTS=count)
+            # The norm's tree of all parts: how many each rank has changes no bit.
+            seen(sums.equal(add_tree(torch.cat(parts)).bfloat16()))
+
+
+def parts_of(world: int, count: int, size: int) -> list[torch.Tensor]:
+    """Those of each rank, [count, size]."""
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(count, size, generator=generator) for _ in range(world)]
 
 
 def test_ranks_meet_in_every_channel(kernels: Any) -> None:
@@ -86,7 +100,7 @@ def test_ranks_meet_in_every_channel(kernels: Any) -> None:
     own: list[bool] = []
     run_rank(kernels, 0, memory, own.append)
     other.join(60)
-    assert own == [told.get() for _ in own] == [True] * (2 * len(SIZES))
+    assert own == [told.get() for _ in own] == [True] * (6 * len(SIZES))
 
 
 @pytest.mark.parametrize("given_up", [0, -1])
@@ -95,9 +109,9 @@ def test_a_rank_that_never_comes_is_noted(kernels: Any, given_up: int) -> None:
     memory, control = memories(2), torch.tensor([given_up, 40 if not given_up else 1 << 60])
     peers = torch.tensor([each.data_ptr() for each in memory])
     epochs, x = torch.zeros(CHANNELS, dtype=torch.int32), torch.ones(40, dtype=torch.int32)
-    fixed = FIXED | {"RANK": 0, "WORLD": 2, "TURNS": 4}
+    fixed = FIXED | {"RANK": 0, "WORLD": 2, "TURNS": 4, "PARTS": 1}
     for _ in range(2):
-        kernels.gather_kernel[(3,)](x, x.new_zeros(80), peers, epochs, control, 40, 40, **fixed)
+        kernels.gather_kernel[(3,)](x, x.new_zeros(80), peers, epochs, control, 40, 0, 40, **fixed)
         assert control[0] == (given_up or 2)
 
 
@@ -197,22 +211,24 @@ import torch
 from record_launches import record
 from compiled_mtp.parallel.symmetric_kernel import gather_kernel, sum_kernel
 
-def launch(kernel, dtype, device):
-    x, out = torch.empty(20480, dtype=dtype, device=device), torch.empty(2, 20480, dtype=dtype, device=device)
-    strides = (20480,)
+def launch(kernel, dtype, parts, device):
+    x = torch.empty(parts, 20480, dtype=dtype, device=device)
+    out, strides = torch.empty(2, 20480, dtype=dtype, device=device), (20480,)
     if kernel is sum_kernel:
         out, strides = torch.empty(20480, dtype=torch.bfloat16, device=device), ()
     peers, epochs, control = (
         torch.empty(1024, dtype=t, device=device) for t in (torch.int64, torch.int32, torch.int64)
     )
     kernel[(20,)](
-        x, out, peers, epochs, control, 20480, *strides, RANK=1, WORLD=2, CHANNELS=1024, CHUNK=1024,
-        TURNS=4096, PDL=True, num_warps=4, launch_pdl=True,
+        x, out, peers, epochs, control, 20480, 20480, *strides, PARTS=parts, RANK=1, WORLD=2,
+        CHANNELS=1024, CHUNK=1024, TURNS=4096, PDL=True, num_warps=4, launch_pdl=True,
     )
 
 ptx = []
-for kernel, dtype in ((gather_kernel, torch.int32), (sum_kernel, torch.float32)):
-    (made,) = record(lambda device: launch(kernel, dtype, device), 90)
+for kernel, dtype, parts in (
+    (gather_kernel, torch.int32, 1), (gather_kernel, torch.float32, 4), (sum_kernel, torch.float32, 4)
+):
+    (made,) = record(lambda device: launch(kernel, dtype, parts, device), 90)
     ptx.append(made.compile().asm["ptx"])
 print(json.dumps(ptx))
 """
@@ -225,7 +241,7 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    for ptx, barriers in zip(json.loads(done.stdout.splitlines()[-1]), (1, 2), strict=True):
+    for ptx, barriers in zip(json.loads(done.stdout.splitlines()[-1]), (1, 1, 2), strict=True):
         lines = [line.strip() for line in ptx.splitlines()]
 
         def places(what: str, lines: list[str] = lines) -> list[int]:
@@ -246,8 +262,9 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
 def test_many_rows_are_added_on_their_way() -> None:
     """Where an exchange can; the sums are those that the norm would make of the parts."""
     exchange = exchanges(1)[0]
-    part = torch.randn(64, 8)
-    assert exchange.gather_parts(part, torch.bfloat16).equal(part[None])
+    parts = torch.randn(4, 64, 8)
+    sums = add_tree(parts)[None]
+    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums)
     exchange.adds = lambda rows: rows >= 64  # type: ignore[method-assign]
-    assert exchange.gather_parts(part, torch.bfloat16).equal(part[None].bfloat16())
-    assert exchange.gather_parts(part[:63], torch.bfloat16).equal(part[None, :63])
+    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums.bfloat16())
+    assert exchange.gather_parts(parts[:, :63], torch.bfloat16).equal(sums[:, :63])
