@@ -125,7 +125,10 @@ def build(
     settings = resolve(config, model_config, features, num_valid_ids, exchange, is_checkpoint=fill is None)
     key = early_key(settings)
     if settings.cache is not None:
-        check_key(settings.cache, read_key(settings.cache) | key)
+        stored = read_key(settings.cache)
+        # Of what differs with it the number of ranks is the cause.
+        check_key(settings.cache, stored | {"tensor_parallel": settings.world})
+        check_key(settings.cache, stored | key)
     if fill is None:
         check_weights(
             model_config,
@@ -169,7 +172,8 @@ def build(
         # A start compiles no more than with the first depth alone.
         first = first_depth(config.depths) if later else None
         told = None if progress is None else partial(progress, "compiled shapes")
-        programs.warm_up(told, saved, depth=first, save_to=features.save_to)
+        save_to = None if features.save_to is None else settings.own_folder(features.save_to)
+        programs.warm_up(told, saved, depth=first, save_to=save_to)
     else:
         for model in (target, *([draft] if draft is not None else [])):
             reach_directly(model)
@@ -232,7 +236,7 @@ def _make_programs(
         graph_mode=graph_mode,
         with_halves=settings.features.with_halves,
         plain_depths=plain_depths,
-        is_sharing=settings.config.tensor_parallel == 1,
+        exchange=settings.exchange,
     )
 
 
@@ -241,7 +245,7 @@ def _find_programs(settings: Settings, key: Mapping[str, Any]) -> Path | None:
     if settings.cache is None:
         return None
     check_key(settings.cache, key)
-    directory = load(settings.cache) / PROGRAMS_NAME
+    directory = settings.own_folder(load(settings.cache) / PROGRAMS_NAME)
     return directory if directory.is_dir() else None
 
 
@@ -272,7 +276,8 @@ def _make_moves(settings: Settings, step: Step, memory: MemoryPlan, host: HostPl
 
 
 def _split_further_depths(settings: Settings, saved: Path | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if settings.features.save_to is not None:
+    # Ranks would adopt what comes later each at its own time.
+    if settings.features.save_to is not None or (settings.exchange is not None and saved is not None):
         return (), ()
     how = {"is_compiled": settings.is_compiled, "is_saved": saved is not None}
     return split_further_depths(settings.config, settings.device.type, **how)

@@ -36,16 +36,24 @@ _LEAST_THREADED_BYTES = 64 << 20
 # What the saved programs of a graph_cache were traced from, beside this file.
 _TRACED = (
     *("cache", "graphs", "model_config.py", "models", "ops"),
-    *("parallel/exchange.py", "programs.py", "prompt_logprobs.py", "step.py", "step_output.py"),
+    *(
+        "parallel/exchange.py",
+        "parallel/nccl.py",
+        "parallel/symmetric.py",
+        "programs.py",
+        "prompt_logprobs.py",
+        "step.py",
+        "step_output.py",
+    ),
 )
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
-# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe,
+# dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe, exchange,
 # draft_vocab, draft_head_dtype and prefill_chunk.
 _CONFIG_APART = frozenset(
     (
         *("model", "offline", "compile", "graph_cache", "mtp_depths", "seed", "max_in_flight"),
         *("reference_ops", "prefix_cache", "prefix_cache_gb", "check_weights", "offload_gb", "mask_threads"),
-        *("tensor_parallel", "exchange"),
+        "exchange",
         *("draft_vocab", "device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode"),
         *("num_threads", "weight_recipe", "draft_head_dtype", "prefill_chunk"),
     )
@@ -89,6 +97,13 @@ class Settings:
     def prompt_rows(self) -> bool:
         """Whether a rank also holds some rows of what is cut by columns."""
         return self.exchange is not None and self.exchange.keeps_prompt_rows
+
+    def own_folder(self, folder: Path) -> Path:
+        """Where this rank's saved programs are, those of one rank alone being in `folder`."""
+        exchange = self.exchange
+        if exchange is None:
+            return folder
+        return folder.with_name(f"{folder.name}_{exchange.rank}_of_{self.world}")
 
     def agree(self, value: int) -> int:
         """The least `value` of all ranks: what follows from it must be the same on each."""
@@ -186,6 +201,7 @@ def early_key(settings: Settings) -> dict[str, Any]:
         "draft_head_is_fp8": settings.draft_head.is_fp8,
         "prefill_chunk": settings.config.resolve_prefill_chunk(settings.device.type, settings.model),
         "with_halves": settings.features.with_halves,
+        "exchange": None if settings.exchange is None else settings.exchange.kind,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,
         "source": source_digest(Path(__file__).parent / name for name in _TRACED),

@@ -331,14 +331,11 @@ class EngineConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _ranks_start_and_compile_alone(self) -> EngineConfig:
+    def _ranks_start_alone(self) -> EngineConfig:
         others = os.environ.get("WORLD_SIZE", "1")
         alone = self.tensor_parallel == 1 or others == "1"
         remedy = "start one process without torchrun: the engine starts its ranks"
         check(alone, "WORLD_SIZE", "be unset with tensor_parallel above 1", others, remedy)
-        rule = f"be None with tensor_parallel={self.tensor_parallel}"
-        fits = self.tensor_parallel == 1 or self.graph_cache is None
-        check(fits, "graph_cache", rule, self.graph_cache, "leave it out: every rank compiles its own")
         return self
 
     @property

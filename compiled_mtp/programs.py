@@ -39,6 +39,7 @@ from compiled_mtp.graphs.compile import (
 )
 from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.ops.sample import filter_logits
+from compiled_mtp.parallel.exchange import Exchange
 from compiled_mtp.plan import SPARE_SLOTS, Piece
 from compiled_mtp.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.step import Step
@@ -76,8 +77,8 @@ class Programs:
     and nothing compiles afterwards; what is neither compiled nor captured needs none, and its prompts are not
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
     plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
-    requests on have their program in common, unless is_sharing is False: code that asks for the number of
-    rows, as an exchange between ranks does, has a program for each. with_halves: rounds as two halves are
+    requests on have their program in common, unless there is an exchange between ranks: it asks for the
+    number of rows, so each size has a program. with_halves: rounds as two halves are
     made ready too; without it, where there are graphs, a half's code is captured as it is behind its
     first run, which costs the start nothing. Inputs are copied to the device only when they change.
     """
@@ -92,7 +93,7 @@ class Programs:
         graph_mode: GraphMode | None,
         with_halves: bool = False,
         plain_depths: Collection[int] = (),
-        is_sharing: bool = True,
+        exchange: Exchange | None = None,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
@@ -101,6 +102,7 @@ class Programs:
         self.graph_mode = graph_mode
         self.has_shapes = is_compiled or graph_mode is not None
         self.plain_depths = plain_depths
+        self._exchange = exchange
         self._save_to: Path | None = None
         # What was made for a shape and is for others too, while they are made ready.
         self._made: dict[str, Program] = {}
@@ -112,7 +114,7 @@ class Programs:
         self.capture_s = 0.0
         sizes = {bucket.groups for bucket in self.buckets}
         self._state_indices = {size: self._zeros(size, torch.int32) for size in sizes}
-        self._sharing = sharing(sizes if is_sharing else ())
+        self._sharing = sharing(sizes if exchange is None else ())
         self._prefill_inputs = {n: self._zeros(n, torch.int64) for n in self.lengths}
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
@@ -375,7 +377,8 @@ class Programs:
             self.save_shape(shape, self._save_to)
             saved = self._save_to
         if saved is not None:
-            return load_program(saved / shape.name, self.step)
+            program = load_program(saved / shape.name, self.step)
+            return program if self._exchange is None else self._exchange.calls(program)
         return compile_program(partial(shape.method, self.step), shape.name, self.graph_mode)
 
     @property
@@ -400,7 +403,8 @@ class Programs:
         layout = directory / _LAYOUT_NAME
         if not layout.exists():
             layout.write_text(json.dumps(self._layout()))
-        save_program(shape.method, self.step, shape.inputs, directory / shape.name)
+        with nullcontext() if self._exchange is None else self._exchange.left_open():
+            save_program(shape.method, self.step, shape.inputs, directory / shape.name)
 
     def shapes(self, depth: int | None = None) -> Iterator[Shape]:
         """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool

@@ -75,6 +75,7 @@ def write_checkpoint(
     family: str = "qwen3_5",
     *,
     num_layers: int = 4,
+    interval: int = 4,
     hidden_size: int = 128,
     vocab_size: int = 512,
     num_q_heads: int = 2,
@@ -99,6 +100,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint to `directory` and return it.
 
+    Every `interval`-th layer has full attention.
     `flat` writes a text-only export of a Qwen3.5 model (no nesting, names without `language_model.`). Experts
     are 'stacked' or 'per_expert'; None is what the release does. `fp32_gates` stores A_log and the gated norm
     in float32 (None: as released). `fp8_scale` is the dtype of FP8 scales, None for bfloat16 weights.
@@ -119,7 +121,7 @@ def write_checkpoint(
         "linear_key_head_dim": LINEAR_HEAD_DIM,
         "linear_value_head_dim": LINEAR_HEAD_DIM,
         "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
+        "full_attention_interval": interval,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -144,7 +146,7 @@ def write_checkpoint(
         text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "dtype": "bfloat16"}
         text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
         text["layer_types"] = [
-            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
         ]
     config = _nest(text, family, tied, flat or is_next)
     if fp8_scale is not None:
@@ -215,7 +217,7 @@ def _trunk(
         weights["lm_head.weight"] = _matrix(vocab, h, generator, LOGIT_SCALE)
     weights["norm.weight"] = torch.randn(h, generator=generator) * 0.1
     for i in range(c["num_hidden_layers"]):
-        weights |= _layer(c, f"layers.{i}.", (i + 1) % 4 == 0, is_next, generator)
+        weights |= _layer(c, f"layers.{i}.", (i + 1) % c["full_attention_interval"] == 0, is_next, generator)
     return weights
 
 

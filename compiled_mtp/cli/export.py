@@ -7,7 +7,8 @@ Takes the fields of EngineConfig as flags, but for compile and graph_cache; the 
 must be given the same values. --graph-mode is "replay" unless given: of "reduce-overhead" only the generated
 code can be saved, and every start traces the model again. Prints one JSON line: the file, its bytes, the
 number of shapes and the seconds it took. --out is written whole or not. With --mtp-step auto every depth of
---mtp-depths is in the file; an engine starts with one and loads the others beside its first steps.
+--mtp-depths is in the file; an engine starts with one and loads the others beside its first steps. With
+--tensor-parallel N the file holds the programs of each of N ranks, for engines of as many.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_comm
 from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import check
 
 _SKIPPED = ("compile", "graph_cache")
 
@@ -85,9 +85,6 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         # As long as there is nothing to remove.
         import_module("compiled_mtp.engine")
 
-    is_alone = config.tensor_parallel == 1
-    remedy = "leave it out: ranks compile their own programs"
-    check(is_alone, "tensor_parallel", "be 1 for an export", config.tensor_parallel, remedy)
     # After Ctrl-C a compiler may still write to what is being removed; that must not become the error.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as enclosing:
         directory, scratch = Path(enclosing) / "made", Path(enclosing) / "scratch"

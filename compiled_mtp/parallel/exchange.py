@@ -8,7 +8,11 @@ ranks.
 from __future__ import annotations
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +24,9 @@ from compiled_mtp.ops.shares import add_tree
 # is process-wide in torch, so is this.
 _LIVE: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+# In the place of a number in programs that are saved, which other processes run: the exchange of the caller.
+_OF_CALLER = -1
+_CALLER = threading.local()
 _LIBRARY = torch.library.Library("compiled_mtp", "FRAGMENT")
 _LIBRARY.define("exchange(Tensor x, int world, int number) -> Tensor")
 _LIBRARY.define("exchange_parts(Tensor parts, int world, int number) -> Tensor")
@@ -37,6 +44,8 @@ class Exchange(ABC):
     waiting until the exchange gives up.
     """
 
+    # As EngineConfig.exchange names it.
+    kind = "auto"
     # Whether a prompt's sums before a norm have no shares, so that no rank can make a part of one.
     keeps_prompt_rows = False
 
@@ -83,6 +92,28 @@ class Exchange(ABC):
         whole = self.gather_columns(values.view(torch.uint8)).view(values.dtype)
         return whole, self.gather_columns(factors)
 
+    @contextmanager
+    def left_open(self) -> Iterator[None]:
+        """What is traced meanwhile exchanges by whatever exchange calls it: see `calls`."""
+        number, self._number = self._number, _OF_CALLER
+        try:
+            yield
+        finally:
+            self._number = number
+
+    def calls(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """A program that was traced within `left_open`, in this process or another, with this exchange."""
+
+        def call(*arguments: Any) -> Any:
+            before = getattr(_CALLER, "exchange", None)
+            _CALLER.exchange = self
+            try:
+                return program(*arguments)
+            finally:
+                _CALLER.exchange = before
+
+        return call
+
     def least(self, value: int) -> int:
         """The least `value` of all ranks, so that what follows from it is the same on each."""
         return int(self._come(torch.tensor([value], dtype=torch.int64)).min())
@@ -119,18 +150,25 @@ class Exchange(ABC):
         return add_tree(self._gather_sums(parts)).to(dtype)
 
 
+def _find(number: int) -> Exchange:
+    if number != _OF_CALLER:
+        return _LIVE[number]
+    found: Exchange = _CALLER.exchange
+    return found
+
+
 def _exchange(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    return _LIVE[number]._come(x)
+    return _find(number)._come(x)
 
 
 def _exchange_parts(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    exchange = _LIVE[number]
+    exchange = _find(number)
     exchange.count += 1
     return exchange._gather_sums(parts.contiguous())
 
 
 def _exchange_sum(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
-    exchange = _LIVE[number]
+    exchange = _find(number)
     exchange.count += 1
     return exchange._add(parts.contiguous(), dtype)
 

@@ -23,6 +23,8 @@ class GlooExchange(Exchange):
     they do not within a minute.
     """
 
+    kind = "gloo"
+
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, world)
         self.patience_s = START_S

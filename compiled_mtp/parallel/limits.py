@@ -12,6 +12,7 @@ from compiled_mtp.build_settings import resolve_device
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.graph_choice import choose_compiled
+from compiled_mtp.graphs.artifacts import check_key, read_key
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.headers import read_headers
@@ -32,6 +33,8 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | No
         pickle.dumps(fill)
     except (AttributeError, pickle.PicklingError):
         raise fail("fill", rule, fill, remedy) from None
+    if config.graph_cache is not None and config.compile != "off":
+        check_key(config.graph_cache, read_key(config.graph_cache) | {"tensor_parallel": world})
     if device.type == "cpu":
         # On GPUs the start captures every depth; here a process would compile them for one rank.
         is_fixed = config.mtp_step != "auto" or not choose_compiled(config, device)

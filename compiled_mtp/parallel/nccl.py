@@ -18,6 +18,7 @@ class NcclExchange(GlooExchange):
     torch was built without NCCL.
     """
 
+    kind = "nccl"
     keeps_prompt_rows = True
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:

@@ -34,6 +34,7 @@ class SymmetricExchange(GlooExchange):
     Raises RuntimeError where the GPUs cannot reach each other's memory.
     """
 
+    kind = "symmetric"
     keeps_prompt_rows = True
 
     def __init__(self, rank: int, world: int, folder: Path, device: torch.device) -> None:

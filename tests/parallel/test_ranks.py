@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from compiled_mtp.build_order import Features
-from compiled_mtp.cli.export import export
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.hf_config import read_model_config
@@ -357,7 +356,6 @@ def test_a_second_interrupt_does_not_wait(handled: list[int]) -> None:
     [
         ({"tensor_parallel": 3}, r"tensor_parallel must be 1, 2, 4 or 8, got 3; use another number of ranks"),
         ({"tensor_parallel": True}, "tensor_parallel must not be a bool"),
-        ({"tensor_parallel": 2, "graph_cache": "x"}, "graph_cache must be None with tensor_parallel=2, got "),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -492,7 +490,7 @@ def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:
     pass
 
 
-def test_fills_and_exports_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fills_that_ranks_cannot_import_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
         Engine(config_of(directory), fill=lambda parameters: None)
@@ -501,5 +499,3 @@ def test_fills_and_exports_are_refused(directory: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("__main__.fill_nothing", fill_nothing, raising=False)
     with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
         Engine(config_of(directory), fill=fill_nothing)
-    with pytest.raises(ValueError, match=r"^tensor_parallel must be 1 for an export, got 2; leave it out"):
-        export(config_of(directory), directory / "out")
