@@ -19,7 +19,14 @@ from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import NARROW_ROWS, count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import (
+    NARROW_ROWS,
+    count_parts,
+    linear,
+    linear_beside,
+    linear_parts,
+    linear_silu_mul,
+)
 from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.paged_attention import paged_attention
@@ -263,7 +270,10 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Activations, rows: Rows, cache: GDNLayer) -> torch.Tensor:
         proj = self.in_proj(x, rows)
         if self.ba_proj is not None:
-            proj = torch.cat((proj, self.ba_proj(x, rows)), dim=-1)
+            # The few programs of b|a take half as long as in_proj, and run beside it.
+            is_prompt = isinstance(rows, PrefillRows)
+            gates = self.ba_proj(x, rows) if is_prompt else linear_beside(as_they_are(x), self.ba_proj.weight)
+            proj = torch.cat((proj, gates), dim=-1)
         z = proj[:, self.conv_dim : self.conv_dim + self.value_dim]
         gates = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
         last = (self.eps, self.gate_activation)
