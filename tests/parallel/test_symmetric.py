@@ -163,6 +163,28 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
         exchange.check()
 
 
+def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
+    """torch counts rendezvous in a process: in rank 0's there may have been some."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    from compiled_mtp.parallel.symmetric import CountedAnew
+
+    file = str(tmp_path / "store")
+    ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
+    for exchange in range(2):
+        for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
+            # As torch reaches it: from C++.
+            PrefixStore(f"CUDASymmetricMemory/{first + exchange}", store).set(
+                str(rank), bytes([rank, 255, 0])
+            )
+        for store, first in zip(ranks, (7, 0), strict=True):
+            keys = [f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)]
+            assert store.multi_get(keys) == [bytes([rank, 255, 0]) for rank in range(2)]
+        for store, first in zip(ranks, (7, 0), strict=True):
+            assert store.add(f"CUDASymmetricMemory/{first + exchange}/came", 1) == 1 + (store is ranks[1])
+            store.wait([f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)])
+
+
 class OnGpu:
     """A tensor of the host that says it is on a GPU."""
 
