@@ -26,13 +26,14 @@ from typing import Any
 
 from compiled_mtp.build import Fill
 from compiled_mtp.build_order import Features
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.choose import join
 from compiled_mtp.parallel.exchange import Exchange, ExchangeError
 from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanWriter
+from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class _Processes:
             prefix="compiled_mtp_ranks_", ignore_cleanup_errors=True
         )
         self.folder = Path(self._temporary.name)
-        self._by_rank: dict[int, subprocess.Popen[bytes]] = {}
+        self._by_rank: dict[int, subprocess.Popen[bytes] | JoinedRank] = {}
         self._heard: dict[int, float] = {}
         self._reports: dict[int, int] = {}
         self._unread: dict[int, bytes] = {}
@@ -224,6 +225,7 @@ class _Processes:
         device_type: str,
         fill: Fill | None,
     ) -> None:
+        torchrun = Torchrun()
         for rank in range(1, self.world):
             self._reports[rank], report = os.pipe()
             wake = self.plans.pipes[rank][0]
@@ -242,26 +244,32 @@ class _Processes:
                 report,
             )
             try:
-                with (self.folder / f"errors_{rank}").open("wb") as errors:
-                    process = subprocess.Popen(
-                        # -P: what lies in the user's folder is nothing to import.
-                        [sys.executable, "-P", "-c", _CODE],
-                        stdin=subprocess.PIPE,
-                        stdout=errors,
-                        stderr=errors,
-                        pass_fds=(self.plans.file, wake, report),
-                        # Ctrl-C is rank 0's to see to.
-                        start_new_session=True,
-                    )
+                # Those of torchrun are there.
+                has_process = torchrun.has_others
+                process = meeting_of(torchrun).join(order) if has_process else self._start_process(order)
             finally:
                 os.close(report)
             self._by_rank[rank], self._heard[rank], self._unread[rank] = process, time.monotonic(), b""
-            assert process.stdin is not None
-            with suppress(OSError):  # It has ended: the listener says why.
-                process.stdin.write(pickle.dumps(order))
-                process.stdin.flush()
         self._listener = threading.Thread(target=self._listen, name="compiled-mtp ranks", daemon=True)
         self._listener.start()
+
+    def _start_process(self, order: RankOrder) -> subprocess.Popen[bytes]:
+        with (self.folder / f"errors_{order.rank}").open("wb") as errors:
+            process = subprocess.Popen(
+                # -P: what lies in the user's folder is nothing to import.
+                [sys.executable, "-P", "-c", _CODE],
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(order.plans, order.wake, order.report),
+                # Ctrl-C is rank 0's to see to.
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with suppress(OSError):  # It has ended: the listener says why.
+            process.stdin.write(pickle.dumps(order))
+            process.stdin.flush()
+        return process
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -306,6 +314,8 @@ class _Processes:
             code = process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"process {process.pid} closed its report"
+        if isinstance(process, JoinedRank):
+            return f"process {process.pid} ended, torchrun says how"
         if code < 0:
             because = " (memory may have run out)" if -code == signal.SIGKILL else ""
             return f"process {process.pid} was ended by {signal.Signals(-code).name}{because}"
@@ -343,9 +353,9 @@ class _Processes:
         for process in self._by_rank.values():
             _kill(process)
             process.wait()
-            assert process.stdin is not None
-            with suppress(OSError):
-                process.stdin.close()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
         if self._listener is not None and self._listener is not threading.current_thread():
             self._listener.join()
         for report in self._reports.values():
@@ -354,8 +364,12 @@ class _Processes:
         self._temporary.cleanup()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes] | JoinedRank) -> None:
     """End a process and what it has started."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is not None:
+        return
+    if isinstance(process, JoinedRank):
+        process.kill()
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -479,13 +479,6 @@ def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: 
         Engine(config_of(directory, exchange="nccl"))
 
 
-def test_torchrun_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert config_of(directory, 1).tensor_parallel == 1
-    with pytest.raises(ValueError, match="WORLD_SIZE must be unset with tensor_parallel above 1, got 2; st"):
-        config_of(directory)
-
-
 def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:
     pass
 
