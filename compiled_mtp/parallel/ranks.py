@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ _POLL_S = 0.2
 # For processes to end by themselves, and for a fault to be found behind an exchange that failed.
 _END_S = 2.0
 _CAUSE_S = 2.0
+# For a device to finish a step. Its kernels should have given up before, and know more; NCCL's never do.
+DEVICE_S = STEP_S + 2.0
 
 
 class RankError(ChildProcessError):
@@ -156,6 +158,16 @@ class Ranks:
         if self._processes.fault is not None:
             raise self._processes.fault.error(self.world)
 
+    @contextmanager
+    def limited(self, launched: int) -> Iterator[None]:
+        """Within it rank 0 waits for its device, with so many plans launched: for DEVICE_S, then the ranks
+        are ended, and the exchange given up, which ends the wait."""
+        before, self._processes.waits = self._processes.waits, (time.monotonic(), launched)
+        try:
+            yield
+        finally:
+            self._processes.waits = before
+
     def send(self, *message: Any) -> None:
         """Let every rank do what `message` says: a name and its arguments. Raises as `check` does."""
         self.check()
@@ -199,6 +211,10 @@ class _Processes:
         self.ready: dict[int, bool] = {}
         # How often a rank has come to exchanges.
         self.counts: dict[int, int] = {}
+        # How many plans it has launched.
+        self.launched: dict[int, int] = {}
+        # Since when rank 0 waits for its device, and how many plans it has launched itself.
+        self.waits: tuple[float, int] | None = None
         self.is_closing = False
         # Once there is one.
         self.exchange: Exchange | None = None
@@ -283,6 +299,23 @@ class _Processes:
                     if now - self._heard[rank] > SILENCE_S and not self.is_closing:
                         process = self._by_rank[rank].pid
                         self.give_up(Fault(rank, f"process {process} was not heard of for {SILENCE_S:.0f} s"))
+                self._limit_wait(now)
+
+    def _limit_wait(self, now: float) -> None:
+        waits = self.waits
+        if waits is None or now - waits[0] < DEVICE_S:
+            return
+        # What they said a second ago, while the device waited for ever.
+        behind = min(self.launched, key=lambda rank: self.launched[rank], default=0)
+        own, theirs = waits[1], self.launched.get(behind, 0)
+        if behind and theirs < own:
+            text = (
+                f"it did not come to an exchange within {DEVICE_S:.0f} s: it has launched {theirs} of {own}"
+            )
+            self.give_up(Fault(behind, f"{text} plans"))
+        else:
+            text = f"its device was not done within {DEVICE_S:.0f} s, though every rank has launched the plan"
+            self.give_up(Fault(0, text))
 
     def _hear(self, rank: int) -> None:
         """Read what a rank reports: lines of JSON, and at its end nothing."""
@@ -301,7 +334,7 @@ class _Processes:
                 case "hello":
                     self.hellos[rank] = report["hello"]
                 case "alive":
-                    self.counts[rank] = report["count"]
+                    self.counts[rank], self.launched[rank] = report["count"], report["launched"]
                 case "ready":
                     self.ready[rank] = True
                 case "error":
