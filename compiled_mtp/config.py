@@ -88,6 +88,41 @@ def _count_or_file(value: Any) -> Any:
         raise ValueError(_explain({**error.errors()[0], "loc": ("draft_vocab",)})) from None
 
 
+class Torchrun(BaseSettings):
+    """What torchrun tells each process that it starts; of one that it has not, run_id is None."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
+
+    run_id: str | None = Field(default=None, validation_alias="TORCHELASTIC_RUN_ID")
+    restart_count: int = Field(default=0, validation_alias="TORCHELASTIC_RESTART_COUNT")
+    rank: int = Field(default=0, validation_alias="RANK")
+    world_size: int = Field(default=1, validation_alias="WORLD_SIZE")
+    local_world_size: int = Field(default=1, validation_alias="LOCAL_WORLD_SIZE")
+    master_port: int = Field(default=0, validation_alias="MASTER_PORT")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_others(cls, values: Any) -> Any:
+        # Other starters set some of the same names.
+        return values if values.get("TORCHELASTIC_RUN_ID") else {}
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it has started other processes beside this one."""
+        return self.run_id is not None and self.world_size > 1
+
+    def check_ranks(self, tensor_parallel: int) -> None:
+        """Raise ValueError unless its processes are as many as the engine's ranks, on one machine."""
+        if self.has_others:
+            rule = f"be {self.world_size}, the processes that torchrun has started"
+            fits = tensor_parallel == self.world_size
+            remedy = "give --nproc-per-node and tensor_parallel the same number"
+            check(fits, "tensor_parallel", rule, tensor_parallel, remedy)
+            rule = f"be {self.world_size}, so that all ranks share a machine"
+            fits, remedy = self.local_world_size == self.world_size, "start them with --nnodes 1"
+            check(fits, "LOCAL_WORLD_SIZE", rule, self.local_world_size, remedy)
+
+
 class EngineConfig(BaseSettings):
     """How to run a checkpoint; keyword arguments win over COMPILED_MTP_* variables, and both over defaults.
 
@@ -331,11 +366,14 @@ class EngineConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _ranks_start_alone(self) -> EngineConfig:
-        others = os.environ.get("WORLD_SIZE", "1")
-        alone = self.tensor_parallel == 1 or others == "1"
-        remedy = "start one process without torchrun: the engine starts its ranks"
-        check(alone, "WORLD_SIZE", "be unset with tensor_parallel above 1", others, remedy)
+    def _ranks_are_known(self) -> EngineConfig:
+        if self.tensor_parallel == 1:
+            return self
+        torchrun, others = Torchrun(), os.environ.get("WORLD_SIZE", "1")
+        torchrun.check_ranks(self.tensor_parallel)
+        remedy = "unset it, or start with torchrun"
+        is_told = torchrun.run_id is not None or others == "1"
+        check(is_told, "WORLD_SIZE", "be unset without torchrun", others, remedy)
         return self
 
     @property

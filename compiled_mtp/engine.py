@@ -109,6 +109,11 @@ class Engine:
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig() if config is None else EngineConfig(model=config)
+        if config.tensor_parallel > 1:
+            # Where torchrun has started this process as another rank, it ends here.
+            from compiled_mtp.parallel.follower import follow_rank_0
+
+            follow_rank_0()
         self.front = front if front is not None else open_front(config)
         self.config = config.model_copy(update={"model": self.front.path})
         self.model_config = self.front.model_config

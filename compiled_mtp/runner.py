@@ -68,6 +68,8 @@ class Runner:
         self.cache_key = assembly.cache_key
         self.max_in_flight = config.resolve_max_in_flight(self.device.type)
         self.waited_s = 0.0
+        # Plans whose launch has succeeded, so far.
+        self.num_launched = 0
         self._is_wait_due = False
         # Launched, and not yet read; with the copies that failed.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
@@ -89,6 +91,7 @@ class Runner:
         if plan is not None:
             try:
                 self._launches.append((plan, *self._launch(plan)))
+                self.num_launched += 1
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from compiled_mtp.cli.flags import EXIT_USAGE as EXIT_USAGE
 from compiled_mtp.cli.signals import INTERRUPTED, NUMBERS, leaving, restore
+from compiled_mtp.config import Torchrun
 from compiled_mtp.errors import escape
 
 if TYPE_CHECKING:  # What they come from waits for torch.
@@ -152,7 +153,9 @@ def start_engine(
     config: EngineConfig, front: Front | None = None, features: Features | None = None
 ) -> Engine:
     """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
-    recipe of FP8 weights. `front` and `features` are what `Engine` takes."""
+    recipe of FP8 weights. `front` and `features` are what `Engine` takes. Raises ValueError where torchrun
+    has started processes that it has no use for."""
+    Torchrun().check_ranks(config.tensor_parallel)
     with leaving():
         from compiled_mtp.engine import Engine
 

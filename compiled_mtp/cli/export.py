@@ -26,7 +26,8 @@ from typing import Any
 from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_command, start_engine, write_text
 from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, Torchrun
+from compiled_mtp.errors import check
 
 _SKIPPED = ("compile", "graph_cache")
 
@@ -53,6 +54,9 @@ def _export(flags: dict[str, Any], interrupts: Interrupts) -> int:
     stdout, fields = check_stdout(), given(flags, EngineConfig, skip=_SKIPPED)
     # Not the cache that the environment may name either: nothing would be compiled.
     config = EngineConfig(**fields, compile="on", graph_cache=None)
+    # What compilers keep, which is in the file too, lies where this process' children look.
+    world, remedy = Torchrun().world_size, "start one process: it starts the ranks"
+    check(world == 1, "WORLD_SIZE", "be 1 for an export", world, remedy)
     if config.graph_mode == "auto":
         config = config.model_copy(update={"graph_mode": "replay"})
     check_writable(out)

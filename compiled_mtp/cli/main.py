@@ -24,8 +24,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # Nothing is imported above but what it takes to get here: a Ctrl-C there is Python's.
     with leaving():
-        command = _find(argv[:1])
-    return command(argv[1:])
+        from compiled_mtp.config import Torchrun
+
+        torchrun = Torchrun()
+    if not torchrun.has_others:
+        with leaving():
+            command = _find(argv[:1])
+        return command(argv[1:])
+    if torchrun.rank:
+        # One process reads the flags, and says what is to be said. This one ends with it.
+        with leaving():
+            from compiled_mtp.parallel.follower import follow_rank_0
+        follow_rank_0()
+    from compiled_mtp.parallel.torchrun import meeting_of
+
+    meeting = meeting_of(torchrun)
+    try:
+        with leaving():
+            command = _find(argv[:1])
+        return command(argv[1:])
+    finally:
+        meeting.dismiss()
 
 
 def _find(words: Sequence[str]) -> Callable[[Sequence[str]], int]:

@@ -12,11 +12,14 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.parallel.choose import join
@@ -24,6 +27,7 @@ from compiled_mtp.parallel.exchange import Exchange, ExchangeError
 from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
+from compiled_mtp.parallel.torchrun import follow
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.runner import Runner
 
@@ -35,26 +39,50 @@ def main() -> None:
     """Carry out the pickled `RankOrder` on stdin; ends with stdin, which is rank 0's end."""
     order: RankOrder = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, args=(order.folder,), daemon=True).start()
-    # Rank 0 warns of the same.
+    silence()
+    # Threads of libraries are not waited for.
+    os._exit(carry_out(order))
+
+
+def follow_rank_0() -> None:
+    """In a process that torchrun has started as another rank than 0: do what rank 0 says, and end with it.
+
+    Elsewhere nothing. Raises ValueError where rank 0 does not come.
+    """
+    torchrun = Torchrun()
+    if torchrun.has_others and torchrun.rank:
+        silence()
+        follow(torchrun, carry_out)
+
+
+def silence() -> None:
+    """Say no more than errors: rank 0 warns of the same."""
     logging.disable(logging.WARNING)
-    code = 1
+
+
+def carry_out(order: RankOrder) -> int:
+    """Build the rank's piece and follow plans until rank 0 says close; then 0, and 1 for what went wrong,
+    which has been reported."""
     try:
         runner, exchange = _build(order)
     except ValueError as error:
         _report(order.report, kind="error", text=str(error)[:_LONGEST_TEXT], is_refusal=True)
+        return 1
     except BaseException as error:
         _report_failure(order, error)
-    else:
-        try:
+        return 1
+    try:
+        with _saying_alive(order.report, runner, exchange):
+            _report(order.report, kind="ready")
             _follow(runner, exchange, PlanReader(order.rank, order.plans, order.wake))
-            code = 0
-        except ExchangeError:
-            # Rank 0 knows which rank it is, or is itself the one, and ends this process.
-            time.sleep(STEP_S)
-        except BaseException as error:
-            _report_failure(order, error)
-    # Threads of libraries are not waited for.
-    os._exit(code)
+    except ExchangeError:
+        # Rank 0 knows which rank it is, or is itself the one, and ends this process.
+        time.sleep(STEP_S)
+        return 1
+    except BaseException as error:
+        _report_failure(order, error)
+        return 1
+    return 0
 
 
 def _build(order: RankOrder) -> tuple[Runner, Exchange]:
@@ -65,8 +93,6 @@ def _build(order: RankOrder) -> tuple[Runner, Exchange]:
         order.config, order.model, order.num_valid_ids, None, order.fill, order.features, exchange
     )
     exchange.expect_steps()
-    threading.Thread(target=_say_alive, args=(order.report, exchange), daemon=True).start()
-    _report(order.report, kind="ready")
     return runner, exchange
 
 
@@ -124,10 +150,22 @@ def _end_with_rank_0(folder: Path) -> None:
     os._exit(1)
 
 
-def _say_alive(to: int, exchange: Exchange) -> None:
-    while True:
-        time.sleep(ALIVE_S)
-        try:
-            _report(to, kind="alive", count=exchange.count)
-        except OSError:
-            os._exit(1)
+@contextmanager
+def _saying_alive(to: int, runner: Runner, exchange: Exchange) -> Iterator[None]:
+    """Report every second how far this rank is, from a thread of its own."""
+    is_over = threading.Event()
+
+    def report() -> None:
+        while not is_over.wait(ALIVE_S):
+            try:
+                _report(to, kind="alive", count=exchange.count, launched=runner.num_launched)
+            except OSError:
+                os._exit(1)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from operator import attrgetter
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -91,14 +92,20 @@ class LeadRunner(Runner):
 
     def drop_launches(self) -> None:
         """As `Runner.drop_launches`, on every rank that is left."""
-        super().drop_launches()
+        with self._ranks.limited(self.num_launched):
+            super().drop_launches()
         if self._ranks.is_whole:
             self._ranks.send("drop_launches")
 
     def close(self) -> None:
         """As `Runner.close`, and end the ranks."""
-        super().close()
+        with self._ranks.limited(self.num_launched):
+            super().close()
         self._ranks.end()
+
+    def _finish(self, *launch: Any) -> StepResult:
+        with self._ranks.limited(self.num_launched):
+            return super()._finish(*launch)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

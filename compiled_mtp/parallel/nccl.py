@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,16 +29,20 @@ class NcclExchange(GlooExchange):
         # As in symmetric.py: multicast.
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         options = ProcessGroupNCCL.Options()
-        # A launch that waits has no time of its own in a graph: `give_up` ends it.
+        # A launch that waits has no time of its own in a graph: rank 0 looks at the clock.
         options._timeout = timedelta(seconds=START_S)
         # On the caller's stream, as everything else of a step.
         self._here = AllgatherOptions()
         self._here.asyncOp = False
+        self._lock, self._is_given_up = threading.Lock(), False
         self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
 
     def give_up(self) -> None:
-        """As `Exchange.give_up`."""
-        self._device_group.abort()
+        """As `Exchange.give_up`: kernels are told at once, but NCCL returns when no graph holds them."""
+        with self._lock:
+            is_first, self._is_given_up = not self._is_given_up, True
+        if is_first:
+            threading.Thread(target=self._device_group.abort, name="compiled-mtp NCCL", daemon=True).start()
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:

@@ -18,21 +18,22 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compiled_mtp.build import Fill
 from compiled_mtp.build_order import Features
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.choose import join
 from compiled_mtp.parallel.exchange import Exchange, ExchangeError
 from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanWriter
+from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ _POLL_S = 0.2
 # For processes to end by themselves, and for a fault to be found behind an exchange that failed.
 _END_S = 2.0
 _CAUSE_S = 2.0
+# For a device to finish a step. Its kernels should have given up before, and know more; NCCL's never do.
+DEVICE_S = STEP_S + 2.0
 
 
 class RankError(ChildProcessError):
@@ -155,6 +158,16 @@ class Ranks:
         if self._processes.fault is not None:
             raise self._processes.fault.error(self.world)
 
+    @contextmanager
+    def limited(self, launched: int) -> Iterator[None]:
+        """Within it rank 0 waits for its device, with so many plans launched: for DEVICE_S, then the ranks
+        are ended, and the exchange given up, which ends the wait."""
+        before, self._processes.waits = self._processes.waits, (time.monotonic(), launched)
+        try:
+            yield
+        finally:
+            self._processes.waits = before
+
     def send(self, *message: Any) -> None:
         """Let every rank do what `message` says: a name and its arguments. Raises as `check` does."""
         self.check()
@@ -198,6 +211,10 @@ class _Processes:
         self.ready: dict[int, bool] = {}
         # How often a rank has come to exchanges.
         self.counts: dict[int, int] = {}
+        # How many plans it has launched.
+        self.launched: dict[int, int] = {}
+        # Since when rank 0 waits for its device, and how many plans it has launched itself.
+        self.waits: tuple[float, int] | None = None
         self.is_closing = False
         # Once there is one.
         self.exchange: Exchange | None = None
@@ -206,7 +223,7 @@ class _Processes:
             prefix="compiled_mtp_ranks_", ignore_cleanup_errors=True
         )
         self.folder = Path(self._temporary.name)
-        self._by_rank: dict[int, subprocess.Popen[bytes]] = {}
+        self._by_rank: dict[int, subprocess.Popen[bytes] | JoinedRank] = {}
         self._heard: dict[int, float] = {}
         self._reports: dict[int, int] = {}
         self._unread: dict[int, bytes] = {}
@@ -224,6 +241,7 @@ class _Processes:
         device_type: str,
         fill: Fill | None,
     ) -> None:
+        torchrun = Torchrun()
         for rank in range(1, self.world):
             self._reports[rank], report = os.pipe()
             wake = self.plans.pipes[rank][0]
@@ -242,26 +260,32 @@ class _Processes:
                 report,
             )
             try:
-                with (self.folder / f"errors_{rank}").open("wb") as errors:
-                    process = subprocess.Popen(
-                        # -P: what lies in the user's folder is nothing to import.
-                        [sys.executable, "-P", "-c", _CODE],
-                        stdin=subprocess.PIPE,
-                        stdout=errors,
-                        stderr=errors,
-                        pass_fds=(self.plans.file, wake, report),
-                        # Ctrl-C is rank 0's to see to.
-                        start_new_session=True,
-                    )
+                # Those of torchrun are there.
+                has_process = torchrun.has_others
+                process = meeting_of(torchrun).join(order) if has_process else self._start_process(order)
             finally:
                 os.close(report)
             self._by_rank[rank], self._heard[rank], self._unread[rank] = process, time.monotonic(), b""
-            assert process.stdin is not None
-            with suppress(OSError):  # It has ended: the listener says why.
-                process.stdin.write(pickle.dumps(order))
-                process.stdin.flush()
         self._listener = threading.Thread(target=self._listen, name="compiled-mtp ranks", daemon=True)
         self._listener.start()
+
+    def _start_process(self, order: RankOrder) -> subprocess.Popen[bytes]:
+        with (self.folder / f"errors_{order.rank}").open("wb") as errors:
+            process = subprocess.Popen(
+                # -P: what lies in the user's folder is nothing to import.
+                [sys.executable, "-P", "-c", _CODE],
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(order.plans, order.wake, order.report),
+                # Ctrl-C is rank 0's to see to.
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with suppress(OSError):  # It has ended: the listener says why.
+            process.stdin.write(pickle.dumps(order))
+            process.stdin.flush()
+        return process
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -275,6 +299,23 @@ class _Processes:
                     if now - self._heard[rank] > SILENCE_S and not self.is_closing:
                         process = self._by_rank[rank].pid
                         self.give_up(Fault(rank, f"process {process} was not heard of for {SILENCE_S:.0f} s"))
+                self._limit_wait(now)
+
+    def _limit_wait(self, now: float) -> None:
+        waits = self.waits
+        if waits is None or now - waits[0] < DEVICE_S:
+            return
+        # What they said a second ago, while the device waited for ever.
+        behind = min(self.launched, key=lambda rank: self.launched[rank], default=0)
+        own, theirs = waits[1], self.launched.get(behind, 0)
+        if behind and theirs < own:
+            text = (
+                f"it did not come to an exchange within {DEVICE_S:.0f} s: it has launched {theirs} of {own}"
+            )
+            self.give_up(Fault(behind, f"{text} plans"))
+        else:
+            text = f"its device was not done within {DEVICE_S:.0f} s, though every rank has launched the plan"
+            self.give_up(Fault(0, text))
 
     def _hear(self, rank: int) -> None:
         """Read what a rank reports: lines of JSON, and at its end nothing."""
@@ -293,7 +334,7 @@ class _Processes:
                 case "hello":
                     self.hellos[rank] = report["hello"]
                 case "alive":
-                    self.counts[rank] = report["count"]
+                    self.counts[rank], self.launched[rank] = report["count"], report["launched"]
                 case "ready":
                     self.ready[rank] = True
                 case "error":
@@ -306,6 +347,8 @@ class _Processes:
             code = process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"process {process.pid} closed its report"
+        if isinstance(process, JoinedRank):
+            return f"process {process.pid} ended, torchrun says how"
         if code < 0:
             because = " (memory may have run out)" if -code == signal.SIGKILL else ""
             return f"process {process.pid} was ended by {signal.Signals(-code).name}{because}"
@@ -343,9 +386,9 @@ class _Processes:
         for process in self._by_rank.values():
             _kill(process)
             process.wait()
-            assert process.stdin is not None
-            with suppress(OSError):
-                process.stdin.close()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
         if self._listener is not None and self._listener is not threading.current_thread():
             self._listener.join()
         for report in self._reports.values():
@@ -354,8 +397,12 @@ class _Processes:
         self._temporary.cleanup()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes] | JoinedRank) -> None:
     """End a process and what it has started."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is not None:
+        return
+    if isinstance(process, JoinedRank):
+        process.kill()
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import (
     ProcessGroup,
+    Store,
     _register_process_group,
     _SymmetricMemory,
     _unregister_process_group,
@@ -26,6 +28,39 @@ _TURNS = 4096
 _GIVEN_UP: list[SymmetricExchange] = []
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
 _MANY_ROWS = 64
+
+
+class CountedAnew(Store):
+    """`store`, for one rendezvous of torch's symmetric memory, whose keys are prefix/number[/...].
+
+    torch counts those numbers in the process: that of rank 0 may have had other engines, with ranks that are
+    gone, and the others begin. Here the first number of each process is 0.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._kept = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        prefix, number, *rest = key.split("/")
+        if self._first is None:
+            self._first = int(number)
+        return "/".join([prefix, str(int(number) - self._first), *rest])
+
+    def set(self, key: str, value: str) -> None:
+        """As `Store.set`; so do the others."""
+        self._kept.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._kept.get(self._key(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._kept.add(self._key(key), value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        own = [self._key(key) for key in keys]
+        self._kept.wait(own) if timeout is None else self._kept.wait(own, timeout)
 
 
 class SymmetricExchange(GlooExchange):
@@ -47,7 +82,9 @@ class SymmetricExchange(GlooExchange):
         group._set_group_name(name)  # type: ignore[arg-type]
         _register_process_group(name, group)  # type: ignore[arg-type]
         weakref.finalize(self, _unregister_process_group, name)  # type: ignore[arg-type]
-        _SymmetricMemory.set_group_info(name, rank, world, self._store)
+        # Python's part of it must live as long as torch's.
+        self._counted = CountedAnew(self._store)
+        _SymmetricMemory.set_group_info(name, rank, world, self._counted)
         # Signals, two halves, and the sums in at most 32 bits.
         words = CHANNELS * world * (1 + 3 * CHUNK)
         self._memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, device)

@@ -27,7 +27,7 @@ from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
 from compiled_mtp.cli.console import EXIT_OK, Interrupts, run_command
 from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.hub import is_repository
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
@@ -307,7 +307,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command(interrupts: Interrupts) -> int:
         server_flags = given(flags, ServerConfig, skip=_SECRET)
-        return serve(ServerConfig(**server_flags), EngineConfig(**given(flags, EngineConfig)))
+        config = EngineConfig(**given(flags, EngineConfig))
+        Torchrun().check_ranks(config.tensor_parallel)
+        return serve(ServerConfig(**server_flags), config)
 
     # Until uvicorn listens to signals itself, and behind that.
     return run_command(command)

@@ -300,6 +300,51 @@ def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: 
     engine.close()
 
 
+class NeverReady:
+    """The event of a launch whose kernels wait for a rank until the exchange is given up: NCCL's."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.given_up.is_set()
+
+    def synchronize(self) -> None:
+        assert self.given_up.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("launched", "message"),
+    [
+        (0, "got rank 1: it did not come to an exchange within 0 s: it has launched 0 of 1 plans; create"),
+        (1, "got rank 0: its device was not done within 0 s, though every rank has launched the plan; cr"),
+    ],
+)
+def test_a_step_that_a_device_never_ends_is_given_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, launched: int, message: str
+) -> None:
+    """Who is behind is known by what each rank said last."""
+    monkeypatch.setattr(leader, "Ranks", AloneRanks)
+    monkeypatch.setattr(ranks, "DEVICE_S", 0.1)
+    engine = Engine(config_of(directory))
+    runner, ready = engine.runner, NeverReady()
+    assert isinstance(runner, LeadRunner)
+    processes, made = runner._ranks._processes, runner._make_buffer
+    processes.exchange, processes.launched[1] = runner._exchange, launched
+    runner._exchange.give_up = ready.given_up.set  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(made(shape), ready=ready))
+    listener = threading.Thread(target=processes._listen, daemon=True)
+    listener.start()
+    engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    with pytest.raises(RankError, match=message):
+        engine.step()
+    engine.close()
+    listener.join()
+
+
 def test_the_cause_of_a_failed_exchange_lies_elsewhere(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,13 +522,6 @@ def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: 
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
         Engine(config_of(directory, exchange="nccl"))
-
-
-def test_torchrun_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert config_of(directory, 1).tensor_parallel == 1
-    with pytest.raises(ValueError, match="WORLD_SIZE must be unset with tensor_parallel above 1, got 2; st"):
-        config_of(directory)
 
 
 def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:

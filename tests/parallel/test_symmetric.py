@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,28 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
         exchange.check()
 
 
+def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
+    """torch counts rendezvous in a process: in rank 0's there may have been some."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    from compiled_mtp.parallel.symmetric import CountedAnew
+
+    file = str(tmp_path / "store")
+    ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
+    for exchange in range(2):
+        for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
+            # As torch reaches it: from C++.
+            PrefixStore(f"CUDASymmetricMemory/{first + exchange}", store).set(
+                str(rank), bytes([rank, 255, 0])
+            )
+        for store, first in zip(ranks, (7, 0), strict=True):
+            keys = [f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)]
+            assert store.multi_get(keys) == [bytes([rank, 255, 0]) for rank in range(2)]
+        for store, first in zip(ranks, (7, 0), strict=True):
+            assert store.add(f"CUDASymmetricMemory/{first + exchange}/came", 1) == 1 + (store is ranks[1])
+            store.wait([f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)])
+
+
 class OnGpu:
     """A tensor of the host that says it is on a GPU."""
 
@@ -184,14 +207,17 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
             pass
 
         def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
-            self.is_given_up, self.options = False, options
+            self.given_up, self.options = [threading.Event(), threading.Event()], options
+            self.ends = threading.Event()
 
         def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
             assert not options.asyncOp
             out.copy_(x)
 
         def abort(self) -> None:
-            self.is_given_up = True
+            next(event for event in self.given_up if not event.is_set()).set()
+            # Until no graph is left.
+            self.ends.wait(20)
 
     monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
@@ -200,8 +226,13 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
     x: Any = OnGpu(torch.arange(6).view(2, 3))
     assert exchange._gather(x).equal(x.tensor[None])
     assert exchange.least(5) == 5
+    group: Any = exchange._device_group
+    # Whoever tells it does not wait, and it is told once.
     exchange.give_up()
-    assert exchange._device_group.is_given_up
+    exchange.give_up()
+    assert group.given_up[0].wait(20)
+    group.ends.set()
+    assert not group.given_up[1].is_set()
 
 
 CODE = """
