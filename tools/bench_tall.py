@@ -112,7 +112,11 @@ class Job:
 
 def tile_label(tile: TallTile) -> str:
     size = f"{tile.block_m}x({tile.block_n}+{tile.rest_n}) k{tile.block_k} w{tile.num_warps}"
-    return f"{size} s{tile.num_stages} L2 {tile.prefetch_bytes}" + " specialized" * tile.specialized + " apart" * tile.apart
+    return (
+        f"{size} s{tile.num_stages} L2 {tile.prefetch_bytes}"
+        + " specialized" * tile.specialized
+        + " apart" * tile.apart
+    )
 
 
 def weights_of(shape: str) -> Iterator[Weight]:
@@ -380,7 +384,11 @@ def main() -> None:
     parser.add_argument("--weights", default="", help="comma-separated names; all by rule")
     parser.add_argument("--specialized", action="store_true", help="time tiles of which other warps fetch")
     parser.add_argument(
-        "--tile", action="append", default=[], type=parse_tile, metavar="NAME:PARTS=FIELDS",
+        "--tile",
+        action="append",
+        default=[],
+        type=parse_tile,
+        metavar="NAME:PARTS=FIELDS",
         help="time these tiles of one number of rows alone, e.g. down:4=128,128,32,64,8,6,512",
     )
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")

@@ -29,27 +29,19 @@ def load_row(at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def add_tree(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of COUNT neighbours in a tuple, added as a tree."""
-    if COUNT == 1:
-        return values[FIRST]
-    else:
-        left = add_tree(values, FIRST, COUNT // 2)
-        return left + add_tree(values, FIRST + COUNT // 2, COUNT // 2)
-
-
-@triton.jit
 def load_tree(
     at, part_stride, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    """A row's sum of COUNT neighbouring parts, added as a tree once all are on their way."""
-    heads = ()
-    tails = ()
-    for part in tl.static_range(COUNT):
-        head, tail = load_row(at + part * part_stride, WIDTH, BLOCK, TAIL)
-        heads += (head,)
-        tails += (tail,)
-    return add_tree(heads, 0, COUNT), add_tree(tails, 0, COUNT)
+    """A row's sum of COUNT neighbouring parts, added as a tree."""
+    if COUNT == 1:
+        head, tail = load_row(at, WIDTH, BLOCK, TAIL)
+    else:
+        head, tail = load_tree(at, part_stride, COUNT // 2, WIDTH, BLOCK, TAIL)
+        at += COUNT // 2 * part_stride
+        right_head, right_tail = load_tree(at, part_stride, COUNT // 2, WIDTH, BLOCK, TAIL)
+        head += right_head
+        tail += right_tail
+    return head, tail
 
 
 @triton.jit
