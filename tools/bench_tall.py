@@ -350,7 +350,9 @@ def fields_of(tile: TallTile | None) -> list[Any] | None:
     if tile is None:
         return None
     fields = [*astuple(tile)]
-    return fields if tile.specialized else fields[:-1]
+    while fields[-1] is False:
+        fields.pop()
+    return fields
 
 
 def merged(best: Best) -> dict[str, dict[str, list[Any] | None]]:

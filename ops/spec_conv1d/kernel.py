@@ -17,8 +17,8 @@ from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 OPTIONS = {"enable_fp_fusion": True}
 # A program has rows of one piece.
 PREFILL_ROWS = PIECE_MULTIPLE
-# From so many rows on a program has a whole window, unless it is longer than what is unrolled: with one program
-# a row those of an H200 take turns.
+# From so many rows on a program has a whole window, unless it is longer than what is unrolled: with a program a
+# row those of an H200 take turns.
 LEAST_ROWS_OF_WINDOWS = 64
 MOST_UNROLLED = 8
 
@@ -388,7 +388,9 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     )  # fmt: skip
     constants = {
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
-        **{"PDL": has_pdl, "num_warps": 1, "launch_pdl": has_pdl},
+        "PDL": has_pdl,
+        "num_warps": 1,
+        "launch_pdl": has_pdl,
         **OPTIONS,
     }
     window = rows // requests
