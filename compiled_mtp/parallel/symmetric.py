@@ -77,13 +77,14 @@ class SymmetricExchange(GlooExchange):
         # It can take the GPUs of a host out of service, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         name = f"compiled_mtp/{folder.name}"
-        group = ProcessGroup(self._store, rank, world)
+        # Python's part of it must live as long as torch's.
+        self._counted = CountedAnew(self._store)
+        # torch asks the group for it, or what it was told of the name: it depends on the version.
+        group = ProcessGroup(self._counted, rank, world)
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._group)
         group._set_group_name(name)  # type: ignore[arg-type]
         _register_process_group(name, group)  # type: ignore[arg-type]
         weakref.finalize(self, _unregister_process_group, name)  # type: ignore[arg-type]
-        # Python's part of it must live as long as torch's.
-        self._counted = CountedAnew(self._store)
         _SymmetricMemory.set_group_info(name, rank, world, self._counted)
         # Signals, two halves, and the sums in at most 32 bits.
         words = CHANNELS * world * (1 + 3 * CHUNK)
