@@ -16,7 +16,7 @@ import torch
 from compiled_mtp.ops.features import RECENT_IDS
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
 from compiled_mtp.ops.linear.tall_config import read_tall_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
@@ -149,7 +149,8 @@ def product(
     prefill: bool = False,
     gap: int = 0,
 ) -> None:
-    """linear ("product", or "logits" in float32), linear_silu_mul ("gated") or linear_parts ("parts").
+    """linear ("product", or "logits" in float32), linear_silu_mul ("gated"), linear_parts ("parts") or
+    linear_beside ("beside").
 
     gap: numbers between two rows; with 1 they have no descriptor.
     """
@@ -161,6 +162,8 @@ def product(
         linear_silu_mul(x, weight, scale)
     elif kind == "parts":
         linear_parts(x, weight, scale, count_parts(weight, rows))
+    elif kind == "beside":
+        linear_beside(x, weight)
     else:
         linear(x, weight, scale, kind == "logits", prefill)
 
@@ -198,6 +201,10 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
     # The router's: its rows lie at no multiple of 16 bytes.
     router = functools.partial(product, rows=512, n=257, k=2048, dtype=BF16, kind="logits", prefill=True)
     yield LaunchCase("prefill-logits-257x2048", router)
+    # b|a of 27B's FP8 release, and of a model in float32.
+    for rows, dtype in ((4, BF16), (128, BF16), (4, FP32)):
+        call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="beside")
+        yield LaunchCase(f"beside-96x5120-{dtype_name(dtype)}-{rows}", call)
     yield from tall_cases()
     for entry in read_table().get(f"sm_{capability}", {}):
         size, dtype_text = entry.split()

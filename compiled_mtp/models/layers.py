@@ -19,7 +19,14 @@ from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import NARROW_ROWS, count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import (
+    NARROW_ROWS,
+    count_parts,
+    linear,
+    linear_beside,
+    linear_parts,
+    linear_silu_mul,
+)
 from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.paged_attention import paged_attention
@@ -227,8 +234,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule; one merged projection q|k|v|z|b|a.
 
     An FP8 release stores b and a in bfloat16: where in_proj is not plain it is q|k|v|z and ba_proj, which is
-    None otherwise, b|a. The operators read their columns from one row either way, so the two results are
-    joined: one more small launch and one copy of a few rows, for half of in_proj's bytes.
+    None otherwise, b|a.
     """
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
@@ -261,20 +267,23 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj.quantizes_rows
 
     def forward(self, x: Activations, rows: Rows, cache: GDNLayer) -> torch.Tensor:
-        proj = self.in_proj(x, rows)
-        if self.ba_proj is not None:
-            proj = torch.cat((proj, self.ba_proj(x, rows)), dim=-1)
+        proj, ba = self.in_proj(x, rows), None
         z = proj[:, self.conv_dim : self.conv_dim + self.value_dim]
-        gates = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
+        inputs = (proj, self.conv_weight, self.a_log, self.dt_bias, cache.conv_ring, rows.state_index)
         last = (self.eps, self.gate_activation)
         if isinstance(rows, PrefillRows):
+            if self.ba_proj is not None:
+                ba = self.ba_proj(x, rows)
             pieces = (rows.start, rows.length, rows.first_row)
-            q, k, v, g, beta = conv_prefill(*gates, *pieces, *self.heads, rows.mark)
+            q, k, v, g, beta = conv_prefill(*inputs, *pieces, *self.heads, rows.mark, ba)
             state = (cache.state, rows.state_index, *pieces)
             y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last, rows.mark)
         else:
             assert isinstance(rows, DecodeRows)
-            q, k, v, exp_g, beta = spec_conv1d(*gates, rows.start, *self.heads)
+            if self.ba_proj is not None:
+                # Its few programs take half as long as in_proj, and run beside it.
+                ba = linear_beside(as_they_are(x), self.ba_proj.weight)
+            q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             place = (rows.state_index, rows.base, rows.start)
             y = gdn_verify(q, k, v, exp_g, beta, z, self.norm_weight, *rings, *place, *last)

@@ -26,6 +26,10 @@ def linear(
     return y if out_float32 or x.dtype == torch.float32 else y.to(x.dtype)
 
 
+def linear_beside(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight, None, False, False)
+
+
 def linear_silu_mul(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int
 ) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear.beside_kernel import launch_beside
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
 from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
@@ -76,6 +77,10 @@ def prompt_product(
     # Float32 is not made for speed: a prompt takes the products of decode.
     config = choose(x, weight, whole, weight.dtype != torch.float32)
     return launch_config(config, x, weight, weight_scale, out_float32)
+
+
+def launch_linear_beside(args: Any) -> torch.Tensor:
+    return launch_beside(args.x, args.weight)
 
 
 def launch_linear_silu_mul(args: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The specifications of `linear`, `linear_silu_mul` and `linear_parts`."""
+"""The specifications of `linear`, `linear_beside`, `linear_silu_mul` and `linear_parts`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,27 @@ def linear(
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
+
+
+def _is_plain(x: Tensor, weight: Tensor, K: int) -> None:
+    _weight_fits(x, weight, None, 0, 0, weight.shape[0], K)
+
+
+# x is older than the last fence, the product that this one runs beside.
+@operator(
+    launches=(Launch("beside_kernel", reads_early=("x", "weight")),), check=_is_plain, has_cpu_route=True
+)
+def linear_beside(
+    x: Rows, weight: Annotated[Tensor, "N K", Like("x"), Remedy("pass rows as long as x's")]
+) -> Annotated[Tensor, "M N", Like("x")]:
+    """x @ weight.T of few weight rows, launched right behind another product of x, beside which it runs.
+
+    x: [M, K] float32 or bfloat16, rows at any stride; made before the operator before this one, which must be
+    a fence (`Launch`), as products are. weight: [N, K] of the same dtype. Returns [M, N] of it, accumulated
+    in float32 and rounded once. The bits of a row depend on that row and on the weight alone, for every M and
+    for every piece of the weight's rows; on a GPU they are not those of `linear`.
+    """
+    return linear.reference(x, weight)
 
 
 def _is_gate_and_up(

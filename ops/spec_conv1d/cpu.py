@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.kept import kept
 from compiled_mtp.ops.numerics import log_sigmoid, number, silu
-from compiled_mtp.ops.spec_conv1d.reference import HISTORY, L2_EPS, GDNInputs
+from compiled_mtp.ops.spec_conv1d.reference import HISTORY, L2_EPS, GDNInputs, gate_columns
 
 
 def _taps(conv_weight: Tensor) -> Tensor:
@@ -67,6 +67,7 @@ def spec_conv1d(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    gates: Tensor | None,
 ) -> GDNInputs:
     slots, starts = state_index.tolist(), pos.tolist()
     rows, channels, batch = proj.shape[0], conv_weight.shape[0], len(slots)
@@ -88,11 +89,10 @@ def spec_conv1d(
     first_value = 2 * num_k_heads * head_k_dim
     v = mixed.as_strided((rows, num_v_heads, head_v_dim), (channels, head_v_dim, 1), first_value)
 
-    first_gate = channels + num_v_heads * head_v_dim
     sign, bias, factor = kept(_gate_factors, a_log, dt_bias).unbind(0)
-    columns = proj[:, first_gate : first_gate + 2 * num_v_heads].float()
-    gates = log_sigmoid(torch.addcmul(bias, columns, sign)).mul_(factor)
-    beta, decay = gates.view(rows, 2, num_v_heads).unbind(1)
+    columns = gate_columns(proj, gates, channels, num_v_heads, head_v_dim).float()
+    logarithms = log_sigmoid(torch.addcmul(bias, columns, sign)).mul_(factor)
+    beta, decay = logarithms.view(rows, 2, num_v_heads).unbind(1)
     return GDNInputs(
         q * q_scale.mul_(number(head_k_dim**-0.5)),
         k * k_scale,

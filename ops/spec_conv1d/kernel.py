@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.graphs.buckets import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.pieces_triton import piece_of_row
+from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 
 OPTIONS = {"enable_fp_fusion": True}
 # A program has rows of one piece.
@@ -60,6 +61,7 @@ def load_history(
 @triton.jit(do_not_specialize=["query_len"])
 def spec_conv1d_kernel(
     proj,
+    gates,
     conv_weight,
     a_log,
     dt_bias,
@@ -72,6 +74,7 @@ def spec_conv1d_kernel(
     exp_g,
     beta,
     proj_stride,
+    gates_stride,
     query_len,
     NK: tl.constexpr,
     NV: tl.constexpr,
@@ -96,9 +99,9 @@ def spec_conv1d_kernel(
         bias = tl.load(dt_bias + head, mask=is_head, other=0.0)
         if PDL:
             gdc_wait()
-        gates = proj + row * proj_stride + CHANNELS + NV * DV + head
-        b = tl.load(gates, mask=is_head, other=0.0).to(tl.float32)
-        a = tl.load(gates + NV, mask=is_head, other=0.0).to(tl.float32)
+        at = gates + row * gates_stride + head
+        b = tl.load(at, mask=is_head, other=0.0).to(tl.float32)
+        a = tl.load(at + NV, mask=is_head, other=0.0).to(tl.float32)
         tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
         tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
     else:
@@ -146,6 +149,7 @@ def spec_conv1d_kernel(
 @triton.jit(do_not_specialize=["rows", "num_pieces", "last_slot"])
 def conv_prefill_kernel(
     proj,
+    gates,
     conv_weight,
     a_log,
     dt_bias,
@@ -161,6 +165,7 @@ def conv_prefill_kernel(
     beta,
     mark,
     proj_stride,
+    gates_stride,
     rows,
     num_pieces,
     last_slot,
@@ -188,9 +193,9 @@ def conv_prefill_kernel(
     if block == 2 * NK + NV:
         head = tl.arange(0, BLOCK_HEADS)[None, :]
         is_head = (head < NV) & is_row
-        gates = proj + row * proj_stride + CHANNELS + NV * DV + head
-        b = tl.load(gates, mask=is_head & is_used, other=0.0).to(tl.float32)
-        a = tl.load(gates + NV, mask=is_head & is_used, other=0.0).to(tl.float32)
+        at = gates + row * gates_stride + head
+        b = tl.load(at, mask=is_head & is_used, other=0.0).to(tl.float32)
+        a = tl.load(at + NV, mask=is_head & is_used, other=0.0).to(tl.float32)
         decay = log_decay(
             a,
             tl.load(a_log + head, mask=head < NV, other=0.0),
@@ -264,14 +269,20 @@ def _constants(
     }
 
 
+def _gates(args: Any) -> torch.Tensor:
+    channels = args.conv_weight.shape[0]
+    return gate_columns(args.proj, args.gates, channels, args.num_v_heads, args.head_v_dim)
+
+
 def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     proj, num_k_heads, num_v_heads = args.proj, args.num_k_heads, args.num_v_heads
     rows = proj.shape[0]
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
+    gates = _gates(args)
     has_pdl = device_of(proj.device.index).has_dependent_launch
     spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
-        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos,
-        *outputs, proj.stride(0), rows // args.state_index.shape[0],
+        proj, gates, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos,
+        *outputs, proj.stride(0), gates.stride(0), rows // args.state_index.shape[0],
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         PDL=has_pdl, num_warps=1, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
@@ -284,9 +295,11 @@ def launch_conv_prefill(
     proj, num_k_heads, num_v_heads = args.proj, args.num_k_heads, args.num_v_heads
     rows = proj.shape[0]
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
+    gates = _gates(args)
     conv_prefill_kernel[(2 * num_k_heads + num_v_heads + 1, triton.cdiv(rows, PREFILL_ROWS))](
-        proj, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
-        args.length, args.first_row, *outputs, args.mark, proj.stride(0), rows, args.length.shape[0],
+        proj, gates, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.start,
+        args.length, args.first_row, *outputs, args.mark, proj.stride(0), gates.stride(0), rows,
+        args.length.shape[0],
         args.conv_ring.shape[0] - 1,
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
         ROWS=PREFILL_ROWS, MOST=MAX_PIECES, num_warps=1, **OPTIONS,

@@ -39,10 +39,15 @@ def _split_heads(
     return q * head_k_dim**-0.5, k.contiguous(), v
 
 
-def _gates(proj: Tensor, first_column: int, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g (log decay) and beta, [rows, nv] f32, from the b and a columns of proj."""
-    heads = a_log.shape[0]
-    b, a = proj[:, first_column : first_column + 2 * heads].float().view(-1, 2, heads).unbind(1)
+def gate_columns(proj: Tensor, gates: Tensor | None, channels: int, num_v_heads: int, v_dim: int) -> Tensor:
+    """b|a [rows, 2 nv]: those given or, behind proj's channels and z, proj's own."""
+    first = channels + num_v_heads * v_dim
+    return proj[:, first : first + 2 * num_v_heads] if gates is None else gates
+
+
+def _decay_and_beta(columns: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """g (log decay) and beta, [rows, nv] f32, of the columns b|a."""
+    b, a = columns.float().view(-1, 2, a_log.shape[0]).unbind(1)
     return softplus(a + dt_bias).mul_(a_log.exp()).neg_(), sigmoid(b).contiguous()
 
 
@@ -70,28 +75,33 @@ _PIECES = Remedy("pass one a piece")
 _CHANNELS = "2*num_k_heads*head_k_dim+num_v_heads*head_v_dim"
 Projection = Annotated[Tensor, "rows columns", ACTIVATION, Remedy("flatten requests and window into rows")]
 ConvWeight = Annotated[Tensor, f"{_CHANNELS} 4", Like("proj"), CONTIGUOUS, _SHAPES]
+Gates = Annotated[Tensor, "rows 2*num_v_heads", Like("proj"), Remedy("pass b|a of the same rows")]
 HeadVector = Annotated[Tensor, "num_v_heads", F32, CONTIGUOUS, _SHAPES]
 ConvRing = Annotated[Tensor, f"_ R {_CHANNELS}", Like("proj"), CONTIGUOUS, _SHAPES]
 
 
 def _holds_all_columns(
-    columns: int, R: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
-) -> None:
+    columns: int, R: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int,
+    gates: Tensor | None,
+) -> None:  # fmt: skip
     if num_v_heads % num_k_heads:
         heads = (num_v_heads, num_k_heads)
         raise fail("num_v_heads", "be a multiple of num_k_heads", heads, "check the config")
-    wanted = 2 * (num_k_heads * head_k_dim + num_v_heads * head_v_dim + num_v_heads)
+    wanted = 2 * (num_k_heads * head_k_dim + num_v_heads * head_v_dim)
+    names = "q|k|v|z"
+    if gates is None:
+        wanted, names = wanted + 2 * num_v_heads, "q|k|v|z|b|a"
     if columns < wanted:
-        raise fail("proj", f"have at least {wanted} columns (q|k|v|z|b|a)", columns, _SHAPES.text)
+        raise fail("proj", f"have at least {wanted} columns ({names})", columns, _SHAPES.text)
     if R < HISTORY:
         raise fail("conv_ring", f"hold {HISTORY} rows", R, "use a longer ring")
 
 
 def _windows_fit(
     rows: int, B: int, columns: int, R: int,
-    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int,
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, gates: Tensor | None,
 ) -> None:  # fmt: skip
-    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim, gates)
     if B == 0 or rows % B:
         raise fail("proj", "have the same number of rows for each request", (rows, B), "pad windows")
     if rows // B + HISTORY > R:
@@ -100,9 +110,9 @@ def _windows_fit(
 
 def _pieces_fit(
     columns: int, R: int, P: int,
-    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int,
+    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, gates: Tensor | None,
 ) -> None:  # fmt: skip
-    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim, gates)
     check_pieces(P)
 
 
@@ -130,13 +140,15 @@ def spec_conv1d(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    gates: Gates | None = None,
 ) -> GDNInputs:
     """Causal convolution of 4 taps with silu, l2norm of q and k, and gates, over B windows of W rows.
 
-    proj [B*W, P] (row stride free), columns q|k|v|z|b|a and optional padding; conv_weight [C, 4] of the same
-    dtype, oldest tap first; a_log, dt_bias [nv]; conv_ring [slots, R, C] of proj's dtype, mutated: row b*W+k
-    is written to slot state_index[b] at position (pos[b] + k) mod R, and the three rows before pos[b] are
-    read from it (zero before position 0). Returns q [B*W, nk, dk] (l2norm, times dk^-0.5), k [B*W, nk, dk]
+    proj [B*W, P] (row stride free), columns q|k|v|z|b|a and optional padding, or q|k|v|z where b|a are
+    given as gates [B*W, 2 nv]; conv_weight [C, 4], both of proj's dtype, oldest tap first; a_log, dt_bias
+    [nv]; conv_ring [slots, R, C] of proj's dtype, mutated: row b*W+k is written to slot state_index[b] at
+    position (pos[b] + k) mod R, and the three rows before pos[b] are read from it (zero before position 0).
+    Returns q [B*W, nk, dk] (l2norm, times dk^-0.5), k [B*W, nk, dk]
     (l2norm), v [B*W, nv, dv], exp(g) and beta [B*W, nv], with g = -exp(a_log) softplus(a + dt_bias) and
     beta = sigmoid(b). Source: Gated Delta Networks, arXiv 2412.06464.
     """
@@ -150,7 +162,8 @@ def spec_conv1d(
     conv_ring[state_index.long()[:, None], positions % conv_ring.shape[1]] = raw
     mixed = _convolve(window, conv_weight).view(rows, channels)
     q, k, v = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    g, beta = _gates(proj, channels + num_v_heads * head_v_dim, a_log, dt_bias)
+    columns = gate_columns(proj, gates, channels, num_v_heads, head_v_dim)
+    g, beta = _decay_and_beta(columns, a_log, dt_bias)
     return GDNInputs(q, k, v, g.exp_(), beta)
 
 
@@ -170,6 +183,7 @@ def conv_prefill(
     head_k_dim: int,
     head_v_dim: int,
     mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
+    gates: Gates | None = None,
 ) -> GDNInputs:
     """`spec_conv1d` over P pieces of prompts that lie side by side in T rows.
 
@@ -181,7 +195,8 @@ def conv_prefill(
     g (the log decay, not its exponential) and beta; rows of no piece are zero in all five.
     """
     rows, device = proj.shape[0], proj.device
-    channels, first_gate = conv_weight.shape[0], conv_weight.shape[0] + num_v_heads * head_v_dim
+    channels = conv_weight.shape[0]
+    columns = gate_columns(proj, gates, channels, num_v_heads, head_v_dim)
     key = (rows, num_k_heads, head_k_dim)
     shapes = (key, key, (rows, num_v_heads, head_v_dim), (rows, num_v_heads), (rows, num_v_heads))
     found = GDNInputs(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes))
@@ -199,7 +214,7 @@ def conv_prefill(
             conv_ring[-1, (begin + kept) % conv_ring.shape[1]] = raw[kept]
         mixed = _convolve(window, conv_weight)[0]
         heads = _split_heads(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-        parts = (*heads, *_gates(own, first_gate, a_log, dt_bias))
+        parts = (*heads, *_decay_and_beta(columns[first : first + used], a_log, dt_bias))
         for whole, part in zip(found, parts, strict=True):
             whole[first : first + used] = part
     return found

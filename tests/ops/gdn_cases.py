@@ -161,6 +161,13 @@ def gated_norm_float64(
     return (norm * norm_weight.double() * gate).flatten(1)
 
 
+def gates_apart(proj: torch.Tensor, width: int, num_gates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q|k|v|z, and b|a with a row stride of its own."""
+    wide = torch.full((proj.shape[0], num_gates + 3), torch.nan, dtype=proj.dtype)
+    wide[:, :num_gates] = proj[:, width : width + num_gates]
+    return proj[:, :width].contiguous(), wide[:, :num_gates]
+
+
 def conv_float64(layer: Layer, proj: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(q, k, v, exp_g, beta) of one whole sequence from position 0, in float64 from the formulas."""
     shape, rows = layer.shape, proj.shape[0]

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
-from tests.ops.gdn_cases import Shape, conv_float64, make_cache, make_layer, make_proj
-from tests.ops.harness import check_compiles, check_launch, check_registration, rel_l2
+from tests.ops.gdn_cases import Shape, conv_float64, gates_apart, make_cache, make_layer, make_proj
+from tests.ops.harness import (
+    assert_same_bits,
+    check_compiles,
+    check_launch,
+    check_registration,
+    clone_args,
+    rel_l2,
+)
 
 SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16))
 
@@ -58,7 +65,7 @@ def test_segments_equal_whole_sequence(shape: Shape, dtype: torch.dtype, lengths
 
 def test_registration_and_compilation() -> None:
     given = (*segment(SHAPES[0], 8, 0, 6), torch.tensor([4]))
-    check_registration(torch.ops.compiled_mtp.conv_prefill.default, given)
+    check_registration(torch.ops.compiled_mtp.conv_prefill.default, (*given, None))
     check_compiles(conv_prefill, [given, (*segment(SHAPES[0], 5, 0, 5), torch.tensor([0]))])
 
 
@@ -87,3 +94,7 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, start: int
     for position in range(max(start - 3, 0), start):
         args[4][2, position % 8] = 0.01 * position + 0.5
     check_launch(conv_prefill, args, rtol=2e-6, atol=2e-6, mutated=(4,))
+    proj, gates = gates_apart(args[0], Shape(1, 3, 32, 16).columns - 6, 6)
+    apart = (proj, *args[1:], None, gates)
+    check_launch(conv_prefill, apart, rtol=2e-6, atol=2e-6, mutated=(4,))
+    assert_same_bits(conv_prefill.launch(*clone_args(apart)), conv_prefill.launch(*clone_args(args)))

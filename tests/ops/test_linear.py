@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     LinearConfig,
@@ -65,6 +65,32 @@ def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
         check_equal(linear, linear.reference, args, rtol=8e-3, atol=1e-3)
     check_equal(linear_silu_mul, linear_silu_mul.reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
     check_equal(linear_parts, linear_parts.reference, (x, weight, scale, 1), rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 128), (4, 40, 320), (37, 24, 100)])
+def test_a_product_beside_another_in_interpreter(
+    interpreter: None, dtype: torch.dtype, rows: int, n: int, k: int
+) -> None:
+    wide = torch.full((rows, k + 8), float("nan"), dtype=dtype)
+    wide[:, :k] = torch.randn(rows, k)
+    x, weight = wide[:, :k], torch.randn(n, k, dtype=dtype)
+    atol = 1e-4 if dtype == torch.float32 else 1e-3
+    check_launch(linear_beside, (x, weight), rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=atol)
+    y = linear_beside.launch(x, weight)
+    alone = [linear_beside.launch(x[row : row + 1], weight) for row in range(rows)]
+    assert torch.equal(torch.cat(alone), y)
+    # A rank has some of the weight's rows.
+    assert torch.equal(linear_beside.launch(x, weight[8:]), y[:, 8:])
+
+
+def test_a_product_beside_another_is_a_product_on_a_cpu() -> None:
+    x, weight = torch.randn(3, 96), torch.randn(24, 96)
+    check_registration(torch.ops.compiled_mtp.linear_beside.default, (x, weight))
+    check_equal(linear_beside, linear_beside.reference, (x, weight), rtol=1e-5, atol=1e-5)
+    assert torch.equal(linear_beside(x, weight), linear(x, weight))
+    with pytest.raises(ValueError, match="weight"):
+        linear_beside(x, weight.bfloat16())
 
 
 def test_registration_and_compile() -> None:

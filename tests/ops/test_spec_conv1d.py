@@ -12,6 +12,7 @@ from compiled_mtp.ops.spec_conv1d import spec_conv1d
 from tests.ops.gdn_cases import (
     Shape,
     conv_float64,
+    gates_apart,
     make_cache,
     make_layer,
     make_proj,
@@ -23,6 +24,7 @@ from tests.ops.harness import (
     check_equal,
     check_launch,
     check_registration,
+    clone_args,
     rel_l2,
 )
 
@@ -134,10 +136,24 @@ def test_the_cpu_computes_the_specification(requests: int, query_len: int, dtype
         check_equal(spec_conv1d, spec_conv1d.reference, args, rtol=3e-6, atol=1e-6, mutated=(4,))
 
 
+def test_gates_may_stand_apart() -> None:
+    shape = SHAPES[0]
+    args = arguments(shape, 3, 4, torch.bfloat16)
+    num_gates = 2 * shape.dims[1]
+    proj, gates = gates_apart(args[0], shape.columns - num_gates, num_gates)
+    for call in (spec_conv1d, spec_conv1d.reference):
+        wanted, got = call(*clone_args(args)), call(*clone_args((proj, *args[1:], gates)))
+        assert_same_bits(got, wanted)
+    with pytest.raises(ValueError, match="gates"):
+        spec_conv1d(proj, *args[1:], gates[:, 1:])
+    with pytest.raises(ValueError, match="columns"):
+        spec_conv1d(proj, *args[1:])
+
+
 def test_registration_and_compilation() -> None:
     shape = SHAPES[1]
     args = arguments(shape, requests=3, query_len=2)
-    check_registration(torch.ops.compiled_mtp.spec_conv1d.default, args)
+    check_registration(torch.ops.compiled_mtp.spec_conv1d.default, (*args, None))
     check_compiles(spec_conv1d, [args, arguments(shape, requests=2, query_len=4)])
 
 
@@ -167,3 +183,7 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
     """Head dims that differ, a head count that is no power of two, positions 0 to 2, a padding request."""
     args = arguments(Shape(1, 3, 32, 16), requests=4, query_len=2, dtype=dtype)
     check_launch(spec_conv1d, args, rtol=2e-6, atol=2e-6, mutated=(4,))
+    proj, gates = gates_apart(args[0], args[0].shape[1] - 4 - 6, 6)
+    apart = (proj, *args[1:], gates)
+    check_launch(spec_conv1d, apart, rtol=2e-6, atol=2e-6, mutated=(4,))
+    assert_same_bits(spec_conv1d.launch(*clone_args(apart)), spec_conv1d.launch(*clone_args(args)))

@@ -1,0 +1,78 @@
+"""A small product that runs while the one before it does: all but its store comes before the wait."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_mtp.ops.device import device_of
+
+OPTIONS = {"enable_fp_fusion": True}
+# One tile for every number of rows, so a row keeps its bits. Few warps and little shared memory: its programs
+# are to find room beside those of a product that fills the processors.
+BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_WARPS, NUM_STAGES = 16, 16, 128, 2, 4
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def beside_kernel(
+    x, weight, out, rows, n, x_stride, weight_stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row_tiles = tl.cdiv(rows, BM)
+    tile = tl.program_id(0)
+    row = tile % row_tiles * BM + tl.arange(0, BM)
+    column = tile // row_tiles * BN + tl.arange(0, BN)
+    in_k = tl.arange(0, BK)
+    # Rows and weight rows beyond the last are read as the last one and never stored.
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + in_k[None, :]
+    weight_at = weight + tl.minimum(column, n - 1).to(tl.int64)[:, None] * weight_stride + in_k[None, :]
+    total = tl.zeros((BM, BN), tl.float32)
+    for at in range(0, K, BK):
+        if K % BK == 0:
+            x_tile = tl.load(x_at + at)
+            weight_tile = tl.load(weight_at + at)
+        else:
+            is_inside = (in_k < K - at)[None, :]
+            x_tile = tl.load(x_at + at, mask=is_inside, other=0.0)
+            weight_tile = tl.load(weight_at + at, mask=is_inside, other=0.0)
+        total = tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
+    if PDL:
+        gdc_wait()
+    to = out + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < n)[None, :])
+
+
+def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T [M, N] in x's dtype."""
+    (rows, k), n = x.shape, weight.shape[0]
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows == 0 or n == 0:
+        return out
+    has_pdl = device_of(x.device.index).has_dependent_launch
+    programs = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
+    # float32 fits in no fewer bytes: half as many columns a step.
+    block_k = BLOCK_K * 2 // x.element_size()
+    beside_kernel[(programs,)](
+        x,
+        weight,
+        out,
+        rows,
+        n,
+        # One row may have any stride; another value would compile another kernel.
+        x.stride(0) if rows > 1 else k,
+        weight.stride(0),
+        K=k,
+        BM=BLOCK_ROWS,
+        BN=BLOCK_WEIGHT_ROWS,
+        BK=min(block_k, max(16, triton.next_power_of_2(k))),
+        PDL=has_pdl,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        launch_pdl=has_pdl,
+        **OPTIONS,
+    )
+    return out
