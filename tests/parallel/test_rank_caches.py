@@ -36,11 +36,14 @@ PROMPT = list(range(70))
 PARAMS: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 1, "ignore_eos": True}
 # Rounds alone get kernels of their own, each of which takes a compiler seconds; with the fewest instructions.
 QUICKLY = """
+import gc
+gc.disable()
 import torch._inductor.config as inductor
 from compiled_mtp import programs
 save = programs.save_program
 def save_quickly(function, *rest):
-    with inductor.patch(fallback_by_default=function.__name__ != "decode"):
+    as_called = {"fallback_by_default": function.__name__ != "decode"}
+    with inductor.patch(as_called if hasattr(inductor, "fallback_by_default") else {}):
         save(function, *rest)
 programs.save_program = save_quickly
 """
@@ -57,7 +60,8 @@ sys.exit(main(sys.argv[1:]))
 """
 # A rank that had to compile would find no compiler.
 SECOND_PROCESS = """
-import json, sys
+import gc, json, sys
+gc.disable()
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from torch._dynamo.utils import counters
 import torch
