@@ -99,9 +99,9 @@ def spec_conv1d_kernel(
         bias = tl.load(dt_bias + head, mask=is_head, other=0.0)
         if PDL:
             gdc_wait()
-        at = gates + row * gates_stride + head
-        b = tl.load(at, mask=is_head, other=0.0).to(tl.float32)
-        a = tl.load(at + NV, mask=is_head, other=0.0).to(tl.float32)
+        own_gates = gates + row * gates_stride + head
+        b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
+        a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
         tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
         tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
     else:
@@ -193,9 +193,9 @@ def conv_prefill_kernel(
     if block == 2 * NK + NV:
         head = tl.arange(0, BLOCK_HEADS)[None, :]
         is_head = (head < NV) & is_row
-        at = gates + row * gates_stride + head
-        b = tl.load(at, mask=is_head & is_used, other=0.0).to(tl.float32)
-        a = tl.load(at + NV, mask=is_head & is_used, other=0.0).to(tl.float32)
+        own_gates = gates + row * gates_stride + head
+        b = tl.load(own_gates, mask=is_head & is_used, other=0.0).to(tl.float32)
+        a = tl.load(own_gates + NV, mask=is_head & is_used, other=0.0).to(tl.float32)
         decay = log_decay(
             a,
             tl.load(a_log + head, mask=head < NV, other=0.0),
