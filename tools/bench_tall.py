@@ -112,7 +112,11 @@ class Job:
 
 def tile_label(tile: TallTile) -> str:
     size = f"{tile.block_m}x({tile.block_n}+{tile.rest_n}) k{tile.block_k} w{tile.num_warps}"
-    return f"{size} s{tile.num_stages} L2 {tile.prefetch_bytes}" + " specialized" * tile.specialized
+    return (
+        f"{size} s{tile.num_stages} L2 {tile.prefetch_bytes}"
+        + " specialized" * tile.specialized
+        + " apart" * tile.apart
+    )
 
 
 def weights_of(shape: str) -> Iterator[Weight]:
@@ -146,6 +150,24 @@ def specialized_tiles(weight: Weight, rows: int) -> list[TallTile]:
     narrow = [tile for tile in tiles if tile.num_warps == 4 and tile.rest_n == 0]
     half = TallTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
     return [replace(tile, specialized=True, prefetch_bytes=0) for tile in [half, *narrow][:2]]
+
+
+def parse_tile(text: str) -> tuple[str, int, TallTile]:
+    """Weight, number of parts and tile of "NAME:PARTS=FIELDS", fields separated by commas."""
+    place, fields = text.split("=")
+    name, count = place.split(":")
+    return name, int(count), TallTile(*json.loads(f"[{fields}]"))
+
+
+def jobs_of_tiles(weight: Weight, rows: int, named: list[tuple[str, int, TallTile]]) -> Iterator[Job]:
+    """cuBLAS, the operator and the named tiles."""
+    own = [(count, tile) for name, count, tile in named if name == weight.name]
+    if own:
+        yield Job(weight, rows, is_cublas=True)
+    for count in dict.fromkeys(count for count, _ in own):
+        yield Job(weight, rows, count)
+    for count, tile in own:
+        yield Job(weight, rows, count, tile)
 
 
 def jobs_of(weight: Weight, rows: int, is_specialized: bool) -> Iterator[Job]:
@@ -328,7 +350,9 @@ def fields_of(tile: TallTile | None) -> list[Any] | None:
     if tile is None:
         return None
     fields = [*astuple(tile)]
-    return fields if tile.specialized else fields[:-1]
+    while fields[-1] is False:
+        fields.pop()
+    return fields
 
 
 def merged(best: Best) -> dict[str, dict[str, list[Any] | None]]:
@@ -361,6 +385,14 @@ def main() -> None:
     parser.add_argument("--rows", default="128,32", help="comma-separated row counts, 17 to 256")
     parser.add_argument("--weights", default="", help="comma-separated names; all by rule")
     parser.add_argument("--specialized", action="store_true", help="time tiles of which other warps fetch")
+    parser.add_argument(
+        "--tile",
+        action="append",
+        default=[],
+        type=parse_tile,
+        metavar="NAME:PARTS=FIELDS",
+        help="time these tiles of one number of rows alone, e.g. down:4=128,128,32,64,8,6,512",
+    )
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
     parser.add_argument("--out", type=Path, help="write the table with what was faster")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
@@ -375,7 +407,9 @@ def main() -> None:
         job
         for weight in weights
         for rows in map(int, args.rows.split(","))
-        for job in jobs_of(weight, rows, args.specialized)
+        for job in (
+            jobs_of_tiles(weight, rows, args.tile) if args.tile else jobs_of(weight, rows, args.specialized)
+        )
     ]
     if args.compile_only:
         for job, text in run_phase(describe_job, distinct(jobs), args.workers, 60.0, float("inf")):

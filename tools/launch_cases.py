@@ -98,15 +98,17 @@ def delta_rule(device: torch.device, value_heads: int, dtype: torch.dtype, ring:
     gdn_verify(*inputs, *rings, *cursors, EPS, "silu")
 
 
-def convolution(device: torch.device, value_heads: int, dtype: torch.dtype, prefill: bool) -> None:
+def convolution(
+    device: torch.device, value_heads: int, dtype: torch.dtype, prefill: bool, requests: int = 1
+) -> None:
     empty = functools.partial(tensor, device)
     channels = 4096 + value_heads * 128
-    rows = PREFILL_ROWS if prefill else ROWS
+    rows = PREFILL_ROWS if prefill else requests * ROWS
     inputs = (
         projection(device, rows, value_heads, dtype), empty(channels, 4, dtype=dtype), empty(value_heads),
-        empty(value_heads), empty(SLOTS, 8, channels, dtype=dtype), empty(1, dtype=INT32),
+        empty(value_heads), empty(SLOTS, 8, channels, dtype=dtype), empty(requests, dtype=INT32),
     )  # fmt: skip
-    start, length, first_row = (empty(1, dtype=INT64) for _ in range(3))
+    start, length, first_row = (empty(requests, dtype=INT64) for _ in range(3))
     heads = (16, value_heads, 128, 128)
     if prefill:
         conv_prefill(*inputs, start, length, first_row, *heads)
@@ -137,6 +139,8 @@ def spec_conv1d_cases(capability: int) -> Iterator[LaunchCase]:
         for prefill in (False, True):
             call = functools.partial(convolution, value_heads=heads, dtype=dtype, prefill=prefill)
             yield LaunchCase(f"{heads}-{dtype_name(dtype)}", call)
+        many = functools.partial(convolution, value_heads=heads, dtype=dtype, prefill=False, requests=32)
+        yield LaunchCase(f"{heads}-{dtype_name(dtype)}-windows", many)
 
 
 def product(

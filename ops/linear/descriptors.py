@@ -12,6 +12,6 @@ def is_describable(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0 and matrix.stride(1) == 1
 
 
-def describe(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """A descriptor of its tiles [height, width]; beyond its rows and columns they hold zeros."""
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
+def describe(matrix: torch.Tensor, *tile: int) -> TensorDescriptor:
+    """A descriptor of its tiles of that shape; beyond its rows and columns they hold zeros."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(tile))

@@ -29,13 +29,17 @@ MIN_ROWS = 17
 MOST_SUM_REGISTERS = (190, 160, 150)
 OTHER_REGISTERS = 40
 PREFETCH_BYTES = 512
+# Weight rows, or pairs, of the second piece. Of 8 rows Triton makes a product of another class: 8 are pairs.
+RESTS = (0, 8, 16, 32, 64)
+LEAST_REST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class TallTile:
     """Rows of a tile, its weight rows in two pieces (pairs of rows where gated; the second may be 0), columns
     of a step, warps, stages of the pipeline, bytes of a weight row sent to L2 before the previous kernel has
-    finished, and whether other warps fetch (of four warps only)."""
+    finished, whether other warps fetch (of four warps only), and whether each
+    chain has a loop of its own, in which products overlap, and a pipeline that fills anew."""
 
     block_m: int
     block_n: int
@@ -45,6 +49,7 @@ class TallTile:
     num_stages: int
     prefetch_bytes: int = PREFETCH_BYTES
     specialized: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,14 +102,14 @@ def ranked_tiles(product: TallProduct, rows: int, shared_bytes: int) -> list[tup
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
     pieces = 2 if product.gated else 1
     ranked: list[tuple[float, TallTile]] = []
-    for warps, places, first, rest in itertools.product((4, 8), (1, 2), (32, 64, 128, 256), (0, 16, 32, 64)):
+    for warps, places, first, rest in itertools.product((4, 8), (1, 2), (32, 64, 128, 256), RESTS):
         columns = (first + rest) * pieces
         # The sum that grows and those that wait for their neighbours.
         levels = product.chains.bit_length()
         sums = block_m * columns // (32 * warps) * levels
         most = min(MOST_SUM_REGISTERS[min(levels, 3) - 1], 65536 // (32 * warps * places) - OTHER_REGISTERS)
         stages = min(6, (shared_bytes // places - 2048) // (128 * (block_m + columns)))
-        if rest >= first or sums > most or stages < 3:
+        if rest >= first or 0 < rest * pieces < LEAST_REST_ROWS or sums > most or stages < 3:
             continue
         programs = row_tiles * -(-product.width // (first + rest)) * product.split
         rounds = -(-programs // (PROCESSORS * places))

@@ -20,15 +20,12 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit
-def zero_sums(BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, GATED: tl.constexpr):
-    """Of gated products gate and up, of the first B1 weight rows (pairs) and then of the other B2."""
-    sums = (tl.zeros((BM, B1), tl.float32),)
-    if GATED:
-        sums += (tl.zeros((BM, B1), tl.float32),)
+def zero_sums(BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, PIECES: tl.constexpr):
+    """Of the first B1 weight rows and then of the other B2; of gated products (two PIECES) of so many of the
+    gate, and behind them of their partners."""
+    sums = (tl.zeros((BM, PIECES * B1), tl.float32),)
     if B2 > 0:
-        sums += (tl.zeros((BM, B2), tl.float32),)
-        if GATED:
-            sums += (tl.zeros((BM, B2), tl.float32),)
+        sums += (tl.zeros((BM, PIECES * B2), tl.float32),)
     return sums
 
 
@@ -41,17 +38,45 @@ def add_sums(left, right, COUNT: tl.constexpr):
 
 
 @triton.jit
-def add_columns(
-    sums, x_tile, tiles, rest_tiles, first, half, at, B1: tl.constexpr, B2: tl.constexpr, GATED: tl.constexpr
-):
-    """`sums` and the products of one step's columns."""
-    result = (tl.dot(x_tile, tiles.load([first, at]).T, sums[0]),)
+def close_chain(sums, one, two, four, chain, COUNT: tl.constexpr, CHAINS: tl.constexpr):
+    """The largest finished node of the tree of chains, and the left halves that wait."""
+    if chain & 1 == 0:
+        one = sums
+    else:
+        sums = add_sums(one, sums, COUNT)
+        if CHAINS > 2:
+            if chain & 2 == 0:
+                two = sums
+            else:
+                sums = add_sums(two, sums, COUNT)
+                if CHAINS > 4:
+                    if chain & 4 == 0:
+                        four = sums
+                    else:
+                        sums = add_sums(four, sums, COUNT)
+    return sums, one, two, four
+
+
+@triton.jit
+def load_weights(tiles, first, at, ROWS: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr):
+    """[ROWS, BK] from row `first` on, or gated [2 * ROWS, BK]: one product reads x's tile from shared memory
+    once, two would read it twice."""
     if GATED:
-        result += (tl.dot(x_tile, tiles.load([half + first, at]).T, sums[1]),)
+        return tl.reshape(tiles.load([0, first, at]), (2 * ROWS, BK))
+    else:
+        return tiles.load([first, at])
+
+
+@triton.jit
+def add_columns(
+    sums, x_tile, tiles, rest_tiles, first, at,
+    B1: tl.constexpr, B2: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """`sums` and the products of one step's columns."""
+    result = (tl.dot(x_tile, load_weights(tiles, first, at, B1, BK, GATED).T, sums[0]),)
     if B2 > 0:
-        result += (tl.dot(x_tile, rest_tiles.load([first + B1, at]).T, sums[2 if GATED else 1]),)
-        if GATED:
-            result += (tl.dot(x_tile, rest_tiles.load([half + first + B1, at]).T, sums[3]),)
+        rest = load_weights(rest_tiles, first + B1, at, B2, BK, GATED)
+        result += (tl.dot(x_tile, rest.T, sums[1]),)
     return result
 
 
@@ -76,8 +101,9 @@ def store_tile(total, out, row, rows, column, width):
 
 
 @triton.jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up of rounded sums, as silu_mul does it."""
+def silu_times(total, BM: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up [BM, ROWS] of rounded sums [BM, 2 * ROWS], as silu_mul does it."""
+    gate, up = tl.split(tl.permute(tl.reshape(total, (BM, 2, ROWS)), (0, 2, 1)))
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -87,10 +113,11 @@ def silu_times(gate, up, dtype: tl.constexpr):
 def tall_product_kernel(
     x_tiles, weight_tiles, rest_tiles, weight, out, rows, n, weight_stride, part_length,
     BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
-    GATED: tl.constexpr, PREFETCH: tl.constexpr, SPECIALIZED: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PREFETCH: tl.constexpr, SPECIALIZED: tl.constexpr, APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x_tiles: a descriptor of tiles [BM, BK]; weight_tiles and rest_tiles: of the weight's tiles [B1, BK]
-    and [B2, BK]."""
+    and [B2, BK], or of a gated one's halves [2, B1, BK] and [2, B2, BK]."""
     # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0)
@@ -100,7 +127,8 @@ def tall_product_kernel(
     part = tl.program_id(1)
     first_k = part * (part_length * CHAINS)
     half = n // 2
-    COUNT: tl.constexpr = (2 if GATED else 1) * (2 if B2 > 0 else 1)
+    COUNT: tl.constexpr = 2 if B2 > 0 else 1
+    PIECES: tl.constexpr = 2 if GATED else 1
     if PDL:
         if PREFETCH > 0:
             own = tl.minimum(first + tl.arange(0, B1), (half if GATED else n) - 1)
@@ -110,44 +138,43 @@ def tall_product_kernel(
         gdc_wait()
         # The next kernel may come only now: measured, two kernels that wait crowd a third.
         gdc_launch_dependents()
-    sums = zero_sums(BM, B1, B2, GATED)
+    sums = zero_sums(BM, B1, B2, PIECES)
     # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four chains.
     one = sums
     two = sums
     four = sums
-    chain = 0
-    left = part_length
-    for at in tl.range(0, part_length * CHAINS, BK, warp_specialize=SPECIALIZED):
-        x_tile = x_tiles.load([first_row, first_k + at])
-        sums = add_columns(sums, x_tile, weight_tiles, rest_tiles, first, half, first_k + at, B1, B2, GATED)
-        if CHAINS > 1:
-            left -= BK
-            if left == 0:
-                left = part_length
-                if chain & 1 == 0:
-                    one = sums
-                else:
-                    sums = add_sums(one, sums, COUNT)
-                    if CHAINS > 2:
-                        if chain & 2 == 0:
-                            two = sums
-                        else:
-                            sums = add_sums(two, sums, COUNT)
-                            if CHAINS > 4:
-                                if chain & 4 == 0:
-                                    four = sums
-                                else:
-                                    sums = add_sums(four, sums, COUNT)
-                chain += 1
-                if chain < CHAINS:
-                    sums = zero_sums(BM, B1, B2, GATED)
+    if APART:
+        for chain in range(CHAINS):
+            sums = zero_sums(BM, B1, B2, PIECES)
+            chain_k = first_k + chain * part_length
+            for at in tl.range(0, part_length, BK, warp_specialize=SPECIALIZED):
+                x_tile = x_tiles.load([first_row, chain_k + at])
+                sums = add_columns(
+                    sums, x_tile, weight_tiles, rest_tiles, first, chain_k + at, B1, B2, BK, GATED
+                )
+            if CHAINS > 1:
+                sums, one, two, four = close_chain(sums, one, two, four, chain, COUNT, CHAINS)
+    else:
+        chain = 0
+        left = part_length
+        for at in tl.range(0, part_length * CHAINS, BK, warp_specialize=SPECIALIZED):
+            x_tile = x_tiles.load([first_row, first_k + at])
+            sums = add_columns(sums, x_tile, weight_tiles, rest_tiles, first, first_k + at, B1, B2, BK, GATED)
+            if CHAINS > 1:
+                left -= BK
+                if left == 0:
+                    left = part_length
+                    sums, one, two, four = close_chain(sums, one, two, four, chain, COUNT, CHAINS)
+                    chain += 1
+                    if chain < CHAINS:
+                        sums = zero_sums(BM, B1, B2, PIECES)
     column = first + tl.arange(0, B1)
     if GATED:
         dtype: tl.constexpr = out.dtype.element_ty
-        store_tile(silu_times(sums[0], sums[1], dtype), out, row, rows, column, half)
+        store_tile(silu_times(sums[0], BM, B1, dtype), out, row, rows, column, half)
         if B2 > 0:
             column = first + B1 + tl.arange(0, B2)
-            store_tile(silu_times(sums[2], sums[3], dtype), out, row, rows, column, half)
+            store_tile(silu_times(sums[1], BM, B2, dtype), out, row, rows, column, half)
     else:
         part_out = out + part.to(tl.int64) * rows * n
         store_tile(sums[0], part_out, row, rows, column, n)
@@ -169,10 +196,11 @@ def launch_tall(
     has_pdl = device_of(x.device.index).has_dependent_launch
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(width, tile.block_n + tile.rest_n)
     length = k // (product.split * product.chains)
+    halves, pieces = (weight.unflatten(0, (2, n // 2)), (2,)) if product.gated else (weight, ())
     tall_product_kernel[(tiles, product.split)](
         describe(x, tile.block_m, tile.block_k),
-        describe(weight, tile.block_n, tile.block_k),
-        describe(weight, tile.rest_n, tile.block_k) if tile.rest_n else None,
+        describe(halves, *pieces, tile.block_n, tile.block_k),
+        describe(halves, *pieces, tile.rest_n, tile.block_k) if tile.rest_n else None,
         weight,
         out,
         rows,
@@ -187,6 +215,7 @@ def launch_tall(
         GATED=product.gated,
         PREFETCH=min(tile.prefetch_bytes, 2 * product.chains * length),
         SPECIALIZED=tile.specialized,
+        APART=tile.apart,
         PDL=has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -17,6 +17,10 @@ from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 OPTIONS = {"enable_fp_fusion": True}
 # A program has rows of one piece.
 PREFILL_ROWS = PIECE_MULTIPLE
+# From so many rows on a program has a whole window, unless it is longer than what is unrolled: with a program a
+# row those of an H200 take turns.
+LEAST_ROWS_OF_WINDOWS = 64
+MOST_UNROLLED = 8
 
 
 @triton.jit
@@ -144,6 +148,103 @@ def spec_conv1d_kernel(
             tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
         else:
             tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+
+
+@triton.jit
+def window_conv1d_kernel(
+    proj,
+    gates,
+    conv_weight,
+    a_log,
+    dt_bias,
+    conv_ring,
+    state_index,
+    pos,
+    q,
+    k,
+    v,
+    exp_g,
+    beta,
+    proj_stride,
+    gates_stride,
+    WINDOW: tl.constexpr,
+    NK: tl.constexpr,
+    NV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`spec_conv1d_kernel` with a program for all WINDOW rows of a request: it reads each of them once."""
+    if PDL:
+        gdc_launch_dependents()
+    CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
+    block = tl.program_id(0)
+    request = tl.program_id(1)
+    first_row = request.to(tl.int64) * WINDOW
+    if block == 2 * NK + NV:
+        head = tl.arange(0, BLOCK_HEADS)
+        is_head = head < NV
+        log_rate = tl.load(a_log + head, mask=is_head, other=0.0)
+        bias = tl.load(dt_bias + head, mask=is_head, other=0.0)
+        if PDL:
+            gdc_wait()
+        for token in tl.static_range(WINDOW):
+            row = first_row + token
+            own_gates = gates + row * gates_stride + head
+            b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
+            a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
+            tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
+            tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
+    else:
+        first, width = head_channels(block, NK, DK, DV)
+        lane = tl.arange(0, BLOCK)
+        inside = lane < width
+        channel = first + lane
+        taps = conv_weight + channel * 4
+        weight_3 = tl.load(taps, mask=inside, other=0.0).to(tl.float32)
+        weight_2 = tl.load(taps + 1, mask=inside, other=0.0).to(tl.float32)
+        weight_1 = tl.load(taps + 2, mask=inside, other=0.0).to(tl.float32)
+        weight_0 = tl.load(taps + 3, mask=inside, other=0.0).to(tl.float32)
+        slot = tl.load(state_index + request).to(tl.int64)
+        position = tl.load(pos + request)
+        ring = conv_ring + slot * RING * CHANNELS + channel
+        back_3 = load_history(ring, position, 0, 3, inside, CHANNELS, RING, BLOCK)
+        back_2 = load_history(ring, position, 0, 2, inside, CHANNELS, RING, BLOCK)
+        back_1 = load_history(ring, position, 0, 1, inside, CHANNELS, RING, BLOCK)
+        if PDL:
+            gdc_wait()
+        raws = ()
+        for token in tl.static_range(WINDOW):
+            raws += (tl.load(proj + (first_row + token) * proj_stride + channel, mask=inside, other=0.0),)
+        # A row of zeros, which `spec_conv1d_kernel` adds to each: a sum with it is never minus zero.
+        zero = tl.zeros((BLOCK,), tl.float32)
+        old_3 = back_3.to(tl.float32) + zero
+        old_2 = back_2.to(tl.float32) + zero
+        old_1 = back_1.to(tl.float32) + zero
+        for token in tl.static_range(WINDOW):
+            row = first_row + token
+            raw = raws[token]
+            new = raw.to(tl.float32)
+            y = weight_3 * old_3
+            y = tl.fma(weight_2, old_2, y)
+            y = tl.fma(weight_1, old_1, y)
+            y = tl.fma(weight_0, new, y)
+            old_3 = old_2
+            old_2 = old_1
+            old_1 = new + zero
+            # History rows lie before the window, and the ring holds both: nobody reads what is written here.
+            tl.store(ring + ((position + token) % RING) * CHANNELS, raw, mask=inside)
+            y = y / (1.0 + tl.exp(-y))
+            norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
+            if block < NK:
+                tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
+            elif block < 2 * NK:
+                tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
+            else:
+                tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "num_pieces", "last_slot"])
@@ -280,12 +381,23 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     outputs = _outputs(rows, num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, proj.device)
     gates = _gates(args)
     has_pdl = device_of(proj.device.index).has_dependent_launch
-    spec_conv1d_kernel[(2 * num_k_heads + num_v_heads + 1, rows)](
+    requests, blocks = args.state_index.shape[0], 2 * num_k_heads + num_v_heads + 1
+    inputs = (
         proj, gates, args.conv_weight, args.a_log, args.dt_bias, args.conv_ring, args.state_index, args.pos,
-        *outputs, proj.stride(0), gates.stride(0), rows // args.state_index.shape[0],
-        **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
-        PDL=has_pdl, num_warps=1, launch_pdl=has_pdl, **OPTIONS,
+        *outputs, proj.stride(0), gates.stride(0),
     )  # fmt: skip
+    constants = {
+        **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
+        "PDL": has_pdl,
+        "num_warps": 1,
+        "launch_pdl": has_pdl,
+        **OPTIONS,
+    }
+    window = rows // requests
+    if rows >= LEAST_ROWS_OF_WINDOWS and 1 < window <= MOST_UNROLLED:
+        window_conv1d_kernel[(blocks, requests)](*inputs, WINDOW=window, **constants)
+    else:
+        spec_conv1d_kernel[(blocks, rows)](*inputs, window, **constants)
     return outputs
 
 

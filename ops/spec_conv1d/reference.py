@@ -119,11 +119,9 @@ def _pieces_fit(
 # in_proj, a fence, is launched right before this and writes neither the ring nor the cursors (gdn_verify).
 @operator(
     mutates=("conv_ring",),
-    launches=(
-        Launch(
-            "spec_conv1d_kernel",
-            reads_early=("conv_weight", "a_log", "dt_bias", "conv_ring", "state_index", "pos"),
-        ),
+    launches=tuple(
+        Launch(name, reads_early=("conv_weight", "a_log", "dt_bias", "conv_ring", "state_index", "pos"))
+        for name in ("spec_conv1d_kernel", "window_conv1d_kernel")
     ),
     check=_windows_fit,
     has_cpu_route=True,

@@ -187,3 +187,23 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
     apart = (proj, *args[1:], gates)
     check_launch(spec_conv1d, apart, rtol=2e-6, atol=2e-6, mutated=(4,))
     assert_same_bits(spec_conv1d.launch(*clone_args(apart)), spec_conv1d.launch(*clone_args(args)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("query_len", [2, 4, 8])
+def test_programs_of_a_window_have_the_bits_of_those_of_a_row(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int
+) -> None:
+    """Also of minus zero, before position 0 and behind it."""
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    from compiled_mtp.ops.spec_conv1d import kernel
+
+    args = arguments(Shape(1, 3, 32, 16), requests=6, query_len=query_len, dtype=dtype)
+    args[0][::3] = -0.0
+    args[4][::2] = -0.0
+    ways = []
+    for least_rows in (1, 1000):
+        monkeypatch.setattr(kernel, "LEAST_ROWS_OF_WINDOWS", least_rows)
+        own = clone_args(args)
+        ways.append([*spec_conv1d.launch(*own), own[4]])
+    assert_same_bits(*ways)

@@ -77,8 +77,9 @@ def test_every_tile_has_the_bits_of_linear_kernel(
     config = LinearConfig(32, 64, 64, 4, 2, 1, chains, 0, sequential=True)
     wanted = module.launch_config(config, x, weight, None, True)
     torch.testing.assert_close(wanted, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-2)
-    tile = TallTile(height, *pieces, 64, 4, 3)
-    assert torch.equal(launch_tall(tile, TallProduct(n, k, 1, chains), x, weight, torch.float32), wanted)
+    for apart in (False, True):
+        tile = TallTile(height, *pieces, 64, 4, 3, apart=apart)
+        assert torch.equal(launch_tall(tile, TallProduct(n, k, 1, chains), x, weight, torch.float32), wanted)
     for split in (s for s in (2, 4) if s <= chains):
         product = TallProduct(n, k, split, chains // split, keep_parts=True)
         parts = launch_tall(tile, product, x, weight, torch.float32)
@@ -86,7 +87,7 @@ def test_every_tile_has_the_bits_of_linear_kernel(
         assert torch.equal(add_tree(parts), wanted), f"{split} programs"
 
 
-@pytest.mark.parametrize("pieces, chains", [((16, 0), 1), ((32, 16), 2)])
+@pytest.mark.parametrize("pieces, chains", [((16, 0), 1), ((32, 16), 2), ((32, 8), 1)])
 def test_gated_tiles_have_the_bits_of_linear_kernel(
     interpreter: None, pieces: tuple[int, int], chains: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_which_products_have_descriptors() -> None:
 
 
 def test_a_measured_tile_comes_before_the_rule() -> None:
-    assert choose_tile(GATE_UP, 128, SHARED_BYTES) == TallTile(128, 128, 16, 64, 8, 4)
+    assert choose_tile(GATE_UP, 128, SHARED_BYTES) == TallTile(128, 128, 8, 64, 8, 4)
     assert choose_tile(DOWN, 128, SHARED_BYTES) == TallTile(128, 128, 32, 64, 8, 6)
     # Faster without descriptors.
     assert choose_tile(DOWN, 64, SHARED_BYTES) is None
