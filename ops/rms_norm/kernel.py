@@ -14,8 +14,8 @@ from compiled_mtp.ops.fp8_triton import quantize_groups
 from compiled_mtp.ops.rms_norm.reference import as_parts
 
 OPTIONS = {"enable_fp_fusion": True}
-# Of so many parts a program may take all the registers there are. Left alone, the assembler takes few, waits for
-# the first parts before it asks for the last, and a row waits three times for memory.
+# Of so many parts a program may take all the registers there are. Left alone, the assembler takes few, waits
+# for the first parts before it asks for the last, and a row waits three times for memory.
 MANY_PARTS = 4
 
 

@@ -17,8 +17,8 @@ from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 OPTIONS = {"enable_fp_fusion": True}
 # A program has rows of one piece.
 PREFILL_ROWS = PIECE_MULTIPLE
-# From so many rows on a program has a whole window, unless it is longer than what is unrolled: with a program a
-# row those of an H200 take turns.
+# From so many rows on a program has a whole window, unless that is longer than what is unrolled: with a
+# program a row those of an H200 take turns.
 LEAST_ROWS_OF_WINDOWS = 64
 MOST_UNROLLED = 8
 
