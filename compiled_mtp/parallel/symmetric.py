@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,8 @@ from compiled_mtp.parallel.gloo import GlooExchange
 CHANNELS, CHUNK = 1024, 1024
 # Looks at a signal between two at the host's memory: some milliseconds.
 _TURNS = 4096
+# A key of torch's rendezvous: what it is about, the number of the exchange, and a rank or what belongs to it.
+_NUMBERED = re.compile(r"(.+?)/(\d+)((?:/[^/]*)?)")
 # Exchanges that were given up, kept for good.
 _GIVEN_UP: list[SymmetricExchange] = []
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
@@ -31,7 +34,7 @@ _MANY_ROWS = 64
 
 
 class CountedAnew(Store):
-    """`store`, for one rendezvous of torch's symmetric memory, whose keys are prefix/number[/...].
+    """`store`, for one rendezvous of torch's symmetric memory, whose keys are prefix/number[/rank].
 
     torch counts those numbers in the process: that of rank 0 may have had other engines, with ranks that are
     gone, and the others begin. Here the first number of each process is 0.
@@ -43,10 +46,13 @@ class CountedAnew(Store):
         self._first: int | None = None
 
     def _key(self, key: str) -> str:
-        prefix, number, *rest = key.split("/")
+        found = _NUMBERED.fullmatch(key)
+        if found is None:
+            return key
+        prefix, number, rest = found.groups()
         if self._first is None:
             self._first = int(number)
-        return "/".join([prefix, str(int(number) - self._first), *rest])
+        return f"{prefix}/{int(number) - self._first}{rest}"
 
     def set(self, key: str, value: str) -> None:
         """As `Store.set`; so do the others."""
@@ -77,13 +83,14 @@ class SymmetricExchange(GlooExchange):
         # It can take the GPUs of a host out of service, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         name = f"compiled_mtp/{folder.name}"
-        group = ProcessGroup(self._store, rank, world)
+        # Python's part of it must live as long as torch's.
+        self._counted = CountedAnew(self._store)
+        group = ProcessGroup(self._counted, rank, world)
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._group)
         group._set_group_name(name)  # type: ignore[arg-type]
         _register_process_group(name, group)  # type: ignore[arg-type]
         weakref.finalize(self, _unregister_process_group, name)  # type: ignore[arg-type]
-        # Python's part of it must live as long as torch's.
-        self._counted = CountedAnew(self._store)
+        # Other versions of torch ask this one for its store, 2.11 asks the group.
         _SymmetricMemory.set_group_info(name, rank, world, self._counted)
         # Signals, two halves, and the sums in at most 32 bits.
         words = CHANNELS * world * (1 + 3 * CHUNK)

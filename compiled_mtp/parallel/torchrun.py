@@ -48,6 +48,8 @@ class Order(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def folder(self) -> Path: ...
+    @property
     def plans(self) -> int: ...
     @property
     def wake(self) -> int: ...
@@ -203,6 +205,7 @@ def _connect(torchrun: Torchrun) -> socket.socket:
 
 def _receive(connection: socket.socket, orders: SimpleQueue[Any], folder: Path) -> None:
     """Orders, and with the end of rank 0 that of this process."""
+    folders = [folder]
     with suppress(OSError):
         while True:
             head = socket.recv_fds(connection, _HEAD.size, 3)
@@ -210,9 +213,11 @@ def _receive(connection: socket.socket, orders: SimpleQueue[Any], folder: Path) 
             size = _HEAD.unpack(said + _take(connection, _HEAD.size - len(said)))[0]
             order = pickle.loads(_take(connection, size))
             plans, wake, report = files
+            folders[1:] = [order.folder]
             orders.put((dataclasses.replace(order, plans=plans, wake=wake, report=report), files))
     # Where rank 0 was killed nobody else does.
-    shutil.rmtree(folder, ignore_errors=True)
+    for each in folders:
+        shutil.rmtree(each, ignore_errors=True)
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(0)

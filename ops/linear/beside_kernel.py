@@ -10,9 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# One tile for every number of rows, so a row keeps its bits. Few warps and little shared memory: its programs
-# are to find room beside those of a product that fills the processors.
-BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_WARPS, NUM_STAGES = 16, 16, 128, 2, 4
+# One tile for every number of rows, so a row keeps its bits. Little shared memory, since its programs are to
+# find room beside those of a product that fills the processors, but enough for loads that take twice as long
+# beside it: with half as many columns a step b|a of 27B ended 4 us behind in_proj.
+BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_WARPS, NUM_STAGES = 16, 16, 256, 4, 4
 
 
 @triton.jit(do_not_specialize=["rows", "n"])

@@ -435,24 +435,45 @@ def combine_kernel(
         last_part = last_part // size
         if PDL:
             gdc_wait()
-        # Not unrolled, which would take the compiler half a minute.
-        for index in range(HEADS):
-            g = tl.load(gate_at + index * gate_head_stride)
-            sums, total, group_largest = load_groups(
-                part_sum, part_largest, part_total, part + index, step, size, 0, begin, end, last_part, dim,
-                HD, BD, FIRST_GROUPS, GROUP_SPLITS,
-            )  # fmt: skip
-            acc = tl.zeros((BD,), tl.float32)
-            acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
-            for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
-                next_sums, next_total, next_largest = load_groups(
-                    part_sum, part_largest, part_total, part + index, step, size, start, begin, end,
-                    last_part, dim, HD, BD, NEXT_GROUPS, GROUP_SPLITS,
-                )  # fmt: skip
-                acc, denominator, largest = add_groups(
-                    acc, denominator, largest, next_sums, next_total, next_largest
+        if (size == GROUP_SPLITS) & (num_groups <= FIRST_GROUPS):
+            group = tl.arange(0, FIRST_GROUPS)
+            is_group = (group >= begin // GROUP_SPLITS) & (group * GROUP_SPLITS < end)
+            # Of all heads, before anything waits for one.
+            gates = ()
+            loaded = ()
+            for index in tl.static_range(HEADS):
+                gates += (tl.load(gate_at + index * gate_head_stride),)
+                loaded += (
+                    load_parts(
+                        part_sum, part_largest, part_total, part + index, step, group, last_part, dim, HD
+                    ),
                 )
-            gate_and_store_dims(acc, denominator, g, out + (item + index) * HD + dim)
+            for index in tl.static_range(HEADS):
+                group_largest = tl.where(is_group, loaded[index][1], -float("inf"))
+                acc = tl.zeros((BD,), tl.float32)
+                acc, denominator, largest = add_groups(
+                    acc, 0.0, -float("inf"), loaded[index][0], loaded[index][2], group_largest
+                )
+                gate_and_store_dims(acc, denominator, gates[index], out + (item + index) * HD + dim)
+        else:
+            # Not unrolled, which would take the compiler half a minute.
+            for index in range(HEADS):
+                g = tl.load(gate_at + index * gate_head_stride)
+                sums, total, group_largest = load_groups(
+                    part_sum, part_largest, part_total, part + index, step, size, 0, begin, end, last_part,
+                    dim, HD, BD, FIRST_GROUPS, GROUP_SPLITS,
+                )  # fmt: skip
+                acc = tl.zeros((BD,), tl.float32)
+                acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+                for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
+                    next_sums, next_total, next_largest = load_groups(
+                        part_sum, part_largest, part_total, part + index, step, size, start, begin, end,
+                        last_part, dim, HD, BD, NEXT_GROUPS, GROUP_SPLITS,
+                    )  # fmt: skip
+                    acc, denominator, largest = add_groups(
+                        acc, denominator, largest, next_sums, next_total, next_largest
+                    )
+                gate_and_store_dims(acc, denominator, g, out + (item + index) * HD + dim)
     else:
         if PDL:
             gdc_wait()

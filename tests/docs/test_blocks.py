@@ -41,6 +41,7 @@ NOT_RUN = {
     "compiled-mtp run --prompt-file examples/quicksort.txt --max-batch 2 --graph-cache ": "needs the export",
     'compiled-mtp run --prompt "def f(" --max-batch 2 --graph-cache ': "needs the export",
     "python examples/client.py ": "tests/server/test_docs.py runs it against a server",
+    "torchrun ": "has processes of its own; tests/parallel/test_torchrun.py starts it",
     "serve run ": "needs Ray; tests/replicas/test_ray.py (make replicas)",
 }
 FEW = 4
@@ -128,6 +129,10 @@ def read_line(words: list[str]) -> None:
         module = "server.serve" if words[1] == "serve" else f"cli.{words[1]}"
         make_parser: Callable[[], Any] = importlib.import_module(f"compiled_mtp.{module}").make_parser
         make_parser().parse_args(words[2:])
+    elif words[0] == "torchrun" and "-m" in words:
+        at = words.index("-m") + 1
+        command = {"compiled_mtp.run": "run", "compiled_mtp.server": "serve"}[words[at]]
+        read_line(["compiled-mtp", command, *words[at + 1 :]])
     elif words[0] == "serve":
         assert words[2] == "compiled_mtp.ray_serve:app"
 

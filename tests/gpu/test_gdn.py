@@ -315,8 +315,8 @@ def test_registration(name: str) -> None:
             *norm,
             cuda(0),
         ),
-        "spec_conv1d": (proj, *weights_of(layer, cache), index, pos, *shape.dims),
-        "conv_prefill": (proj, *weights_of(layer, cache), *one, *shape.dims, cuda(4)),
+        "spec_conv1d": (proj, *weights_of(layer, cache), index, pos, *shape.dims, None),
+        "conv_prefill": (proj, *weights_of(layer, cache), *one, *shape.dims, cuda(4), None),
     }
     operator: Callable[..., Any] = getattr(torch.ops.compiled_mtp, name).default
     check_registration(operator, arguments[name])

@@ -121,6 +121,8 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
 ) -> None:
     from compiled_mtp.parallel import symmetric
 
+    stores: list[Any] = []
+
     class Memory:
         """Symmetric memory of one rank, on the host."""
 
@@ -135,6 +137,10 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
             assert name == self.group[0]
             # No signal of an earlier life is there when others come.
             assert not tensor.any()
+            from torch._C._distributed_c10d import _resolve_process_group
+
+            # What torch 2.11 meets by, and what others do.
+            stores.extend([_resolve_process_group(name).get_group_store(), self.group[3]])
             return self
 
         def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -146,6 +152,7 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
     exchange = symmetric.SymmetricExchange(0, 1, tmp_path, torch.device("cpu"))
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert [type(store) for store in stores] == [symmetric.CountedAnew] * 2
     assert exchange._peers.tolist() == [exchange._memory.data_ptr()]
     assert exchange.least(5) == 5
     assert exchange._control.tolist() == [0, 600_000_000_000]
@@ -171,6 +178,8 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
     from compiled_mtp.parallel.symmetric import CountedAnew
 
     file = str(tmp_path / "store")
+    CountedAnew(FileStore(file, 2)).set("other", "as it is")
+    assert FileStore(file, 2).get("other") == b"as it is"
     ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
     for exchange in range(2):
         for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
