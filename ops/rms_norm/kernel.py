@@ -14,9 +14,6 @@ from compiled_mtp.ops.fp8_triton import quantize_groups
 from compiled_mtp.ops.rms_norm.reference import as_parts
 
 OPTIONS = {"enable_fp_fusion": True}
-# Of so many parts a program may take all the registers there are. Left alone, the assembler takes few, waits
-# for the first parts before it asks for the last, and a row waits three times for memory.
-MANY_PARTS = 4
 
 
 @triton.jit
@@ -221,12 +218,9 @@ def add_and_norm(
     parts = as_parts(x, residual)
     if rows:
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
-        options = launch_options(residual)
-        if parts.shape[0] >= MANY_PARTS:
-            options["maxnreg"] = min(255, 65536 // (32 * configuration(residual.shape[1])[2]))
         add_rms_norm_kernel[(rows,)](
             x, residual, args.weight, kept_rows, out, new_residual, values, factors, *strides, args.eps,
-            PARTS=parts.shape[0], **options,
+            PARTS=parts.shape[0], **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
 

@@ -19,7 +19,7 @@ OPTIONS = {"enable_fp_fusion": True}
 PREFILL_ROWS = PIECE_MULTIPLE
 # From so many rows on a program has a whole window, unless that is longer than what is unrolled: with a
 # program a row those of an H200 take turns.
-LEAST_ROWS_OF_WINDOWS = 64
+LEAST_ROWS_OF_WINDOWS = 32
 MOST_UNROLLED = 8
 
 

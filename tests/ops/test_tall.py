@@ -162,7 +162,7 @@ def test_which_products_have_descriptors() -> None:
 
 def test_a_measured_tile_comes_before_the_rule() -> None:
     assert choose_tile(GATE_UP, 128, SHARED_BYTES) == TallTile(128, 128, 8, 64, 8, 4)
-    assert choose_tile(DOWN, 128, SHARED_BYTES) == TallTile(128, 128, 32, 64, 8, 6)
+    assert choose_tile(DOWN, 128, SHARED_BYTES) == TallTile(128, 128, 32, 128, 8, 3, apart=True)
     # Faster without descriptors.
     assert choose_tile(DOWN, 64, SHARED_BYTES) is None
     for product in (GATE_UP, DOWN):
@@ -189,7 +189,8 @@ def test_tiles_fit(rows: int) -> None:
             columns = (tile.block_n + tile.rest_n) * (2 if product.gated else 1)
             assert tile.num_stages * tile.block_k * 2 * (tile.block_m + columns) <= SHARED_BYTES - 2048
             sums = tile.block_m * columns // (32 * tile.num_warps) * product.chains.bit_length()
-            assert sums <= max(MOST_SUM_REGISTERS)
+            # In loops of their own chains leave more room; test_one_class_of_products looks for spills.
+            assert sums <= (192 if tile.apart else max(MOST_SUM_REGISTERS))
             # The copy engine takes at most 256 rows at once.
             assert max(tile.block_m, tile.block_n) <= 256
             assert 128 % tile.block_k == 0
