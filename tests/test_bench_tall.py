@@ -43,6 +43,20 @@ def test_every_number_of_parts_has_tiles(tool: Any, shape: str, rows: int) -> No
         assert all(tile.specialized for tile in tool.specialized_tiles(weight, rows))
 
 
+def test_named_tiles_are_timed_beside_what_is_in_use(tool: Any) -> None:
+    fields = [128, 128, 32, 64, 8, 6, 512, False, True]
+    named = [tool.parse_tile("down:4=128,128,32,64,8,6,512,false,true")]
+    assert tool.fields_of(named[0][2]) == fields
+    assert tool.fields_of(replace(named[0][2], apart=False)) == fields[:7]
+    weights = {weight.name: weight for weight in tool.weights_of("27b")}
+    cublas, in_use, tile = tool.jobs_of_tiles(weights["down"], 128, named[:1])
+    assert cublas.is_cublas
+    assert (in_use.count, in_use.tile, in_use.is_plain) == (4, None, False)
+    assert (tile.count, tile.tile) == (4, named[0][2])
+    assert "apart" in tile.label
+    assert not [*tool.jobs_of_tiles(weights["gate|up"], 128, named[:1])]
+
+
 @pytest.mark.kernels
 @pytest.mark.timeout(600)
 def test_the_candidate_compiles_to_one_class_of_product() -> None:
