@@ -283,6 +283,12 @@ class Programs:
         self._upload(self._ended[size], (*slots, *[0] * (size - len(slots))))
         return self._first_token[draft_step, kind](self._ended[size], draft_step)
 
+    def drop(self) -> None:
+        """Give back every program, and with them the CUDA graphs: nothing runs any more."""
+        for programs in (self._decode, self._verify, self._accept, self._prefill, self._first_token):
+            programs.clear()
+        self._catch_up.clear()
+
     def forget_batches(self) -> None:
         """Upload every batch again: an upload may have been interrupted. No round is half done."""
         self._batches.clear()

@@ -99,5 +99,6 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         os.environ["TMPDIR"] = str(scratch)
         engine = start_engine(config, features=Features(save_to=directory / PROGRAMS_NAME))
         size = save(out, directory, engine.runner.cache_key)
+        shapes = engine.runner.programs.count
         engine.close()
-        return size, engine.runner.programs.count
+        return size, shapes

@@ -48,6 +48,8 @@ class Exchange(ABC):
     kind = "auto"
     # Whether a prompt's sums before a norm have no shares, so that no rank can make a part of one.
     keeps_prompt_rows = False
+    # Whether `give_up` comes to its end only when no captured graph is left that exchanges by this.
+    waits_for_graphs = False
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank

@@ -101,6 +101,8 @@ class LeadRunner(Runner):
         """As `Runner.close`, and end the ranks."""
         with self._ranks.limited(self.num_launched):
             super().close()
+        if self._exchange.waits_for_graphs:
+            self.programs.drop()
         self._ranks.end()
 
     def _finish(self, *launch: Any) -> StepResult:
@@ -116,6 +118,8 @@ class LeadRunner(Runner):
         except BaseException as error:
             cause = str(error) if isinstance(error, _LaunchError) else f"{type(error).__name__}: {error}"
             fault = self._ranks.lose(cause, self._exchange.count)
+            if self._exchange.waits_for_graphs:
+                self.programs.drop()
             if not isinstance(error, Exception):
                 raise
             raise fault.error(self._ranks.world) from error

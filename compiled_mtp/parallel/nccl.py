@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from datetime import timedelta
@@ -10,6 +11,9 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.parallel.gloo import START_S, GlooExchange
+
+# At the end of the process, for NCCL to let go of what was given up.
+_EXIT_S = 5.0
 
 
 class NcclExchange(GlooExchange):
@@ -21,6 +25,7 @@ class NcclExchange(GlooExchange):
 
     kind = "nccl"
     keeps_prompt_rows = True
+    waits_for_graphs = True
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, world, folder)
@@ -42,7 +47,10 @@ class NcclExchange(GlooExchange):
         with self._lock:
             is_first, self._is_given_up = not self._is_given_up, True
         if is_first:
-            threading.Thread(target=self._device_group.abort, name="compiled-mtp NCCL", daemon=True).start()
+            teller = threading.Thread(target=self._device_group.abort, name="compiled-mtp NCCL", daemon=True)
+            teller.start()
+            # A thread that comes back to Python behind its end ends the process by SIGABRT.
+            atexit.register(teller.join, _EXIT_S)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:

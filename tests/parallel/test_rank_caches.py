@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,15 @@ first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
 ranks._CODE = first + quickly + import_main + call
 sys.exit(main(sys.argv[1:]))
 """
-# A rank that had to compile would find no compiler.
+# It imports what it needs while the first one works. A rank that had to compile would find no compiler.
 SECOND_PROCESS = """
 import gc, json, sys
 gc.disable()
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from torch._dynamo.utils import counters
 import torch
-options, prompt, params = json.loads(sys.argv[1])
+import compiled_mtp.parallel.leader
+options, prompt, params = json.loads(sys.stdin.readline())
 with Engine(EngineConfig(**options)) as engine, torch.compiler.set_stance("fail_on_recompile"):
     assert engine.is_compiled
     tokens = engine.generate([prompt], SamplingParams(**params))[0].new_token_ids
@@ -93,6 +95,24 @@ def environment_of(directory: Path, path: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def second_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    directory = tmp_path_factory.mktemp("second")
+    tools = directory / "bin"
+    tools.mkdir()
+    for name in ("env", "sh", "cat"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = environment_of(directory, str(tools))
+    with subprocess.Popen(
+        [sys.executable, "-c", SECOND_PROCESS], **pipes, text=True, env=environment
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
 def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("caches")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
@@ -109,29 +129,17 @@ def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_ranks_compile_nothing_and_decode_what_one_does_uncompiled(
-    checkpoint: Path, graph_cache: Path, tmp_path: Path
+    checkpoint: Path, second_process: subprocess.Popen[str], graph_cache: Path
 ) -> None:
     key = read_key(graph_cache)
     assert (key["tensor_parallel"], key["exchange"]) == (2, "gloo")
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("env", "sh", "cat"):
-        found = shutil.which(name)
-        assert found is not None
-        (tools / name).symlink_to(found)
     options = SHAPE | {"model": str(checkpoint)}
+    given = [options | {"graph_cache": str(graph_cache)}, PROMPT, PARAMS]
+    out, errors = second_process.communicate(json.dumps(given), timeout=100)
+    assert second_process.returncode == 0, errors
     with Engine(EngineConfig(**options | {"tensor_parallel": 1, "compile": "off"})) as engine:
         tokens = engine.generate([PROMPT], SamplingParams(**PARAMS))[0].new_token_ids
-    given = json.dumps([options | {"graph_cache": str(graph_cache)}, PROMPT, PARAMS])
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND_PROCESS, given],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment_of(tmp_path, str(tools)),
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [tokens, 0]
+    assert json.loads(out.splitlines()[-1]) == [tokens, 0]
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -335,10 +335,15 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     processes, made = runner._ranks._processes, runner._make_buffer
     processes.exchange, processes.launched[1] = runner._exchange, launched
     runner._exchange.give_up = ready.given_up.set  # type: ignore[method-assign]
+    # As NCCL's.
+    runner._exchange.waits_for_graphs = True
     monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(made(shape), ready=ready))
     listener = threading.Thread(target=processes._listen, daemon=True)
     listener.start()
     engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
+    with pytest.raises(RankError, match=message):
+        engine.step()
+    assert not any((runner.programs._decode, runner.programs._prefill, runner.programs._first_token))
     with pytest.raises(RankError, match=message):
         engine.step()
     engine.close()
