@@ -23,8 +23,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ from compiled_mtp.errors import fail
 # Until all are there: Python may be importing torch, or a script preparing something.
 MEET_S = 120.0
 _PAUSE_S = 0.05
+_RANK_0, _LONGEST_ADDRESS = "rank_0", 107
 # For a rank to end by itself when it is told to.
 _END_S = 1.0
 # In front of an order: the bytes of its pickle. Behind one that was carried out there is the byte.
@@ -72,6 +73,21 @@ def folder_of(torchrun: Torchrun) -> Path:
     return folder
 
 
+@contextmanager
+def address_of(folder: Path) -> Iterator[str]:
+    """Rank 0's socket in `folder`. The system takes at most 107 bytes, which a long TMPDIR exceeds: so by the
+    folder's descriptor where there is such a path."""
+    plain = folder / _RANK_0
+    if len(os.fsencode(plain)) <= _LONGEST_ADDRESS or not Path("/proc/self/fd").is_dir():
+        yield str(plain)
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_RANK_0}"
+    finally:
+        os.close(descriptor)
+
+
 @functools.cache
 def meeting_of(torchrun: Torchrun) -> Meeting:
     """This process' own: ranks come to it once, whatever number of engines it has."""
@@ -86,10 +102,10 @@ class Meeting:
         self.world = torchrun.world_size
         folder = folder_of(torchrun)
         self._listener = socket.socket(socket.AF_UNIX)
-        at = folder / "rank_0"
         # Of an earlier start that was killed.
-        at.unlink(missing_ok=True)
-        self._listener.bind(str(at))
+        (folder / _RANK_0).unlink(missing_ok=True)
+        with address_of(folder) as address:
+            self._listener.bind(address)
         self._listener.listen(self.world)
         self._connections: dict[int, tuple[socket.socket, int]] = {}
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -190,11 +206,12 @@ def follow(torchrun: Torchrun, carry_out: Callable[[Any], int]) -> None:
 
 
 def _connect(torchrun: Torchrun) -> socket.socket:
-    at, until = str(folder_of(torchrun) / "rank_0"), time.monotonic() + MEET_S
+    until = time.monotonic() + MEET_S
     while time.monotonic() < until:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(at)
+            with address_of(folder_of(torchrun)) as address:
+                connection.connect(address)
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()

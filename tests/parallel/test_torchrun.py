@@ -105,6 +105,21 @@ def test_a_command_speaks_once_and_decodes_what_one_process_does(
     assert not list(tmp_path.glob("compiled_mtp*"))
 
 
+def test_a_long_temporary_folder_has_an_address(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    listener, connection = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    with address_of(folder) as address:
+        assert len(address) <= 107
+        listener.bind(address)
+        listener.listen(1)
+    assert (folder / "rank_0").is_socket()
+    with address_of(folder) as address:
+        connection.connect(address)
+    listener.close()
+    connection.close()
+
+
 def test_a_killed_rank_ends_a_script(directory: Path, wanted: list[list[int]], tmp_path: Path) -> None:
     """Which has had two engines before."""
     script = tmp_path / "script.py"
