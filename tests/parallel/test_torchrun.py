@@ -109,12 +109,12 @@ def test_a_long_temporary_folder_has_an_address(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     listener, connection = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
-    with address_of(folder) as address:
+    with torchrun.address_of(folder) as address:
         assert len(address) <= 107
         listener.bind(address)
         listener.listen(1)
     assert (folder / "rank_0").is_socket()
-    with address_of(folder) as address:
+    with torchrun.address_of(folder) as address:
         connection.connect(address)
     listener.close()
     connection.close()
