@@ -61,6 +61,31 @@ def load_history(
     return tl.load(ring + (earlier % RING) * CHANNELS, mask=inside & is_before, other=0.0)
 
 
+@triton.jit
+def store_gates(own_gates, exp_g, beta, log_rate, bias, is_head, NV: tl.constexpr):
+    """exp(g) and beta of a row's heads, from its b|a."""
+    b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
+    a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
+    tl.store(exp_g, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
+    tl.store(beta, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
+
+
+@triton.jit
+def store_head(
+    y, q, k, v, row, block, lane, inside,
+    NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """silu of a head's convolution y, and of q and k the l2norm."""
+    y = y / (1.0 + tl.exp(-y))
+    norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
+    if block < NK:
+        tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
+    elif block < 2 * NK:
+        tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
+    else:
+        tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+
+
 # One binary for every window length: Triton would specialise on 1 and on multiples of 16.
 @triton.jit(do_not_specialize=["query_len"])
 def spec_conv1d_kernel(
@@ -104,10 +129,7 @@ def spec_conv1d_kernel(
         if PDL:
             gdc_wait()
         own_gates = gates + row * gates_stride + head
-        b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
-        a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
-        tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
-        tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
+        store_gates(own_gates, exp_g + row * NV + head, beta + row * NV + head, log_rate, bias, is_head, NV)
     else:
         request = row // query_len
         token = (row - request * query_len).to(tl.int32)
@@ -140,14 +162,7 @@ def spec_conv1d_kernel(
         y = tl.fma(weight_0.to(tl.float32), raw.to(tl.float32), y)
         # History rows lie before the window, and the ring holds both: nobody reads what is written here.
         tl.store(ring + (position % RING) * CHANNELS, raw, mask=inside)
-        y = y / (1.0 + tl.exp(-y))
-        norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
-        if block < NK:
-            tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
-        elif block < 2 * NK:
-            tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
-        else:
-            tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+        store_head(y, q, k, v, row, block, lane, inside, NK, NV, DK, DV)
 
 
 @triton.jit
@@ -194,10 +209,9 @@ def window_conv1d_kernel(
         for token in tl.static_range(WINDOW):
             row = first_row + token
             own_gates = gates + row * gates_stride + head
-            b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
-            a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
-            tl.store(exp_g + row * NV + head, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
-            tl.store(beta + row * NV + head, 1.0 / (1.0 + tl.exp(-b)), mask=is_head)
+            store_gates(
+                own_gates, exp_g + row * NV + head, beta + row * NV + head, log_rate, bias, is_head, NV
+            )
     else:
         first, width = head_channels(block, NK, DK, DV)
         lane = tl.arange(0, BLOCK)
@@ -237,14 +251,7 @@ def window_conv1d_kernel(
             old_1 = new + zero
             # History rows lie before the window, and the ring holds both: nobody reads what is written here.
             tl.store(ring + ((position + token) % RING) * CHANNELS, raw, mask=inside)
-            y = y / (1.0 + tl.exp(-y))
-            norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
-            if block < NK:
-                tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
-            elif block < 2 * NK:
-                tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
-            else:
-                tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+            store_head(y, q, k, v, row, block, lane, inside, NK, NV, DK, DV)
 
 
 @triton.jit(do_not_specialize=["rows", "num_pieces", "last_slot"])
