@@ -4,6 +4,9 @@
     python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
     python tools/kernel_table.py --products --capabilities 90      # which tensor-core instructions they hold
     python tools/kernel_table.py --record                          # rewrite the table of this Triton version
+    python tools/kernel_table.py --capabilities 90 --jobs 24       # before the measurements on a new machine
+
+Kernels stay in Triton's cache: what is measured behind the last of these need not wait for most of them.
 
 launch_cases.py lists the calls, record_launches.py finds out what they launch.
 The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
@@ -20,6 +23,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +87,49 @@ def resources_of(launch: Launch) -> dict[str, int]:
 
 
 def compile_table(
-    operators: list[str], capabilities: list[int], first: bool, describe: Callable[[Launch], dict[str, int]]
+    operators: list[str],
+    capabilities: list[int],
+    first: bool,
+    describe: Callable[[Launch], dict[str, int]],
+    job: int = 0,
+    jobs: int = 1,
 ) -> dict[str, Any]:
-    """What `describe` finds, or {"error": text}, keyed by "operator/kernel-case@sm_NN"."""
+    """What `describe` finds, or {"error": text}, keyed by "operator/kernel-case@sm_NN", of one of `jobs`
+    equal parts of the cases."""
     table: dict[str, Any] = {}
+    keys: set[str] = set()
     for operator in operators:
         for capability in capabilities:
             for name, launch in launches_of(operator, capability, first):
                 key = f"{operator}/{name}@sm_{capability}"
-                if key in table:
+                if key in keys:
                     raise ValueError(
                         f"a case must launch a kernel in one way, got {key} twice; split the case"
                     )
+                keys.add(key)
+                if len(keys) % jobs != job:
+                    continue
                 try:
                     table[key] = describe(launch)
                 except Exception as error:  # one bad kernel must not hide the others
                     table[key] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
     return table
+
+
+def compile_in_parts(
+    operators: list[str],
+    capabilities: list[int],
+    first: bool,
+    describe: Callable[[Launch], dict[str, int]],
+    jobs: int,
+) -> dict[str, Any]:
+    """`compile_table` of all cases, by so many processes."""
+    if jobs == 1:
+        return compile_table(operators, capabilities, first, describe)
+    compile_part = partial(compile_table, operators, capabilities, first, describe, jobs=jobs)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        parts = [pool.submit(compile_part, job=job) for job in range(jobs)]
+        return {key: row for part in parts for key, row in part.result().items()}
 
 
 def main() -> None:
@@ -110,11 +142,14 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="one configuration a kernel")
     parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}; leave it out for one process")
     if args.products and args.record:
         parser.error("--record must stand alone: the table holds resources; drop --products")
     describe = products_of if args.products else resources_of
-    table = compile_table(args.operators, args.capabilities, args.first, describe)
+    table = compile_in_parts(args.operators, args.capabilities, args.first, describe, args.jobs)
     if not args.record:
         print(json.dumps(table))
         return

@@ -151,3 +151,11 @@ def test_full_table_stays_within_recorded_resources(operator: str) -> None:
         if value[resource] > limits[key][resource]
     }
     assert not above, "\n".join(f"{key}: {text}" for key, text in above.items())
+
+
+def test_several_processes_compile_what_one_does() -> None:
+    """Each its part, none twice."""
+    flags, operators = ("--first",), ["quantize_rows", "silu_mul"]
+    alone = finish(start_compiler([90], operators, *flags))
+    assert finish(start_compiler([90], operators, *flags, "--jobs", "2")) == alone
+    assert len(alone) > 2
