@@ -188,12 +188,6 @@ def num_processors(device: int, has_scale: bool) -> int:
     return properties.multi_processor_count
 
 
-def heads_a_program(group: int) -> int:
-    """Of a row's `group` heads that share keys, those that one program combines where rows are many: at 128
-    rows of 24 heads a program for each came in three waves, each of which asked for the positions again."""
-    return next(heads for heads in (4, 3, 2, 1) if group % heads == 0)
-
-
 def launch(args: Any) -> torch.Tensor:
     q, gate, kv, kv_scale = args.q, args.gate, args.kv, args.kv_scale
     block_table, positions, first_key = args.block_table, args.positions, args.first_key
@@ -295,8 +289,7 @@ def launch(args: Any) -> torch.Tensor:
         **FUSION,
     )
     width = min(hd, 64)
-    heads = heads_a_program(hq // hkv) if has_groups else 1
-    combine_kernel[(rows * hq // heads, hd // width)](
+    combine_kernel[(rows * hq, hd // width)](
         part_sum,
         part_largest,
         part_total,
@@ -317,7 +310,6 @@ def launch(args: Any) -> torch.Tensor:
         MAX_REQUESTS=most_requests,
         GROUP_SPLITS=GROUP_SPLITS,
         HAS_GROUPS=has_groups,
-        HEADS=heads,
         FIRST_GROUPS=FIRST_GROUPS,
         NEXT_GROUPS=NEXT_GROUPS,
         PDL=has_pdl,

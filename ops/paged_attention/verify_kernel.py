@@ -373,13 +373,6 @@ def add_groups(acc, denominator, largest, sums, total, group_largest):
     return acc, denominator, new_largest
 
 
-@triton.jit
-def gate_and_store_dims(acc, denominator, g, at):
-    value = acc / tl.where(denominator == 0.0, 1.0, denominator)
-    value = value * (1.0 / (1.0 + tl.exp(-g.to(tl.float32))))
-    tl.store(at, value.to(at.dtype.element_ty))
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
     part_sum,
@@ -403,16 +396,14 @@ def combine_kernel(
     MAX_REQUESTS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
     FIRST_GROUPS: tl.constexpr,
     NEXT_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one row that share keys: BD of their dims, summed over groups of splits in order, times
-    the gate."""
+    """One head of one row: BD of its dims, summed over its groups of splits in order, times the gate."""
     if PDL:
         gdc_launch_dependents()
-    item = tl.program_id(0).to(tl.int64) * HEADS
+    item = tl.program_id(0).to(tl.int64)
     row = item // (HKV * GROUP)
     head = item % (HKV * GROUP)
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -426,6 +417,7 @@ def combine_kernel(
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
     last_part = tl.maximum(end - 1, 0)
     num_groups = tl.cdiv(end, GROUP_SPLITS)
+    acc = tl.zeros((BD,), tl.float32)
     gate_at = gate + row * gate_row_stride + head * gate_head_stride + dim
     if HAS_GROUPS:
         size = splits_an_item(
@@ -435,53 +427,27 @@ def combine_kernel(
         last_part = last_part // size
         if PDL:
             gdc_wait()
-        if (size == GROUP_SPLITS) & (num_groups <= FIRST_GROUPS):
-            group = tl.arange(0, FIRST_GROUPS)
-            is_group = (group >= begin // GROUP_SPLITS) & (group * GROUP_SPLITS < end)
-            # Of all heads, before anything waits for one.
-            gates = ()
-            loaded = ()
-            for index in tl.static_range(HEADS):
-                gates += (tl.load(gate_at + index * gate_head_stride),)
-                loaded += (
-                    load_parts(
-                        part_sum, part_largest, part_total, part + index, step, group, last_part, dim, HD
-                    ),
-                )
-            for index in tl.static_range(HEADS):
-                group_largest = tl.where(is_group, loaded[index][1], -float("inf"))
-                acc = tl.zeros((BD,), tl.float32)
-                acc, denominator, largest = add_groups(
-                    acc, 0.0, -float("inf"), loaded[index][0], loaded[index][2], group_largest
-                )
-                gate_and_store_dims(acc, denominator, gates[index], out + (item + index) * HD + dim)
-        else:
-            # Not unrolled, which would take the compiler half a minute.
-            for index in range(HEADS):
-                g = tl.load(gate_at + index * gate_head_stride)
-                sums, total, group_largest = load_groups(
-                    part_sum, part_largest, part_total, part + index, step, size, 0, begin, end, last_part,
-                    dim, HD, BD, FIRST_GROUPS, GROUP_SPLITS,
-                )  # fmt: skip
-                acc = tl.zeros((BD,), tl.float32)
-                acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
-                for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
-                    next_sums, next_total, next_largest = load_groups(
-                        part_sum, part_largest, part_total, part + index, step, size, start, begin, end,
-                        last_part, dim, HD, BD, NEXT_GROUPS, GROUP_SPLITS,
-                    )  # fmt: skip
-                    acc, denominator, largest = add_groups(
-                        acc, denominator, largest, next_sums, next_total, next_largest
-                    )
-                gate_and_store_dims(acc, denominator, g, out + (item + index) * HD + dim)
+        g = tl.load(gate_at).to(tl.float32)
+        sums, total, group_largest = load_groups(
+            part_sum, part_largest, part_total, part, step, size, 0, begin, end, last_part, dim,
+            HD, BD, FIRST_GROUPS, GROUP_SPLITS,
+        )  # fmt: skip
+        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
+        for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
+            next_sums, next_total, next_largest = load_groups(
+                part_sum, part_largest, part_total, part, step, size, start, begin, end, last_part, dim,
+                HD, BD, NEXT_GROUPS, GROUP_SPLITS,
+            )  # fmt: skip
+            acc, denominator, largest = add_groups(
+                acc, denominator, largest, next_sums, next_total, next_largest
+            )
     else:
         if PDL:
             gdc_wait()
         first = load_splits(
             part_sum, part_largest, part_total, part, step, 0, last_part, dim, HD, FIRST_GROUPS, GROUP_SPLITS
         )
-        g = tl.load(gate_at)
-        acc = tl.zeros((BD,), tl.float32)
+        g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
         acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
         if num_groups > FIRST_GROUPS:
@@ -502,4 +468,6 @@ def combine_kernel(
                     acc, denominator, largest, next_sums, next_total, next_largest
                 )
                 loaded = later
-        gate_and_store_dims(acc, denominator, g, out + item * HD + dim)
+    value = acc / tl.where(denominator == 0.0, 1.0, denominator)
+    value = value * (1.0 / (1.0 + tl.exp(-g)))
+    tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))
