@@ -7,7 +7,7 @@ line a batch and number of ranks: milliseconds a step (median and 90th percentil
 host microseconds a step, tokens a second, and on the first GPU the milliseconds of a step in the exchange's
 kernels, waiting for peers included, and how many they are. A kernel that is launched early begins while the
 one before runs, and then waits for it: what counts here is the time behind the end of the last kernel before.
-With --kernels N a second line says so of the N kernels of most time: calls and microseconds a step.
+With --kernels a table says so of every kernel.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from bench_step import (
     Loop,
     fill_random,
     model_config,
+    own_spans,
+    print_kernels,
     rate_for,
     start_loop,
 )
@@ -75,7 +77,7 @@ def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
     return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
 
 
-def measure(runner: Runner, batch: int, context: int, num_kernels: int = 0) -> dict[str, Any]:
+def measure(runner: Runner, batch: int, context: int, has_table: bool = False) -> dict[str, Any]:
     """One row. The other ranks do what the loop does here, and nothing else may be launched."""
     loop = start_loop(runner, batch, context)
     for _ in range(WARM_UP_STEPS):
@@ -97,56 +99,28 @@ def measure(runner: Runner, batch: int, context: int, num_kernels: int = 0) -> d
         "host_us": round(statistics.median(host_times), 1),
         "tokens_per_s": round(tokens / (last - begin), 1),
     }
-    return row | exchange_share(loop, num_kernels)
+    return row | exchange_share(loop, has_table)
 
 
-def own_times(kernels: list[tuple[float, float, str]]) -> dict[str, list[float]]:
-    """By name, the microseconds of each kernel (begin, end, name) behind the ends of those before it."""
-    spans: dict[str, list[float]] = {}
-    end_before = 0.0
-    for begin, end, name in sorted(kernels):
-        spans.setdefault(name, []).append(max(0.0, end - max(begin, end_before)))
-        end_before = max(end_before, end)
-    return spans
-
-
-def exchange_share(loop: Loop, num_kernels: int = 0) -> dict[str, Any]:
-    """Of a step on this GPU: milliseconds in the exchange's kernels, and their number; prints those of
-    the `num_kernels` that take most."""
+def exchange_share(loop: Loop, has_table: bool = False) -> dict[str, Any]:
+    """Of a step on this GPU: milliseconds in the exchange's kernels, and their number. has_table: print where
+    all of its time goes."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(TRACED_STEPS):
             loop.step()
         torch.cuda.synchronize()
-    by_name = own_times(
-        [
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in trace.events()
-            if str(event.device_type).endswith("CUDA")
-        ]
-    )
+    kernels = own_spans(trace.events())
     loop.scheduler.forget_all()
     loop.runner.drop_launches()
-    if num_kernels:
-        order = sorted(by_name, key=lambda name: -sum(by_name[name]))[:num_kernels]
-        calls = {name[:60]: [len(by_name[name]) / TRACED_STEPS, mean(by_name[name])] for name in order}
-        print(json.dumps({"calls_and_us_each": calls}), flush=True)
-    spans = [span for name in by_name if is_exchange(name) for span in by_name[name]]
+    if has_table:
+        print_kernels(kernels, TRACED_STEPS)
+    spans = [span for name, span in kernels if any(one in name for one in EXCHANGES)]
     return {
         "exchange_ms": round(sum(spans) / TRACED_STEPS / 1e3, 3),
         "exchanges": round(len(spans) / TRACED_STEPS),
     }
-
-
-def is_exchange(name: str) -> bool:
-    """Whether a kernel of that name is the exchange's."""
-    return any(one in name for one in EXCHANGES)
-
-
-def mean(spans: list[float]) -> float:
-    """Rounded."""
-    return round(statistics.fmean(spans), 2)
 
 
 def main() -> None:
@@ -168,7 +142,7 @@ def main() -> None:
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
     parser.add_argument("--layers", type=int, help="fewer layers")
-    parser.add_argument("--kernels", type=int, default=0, help="say the times of so many kernels")
+    parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument(
         "--uncompiled", action="store_true", help="capture steps as they are, which starts in seconds"
     )

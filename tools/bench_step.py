@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,11 +298,8 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def trace_kernels(loop: Loop) -> list[tuple[str, float]]:
-    """The kernels of one step in the order in which they end: name, microseconds since the one before ended.
-
-    Dependent launches overlap, so a kernel's own span would count the time in which it only waits. A profiler
-    that was once attached makes every later launch cost the host more: nothing is timed after this.
-    """
+    """`own_spans` of one step. A profiler that was once attached makes every later launch cost the host more:
+    nothing is timed after this."""
     from torch.profiler import ProfilerActivity, profile
 
     runner = loop.runner
@@ -312,8 +309,16 @@ def trace_kernels(loop: Loop) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         runner.programs.decode(slots, *depth)
         torch.cuda.synchronize()
-    events = [event for event in trace.events() if str(event.device_type).endswith("CUDA")]
-    spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in events)
+    return own_spans(trace.events())
+
+
+def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
+    """Kernels in the order in which they end: name, microseconds since the one before ended.
+
+    Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
+    """
+    on_device = [event for event in events if str(event.device_type).endswith("CUDA")]
+    spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in on_device)
     last = spans[0][1]
     result = []
     for end, _, name in spans:
@@ -342,14 +347,15 @@ def measure_all(
         yield row, start_loop(runner, row["batch"], context)
 
 
-def print_kernels(kernels: list[tuple[str, float]]) -> None:
-    """Where a step's time goes, by kernel."""
+def print_kernels(kernels: list[tuple[str, float]], steps: int = 1) -> None:
+    """Where a step's time goes, by kernel, in the mean of `steps` of them."""
     by_name: dict[str, list[float]] = {}
     for name, span in kernels:
         by_name.setdefault(name, []).append(span)
     print("  kernels      us a step   us each  name")
     for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1])):
-        print(f"  {len(spans):7} {sum(spans):12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
+        count, total = len(spans) / steps, sum(spans) / steps
+        print(f"  {count:7.0f} {total:12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
 
 
 def main() -> None:

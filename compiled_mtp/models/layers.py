@@ -83,8 +83,7 @@ class Linear(nn.Module):
         is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
-        weight, factors = self.weight, self.weight_scale
-        whole_k = self.whole_k
+        weight, factors, whole_k = self.weight, self.weight_scale, self.whole_k
         # Ranks have a program for each number of rows.
         is_stacked = self._is_stacked and not is_prefill and exchange is None
         if self.quantizes_rows:
@@ -103,12 +102,9 @@ class Linear(nn.Module):
 
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""
-        few, many = 1, NARROW_ROWS + 1
-        if self.quantizes_rows:
-            last = (self.whole_k,)
-            return count_w8a8_parts(self.weight, few, *last), count_w8a8_parts(self.weight, many, *last)
-        whole = (0, self.whole_k)
-        return count_parts(self.weight, few, *whole), count_parts(self.weight, many, *whole)
+        count = count_w8a8_parts if self.quantizes_rows else count_parts
+        few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
+        return few, many
 
     @property
     def _is_stacked(self) -> bool:

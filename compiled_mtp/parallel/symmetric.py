@@ -28,7 +28,7 @@ _TURNS = 4096
 # A key of torch's rendezvous: what it is about, the number of the exchange, and a rank or what belongs to it.
 _NUMBERED = re.compile(r"(.+?)/(\d+)((?:/[^/]*)?)")
 # Exchanges that were given up, kept for good.
-_GIVEN_UP: list[SymmetricExchange] = []
+_GIVEN_UP: set[SymmetricExchange] = set()
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
 _MANY_ROWS = 64
 
@@ -37,22 +37,21 @@ class CountedAnew(Store):
     """`store`, for one rendezvous of torch's symmetric memory, whose keys are prefix/number[/rank].
 
     torch counts those numbers in the process: that of rank 0 may have had other engines, with ranks that are
-    gone, and the others begin. Here the first number of each process is 0.
+    gone, and the others begin. Here the first number of each prefix is 0 in every process.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._kept = store
-        self._first: int | None = None
+        self._first: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
         found = _NUMBERED.fullmatch(key)
         if found is None:
             return key
         prefix, number, rest = found.groups()
-        if self._first is None:
-            self._first = int(number)
-        return f"{prefix}/{int(number) - self._first}{rest}"
+        first = self._first.setdefault(prefix, int(number))
+        return f"{prefix}/{int(number) - first}{rest}"
 
     def set(self, key: str, value: str) -> None:
         """As `Store.set`; so do the others."""
@@ -127,7 +126,7 @@ class SymmetricExchange(GlooExchange):
         if not self._control[0]:
             self._control[0] = -1
         # Kernels may still look there, or wait for a while: what they read must not become another's.
-        _GIVEN_UP.append(self)
+        _GIVEN_UP.add(self)
 
     def adds(self, rows: int) -> bool:
         """As `Exchange.adds`."""

@@ -77,8 +77,8 @@ def linear(
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
 
 
-def _is_plain(x: Tensor, weight: Tensor, K: int) -> None:
-    _weight_fits(x, weight, None, 0, 0, weight.shape[0], K)
+def _is_plain(x: Tensor, weight: Tensor, N: int, K: int) -> None:
+    _weight_fits(x, weight, None, 0, 0, N, K)
 
 
 # x is older than the last fence, the product that this one runs beside.

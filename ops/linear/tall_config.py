@@ -38,8 +38,8 @@ LEAST_REST_ROWS = 16
 class TallTile:
     """Rows of a tile, its weight rows in two pieces (pairs of rows where gated; the second may be 0), columns
     of a step, warps, stages of the pipeline, bytes of a weight row sent to L2 before the previous kernel has
-    finished, whether other warps fetch (of four warps only), and whether each
-    chain has a loop of its own, in which products overlap, and a pipeline that fills anew."""
+    finished, whether other warps fetch (of four warps only), and whether each chain has a loop of its own, in
+    which products overlap, and a pipeline that fills anew."""
 
     block_m: int
     block_n: int

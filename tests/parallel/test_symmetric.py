@@ -193,6 +193,9 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
         for store, first in zip(ranks, (7, 0), strict=True):
             assert store.add(f"CUDASymmetricMemory/{first + exchange}/came", 1) == 1 + (store is ranks[1])
             store.wait([f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)])
+    # What is numbered apart is counted apart.
+    ranks[0].set("validate/group/0/0", "as it is")
+    assert FileStore(file, 2).get("validate/group/0/0") == b"as it is"
 
 
 class OnGpu:
