@@ -130,7 +130,7 @@ class Traced(Exception):
     """In place of running what was traced."""
 
 
-def few_or_four(weight: torch.Tensor, rows: int, whole_n: int, whole_k: int) -> int:
+def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
     return 1 if rows <= 16 else 4
 
 
