@@ -23,6 +23,7 @@ from compiled_mtp.parallel.gloo import GlooExchange
 
 # Programs of a launch, and the words of 32 bits that each sends: what is longer goes in several launches.
 CHANNELS, CHUNK = 1024, 1024
+_WARPS = 4
 # Looks at a signal between two at the host's memory: some milliseconds.
 _TURNS = 4096
 # A key of torch's rendezvous: what it is about, the number of the exchange, and a rank or what belongs to it.
@@ -176,5 +177,5 @@ class SymmetricExchange(GlooExchange):
         kernel[(-(-length // size),)](  # type: ignore[index]
             parts, out, self._peers, self._epochs, self._control, length, parts.stride(0), *strides,
             PARTS=count, RANK=self.rank, WORLD=self.world, CHANNELS=CHANNELS, CHUNK=CHUNK, TURNS=_TURNS,
-            PDL=has_pdl, num_warps=4, launch_pdl=has_pdl,
+            PDL=has_pdl, num_warps=_WARPS, launch_pdl=has_pdl,
         )  # fmt: skip

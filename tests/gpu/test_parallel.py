@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -47,7 +50,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 # Prompts of one chunk and of three. One shape of a round and one of a prompt: starts are most of the time.
 LENGTHS = (40, 5, 140)
-BATCH = 4
+BATCH = 8
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,21 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+# All of a GPU would be filled with zeros first.
+SHAPE: dict[str, Any] = {
+    "device": "cuda",
+    "prefill_chunk": 64,
+    "max_batch": BATCH,
+    "max_model_len": 512,
+    "block_size": 64,
+    "num_blocks": 200,
+    "offload_gb": 0.0,
+}
+
+
 def engine_of(directory: Path, world: int, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {"device": "cuda", "prefill_chunk": 64, "max_batch": BATCH}
-    defaults |= {"max_model_len": 512, "batch_sizes": (options.get("max_batch", BATCH),)}
-    # All of a GPU would be filled with zeros first.
-    defaults |= {"block_size": 64, "num_blocks": 200, "offload_gb": 0.0}
-    return Engine(EngineConfig(model=directory, tensor_parallel=world, **(defaults | options)))
+    given = SHAPE | {"batch_sizes": (options.get("max_batch", BATCH),)} | options
+    return Engine(EngineConfig(model=directory, tensor_parallel=world, **given))
 
 
 def decode(engine: Engine, batch: int) -> list[list[int]]:
@@ -110,9 +123,9 @@ def test_two_gpus_decode_what_one_does(
 ) -> None:
     directory = directories[name]
     options = {"weight_recipe": recipe, "exchange": exchange, "compile": compile, "mtp_step": mtp_step}
-    expected = wanted(directory, compile, recipe, 3)
+    expected = wanted(directory, compile, recipe, BATCH)
     with engine_of(directory, 2, **options) as engine:
-        for batch in (1, 3):
+        for batch in (1, 3, BATCH):
             # A request's tokens do not depend on the others.
             assert decode(engine, batch) == expected[:batch]
 
@@ -124,6 +137,24 @@ def test_parts_of_many_rows_are_added_on_their_way(directories: dict[str, Path],
     expected = wanted(directory, "off", "auto", 20)
     with engine_of(directory, 2, compile="off", mtp_step=3, max_batch=20) as engine:
         assert decode(engine, 20) == expected
+
+
+def test_ranks_load_what_an_export_compiled(directories: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank its own programs; nothing is traced, and the tokens are those of one GPU."""
+    directory, file = directories["dense"], tmp_path / "ranks.graphs"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+    flags += [f"--batch-sizes={BATCH}", "--mtp-step=3", "--tensor-parallel=2", f"--model={directory}"]
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "export_graphs.py"), *flags, f"--out={file}"], check=True
+    )
+    expected = wanted(directory, "off", "auto", BATCH)
+    counters.clear()
+    with engine_of(directory, 2, mtp_step=3, graph_cache=file) as engine:
+        assert engine.is_compiled
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for batch in (1, BATCH):
+                assert decode(engine, batch) == expected[:batch]
+    assert counters["stats"]["calls_captured"] == 0
 
 
 @pytest.mark.parametrize("exchange", ["symmetric", "nccl"])
