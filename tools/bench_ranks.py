@@ -3,11 +3,11 @@
     python tools/bench_ranks.py --shape 27b --ranks 2 --batch 1,32
 
 As bench_step.py: dummy weights, synthetic acceptance, the real engine loop, steps captured whole. One JSON
-line a batch and number of ranks: milliseconds a step (median and 90th percentile), its ratio to one GPU's,
-host microseconds a step, tokens a second, and on the first GPU the milliseconds of a step in the exchange's
-kernels, waiting for peers included, and how many they are. A kernel that is launched early begins while the
-one before runs, and then waits for it: what counts here is the time behind the end of the last kernel before.
-With --kernels a table says so of every kernel.
+line a batch and number of ranks, none where bits of a rank's rows depend on the batch: milliseconds a step
+(median and 90th percentile), its ratio to one GPU's, host microseconds a step, tokens a second, and on the
+first GPU the milliseconds of a step in the exchange's kernels, waiting for peers included, and how many they
+are. A kernel that is launched early begins while the one before runs, and then waits for it: what counts here
+is the time behind the end of the last kernel before. With --kernels a table says so of every kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from bench_step import (
     TIMED_STEPS,
     WARM_UP_STEPS,
     Loop,
+    check_rows,
     fill_random,
     model_config,
     own_spans,
@@ -43,7 +45,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.runner import Runner
 
-TRACED_STEPS = 8
+TRACED_STEPS = 4
 EXCHANGES = ("gather_kernel", "sum_kernel", "nccl")
 
 
@@ -77,9 +79,9 @@ def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
     return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
 
 
-def measure(runner: Runner, batch: int, context: int, has_table: bool = False) -> dict[str, Any]:
-    """One row. The other ranks do what the loop does here, and nothing else may be launched."""
-    loop = start_loop(runner, batch, context)
+def measure(loop: Loop, batch: int) -> dict[str, Any]:
+    """One row, but for the exchange. The other ranks do what the loop does, and no plan may come between."""
+    runner = loop.runner
     for _ in range(WARM_UP_STEPS):
         loop.step()
     runner.waited_s = 0.0
@@ -92,14 +94,38 @@ def measure(runner: Runner, batch: int, context: int, has_table: bool = False) -
         times.append(1e3 * (now - last))
         host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
         last = now
-    row = {
+    return {
         "batch": batch,
         "step_ms": round(statistics.median(times), 3),
         "p90_ms": round(statistics.quantiles(times, n=10)[-1], 3),
         "host_us": round(statistics.median(host_times), 1),
         "tokens_per_s": round(tokens / (last - begin), 1),
     }
-    return row | exchange_share(loop, has_table)
+
+
+def end_loop(loop: Loop) -> None:
+    """Forget what still runs; the ranks stay."""
+    loop.scheduler.forget_all()
+    loop.runner.drop_launches()
+
+
+def measure_all(
+    runner: Runner, batches: list[int], context: int, has_table: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows. A profiler that was once attached makes every later launch cost the host more: all are timed
+    before one is. Raises AssertionError where the bits of this rank's rows depend on how many they are."""
+    check_rows(runner, batches)
+    rows = []
+    for batch in batches:
+        loop = start_loop(runner, batch, context)
+        rows.append(measure(loop, batch))
+        if batch != batches[-1]:
+            end_loop(loop)
+    for row in reversed(rows):
+        if row is not rows[-1]:
+            loop = start_loop(runner, row["batch"], context)
+        yield row | exchange_share(loop, has_table)
+        end_loop(loop)
 
 
 def exchange_share(loop: Loop, has_table: bool = False) -> dict[str, Any]:
@@ -112,8 +138,6 @@ def exchange_share(loop: Loop, has_table: bool = False) -> dict[str, Any]:
             loop.step()
         torch.cuda.synchronize()
     kernels = own_spans(trace.events())
-    loop.scheduler.forget_all()
-    loop.runner.drop_launches()
     if has_table:
         print_kernels(kernels, TRACED_STEPS)
     spans = [span for name, span in kernels if any(one in name for one in EXCHANGES)]
@@ -156,9 +180,8 @@ def main() -> None:
     alone: dict[int, float] = {}
     for world in (1, arguments.ranks):
         runner = make_runner(arguments, world)
-        for batch in arguments.batch:
-            row = measure(runner, batch, arguments.context, arguments.kernels)
-            of_one = alone.setdefault(batch, row["step_ms"])
+        for row in measure_all(runner, arguments.batch, arguments.context, arguments.kernels):
+            of_one = alone.setdefault(row["batch"], row["step_ms"])
             row = {"shape": arguments.shape, "ranks": world, "mtp_step": arguments.mtp_step} | row
             print(json.dumps(row | {"of_one": round(row["step_ms"] / of_one, 3)}), flush=True)
         runner.close()

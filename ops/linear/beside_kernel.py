@@ -13,38 +13,50 @@ OPTIONS = {"enable_fp_fusion": True}
 # One tile for every number of rows, so a row keeps its bits. Little shared memory, since its programs are to
 # find room beside those of a product that fills the processors, but enough for loads that take twice as long
 # beside it: with half as many columns a step b|a of 27B ended 4 us behind in_proj.
-BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_WARPS, NUM_STAGES = 16, 16, 256, 4, 4
+BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
+# Chains of K, a warp each: of 128 rows, which find no room beside a product, one chain took 24 us, four times
+# what its loads do, as every instruction of it waits for the one before.
+CHAINS = 4
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def beside_kernel(
     x, weight, out, rows, n, x_stride, weight_stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Chains of whole steps of BK / CHAINS columns each, summed apart; the first two are added, the last two,
+    and both."""
     if PDL:
         gdc_launch_dependents()
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0)
     row = tile % row_tiles * BM + tl.arange(0, BM)
     column = tile // row_tiles * BN + tl.arange(0, BN)
-    in_k = tl.arange(0, BK)
+    step: tl.constexpr = BK // CHAINS
+    length: tl.constexpr = (K + BK - 1) // BK * step
+    in_k = tl.arange(0, CHAINS)[:, None] * length + tl.arange(0, step)[None, :]
     # Rows and weight rows beyond the last are read as the last one and never stored.
-    x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + in_k[None, :]
-    weight_at = weight + tl.minimum(column, n - 1).to(tl.int64)[:, None] * weight_stride + in_k[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    for at in range(0, K, BK):
-        if K % BK == 0:
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :, None] * x_stride + in_k[:, None, :]
+    weight_at = weight + tl.minimum(column, n - 1).to(tl.int64)[None, :, None] * weight_stride
+    weight_at += in_k[:, None, :]
+    total = tl.zeros((CHAINS, BM, BN), tl.float32)
+    for at in range(0, length, step):
+        if CHAINS * length == K:
             x_tile = tl.load(x_at + at)
             weight_tile = tl.load(weight_at + at)
         else:
-            is_inside = (in_k < K - at)[None, :]
+            is_inside = (in_k < K - at)[:, None, :]
             x_tile = tl.load(x_at + at, mask=is_inside, other=0.0)
             weight_tile = tl.load(weight_at + at, mask=is_inside, other=0.0)
-        total = tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
+        total = tl.dot(x_tile, tl.permute(weight_tile, (0, 2, 1)), total, input_precision="ieee")
+    pairs = tl.permute(tl.reshape(total, (CHAINS // 2, 2, BM, BN)), (0, 2, 3, 1))
+    left, right = tl.split(pairs)
+    left, right = tl.split(tl.permute(left + right, (1, 2, 0)))
     if PDL:
         gdc_wait()
     to = out + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < n)[None, :])
+    tl.store(to, (left + right).to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < n)[None, :])
 
 
 def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -69,9 +81,10 @@ def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         K=k,
         BM=BLOCK_ROWS,
         BN=BLOCK_WEIGHT_ROWS,
-        BK=min(block_k, max(16, triton.next_power_of_2(k))),
+        BK=min(block_k, max(16 * CHAINS, triton.next_power_of_2(k))),
+        CHAINS=CHAINS,
         PDL=has_pdl,
-        num_warps=NUM_WARPS,
+        num_warps=CHAINS,
         num_stages=NUM_STAGES,
         launch_pdl=has_pdl,
         **OPTIONS,
