@@ -59,7 +59,5 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             call=conv_prefill if prefill else spec_conv1d,
             bytes_moved=rows * channels * (2 + 4) + (0 if prefill else rows * channels * 2) + history,
             check=functools.partial(check, prefill=prefill),
-            alternative=None if prefill else spec_conv1d.reference,
-            alternative_name="none" if prefill else "reference",
         )
     ]
