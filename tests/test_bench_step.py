@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -36,3 +37,48 @@ def test_a_kernel_that_waits_for_another_counts_from_its_end(
     tool.print_kernels(spans, steps=2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [["1", "18.5", "18.50", "product"], ["1", "4.0", "4.00", "norm"]]
+
+
+def test_all_is_timed_before_a_profiler_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("bench_step")
+    done: list[str] = []
+
+    def start_loop(runner: Any, batch: int, context: int) -> Any:
+        done.append(f"start {batch}")
+        return SimpleNamespace(batch=batch)
+
+    def measure(loop: Any, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+        done.append(f"time {batch}")
+        return {"batch": batch}
+
+    def trace_kernels(loop: Any, batch: int) -> list[tuple[str, float]]:
+        done.append(f"trace {batch} of {loop.batch}")
+        return [("product", float(batch))]
+
+    for function in (start_loop, measure, trace_kernels):
+        monkeypatch.setattr(tool, function.__name__, function)
+    monkeypatch.setattr(tool, "end_loop", lambda loop: done.append(f"end {loop.batch}"))
+    rows = list(tool.measure_all(None, [1, 8], 512, 1.0))
+    assert [(row["batch"], kernels) for row, kernels in rows] == [
+        (1, [("product", 1.0)]),
+        (8, [("product", 8.0)]),
+    ]
+    assert done == [
+        *("start 1", "time 1", "end 1", "start 8", "time 8"),
+        *("trace 1 of 8", "trace 8 of 8", "end 8"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_every_expert_has_the_numbers_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("bench_step")
+    experts = torch.zeros(3, 4, 256, dtype=dtype)
+    tool.fill_random({"up": experts})
+    first, second, third = experts.float()
+    assert first.std() > 0.01
+    assert torch.equal(second, first.roll(1, 0))
+    assert torch.equal(third, first.roll(2, 0))

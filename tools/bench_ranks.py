@@ -60,7 +60,8 @@ def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
         max_batch=max(batches),
         batch_sizes=tuple(batches),
         max_model_len=arguments.context + 2048 + 64 * max(batches),
-        prefill_chunk=64,
+        # As bench_step.py.
+        prefill_chunk=512 if arguments.uncompiled else 64,
         compile="off" if arguments.uncompiled else "on",
         graph_mode="replay",
         synthetic_acceptance=rate_for(arguments.accept, 3) if arguments.mtp_step else None,

@@ -112,8 +112,10 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             else:
                 first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
             if parameter.dim() == 3:
+                # As bytes where they are FP8, which torch cannot roll on a GPU.
+                whole = parameter.view(torch.uint8) if parameter.element_size() == 1 else parameter
                 for index in range(1, parameter.shape[0]):
-                    parameter[index].copy_(first.roll(index, 0))
+                    whole[index].copy_(whole[0].roll(index, 0))
 
 
 def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
@@ -297,13 +299,13 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 
 @torch.no_grad()
-def trace_kernels(loop: Loop) -> list[tuple[str, float]]:
-    """`own_spans` of one step. A profiler that was once attached makes every later launch cost the host more:
-    nothing is timed after this."""
+def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
+    """`own_spans` of one step of `batch` of the loop's requests. A profiler that was once attached makes all
+    later launches cost the host more: nothing is timed after this."""
     from torch.profiler import ProfilerActivity, profile
 
     runner = loop.runner
-    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
+    slots, depth = tuple(sorted(loop.scheduler.running))[:batch], (runner.step.mtp_step,) * 2
     runner.programs.decode(slots, *depth)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -329,8 +331,9 @@ def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
 
 def measure_all(
     runner: Runner, batches: list[int], context: int, bandwidth: float
-) -> Iterator[tuple[dict[str, Any], Loop]]:
-    """The rows, and for each a loop whose step may be traced; everything is timed before that."""
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, float]]]]:
+    """The rows and their kernels, traced when all has been timed, with the requests of the largest batch: to
+    prefill others takes longer than to time them."""
     rows = []
     for batch in batches:
         begin = time.perf_counter()
@@ -338,13 +341,11 @@ def measure_all(
         prefill_s = time.perf_counter() - begin
         row = measure(loop, batch, context, bandwidth)
         rows.append(row | {"context": context, "prefill_s": round(prefill_s, 1)})
-        if len(batches) == 1:
-            # A long context takes longest to prefill: it is not prefilled again.
-            yield rows[0], loop
-            return
-        end_loop(loop)
+        if batch != batches[-1]:
+            end_loop(loop)
     for row in rows:
-        yield row, start_loop(runner, row["batch"], context)
+        yield row, trace_kernels(loop, row["batch"])
+    end_loop(loop)
 
 
 def print_kernels(kernels: list[tuple[str, float]], steps: int = 1) -> None:
@@ -477,8 +478,9 @@ def run(
         directory = Path(tempfile.mkdtemp())
         use_directory(directory)
     begin = time.perf_counter()
-    # A short chunk costs the start least; of a long context every chunk reads every weight.
-    prefill_chunk = 64 if arguments.context <= 4096 else 2048
+    # A short chunk costs a start that compiles least, but the first requests gain tokens while the others are
+    # prefilled; of a long context every chunk reads every weight.
+    prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
     # What the first request gains in the rounds between the others' chunks.
     gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
     config = EngineConfig(
@@ -522,9 +524,7 @@ def run(
         )
         return
     check_rows(runner, batches)
-    for row, loop in measure_all(runner, batches, arguments.context, bandwidth):
-        kernels = trace_kernels(loop)
-        end_loop(loop)
+    for row, kernels in measure_all(runner, batches, arguments.context, bandwidth):
         if arguments.kernels:
             print_kernels(kernels)
         fixed = case_of(arguments, mtp_step, torch.cuda.get_device_name()) | {"graph_mode": mode}
