@@ -10,19 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# One order of the columns for every number of rows, so a row keeps its bits. Little shared memory, since
-# programs are to find room beside those of a product that fills the processors, but enough for loads that
-# take twice as long beside it: with half as many columns a step b|a of 27B ended 4 us behind in_proj.
-BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 256, 4
+# One tile for every number of rows, so a row keeps its bits. Little shared memory, since its programs are to
+# find room beside those of a product that fills the processors, but enough for loads that take twice as long
+# beside it: with half as many columns a step b|a of 27B ended 4 us behind in_proj.
+BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
 # Chains of K, a warp each: in one chain every product waits for the one before. Of 128 rows and 96 weight
-# rows of 5,120 columns that took 24 us behind in_proj, in four 13.
+# rows of 5,120 columns that took 24 us behind in_proj, in four 13 (with tiles of 32 rows 16).
 CHAINS = 4
-
-
-def block_rows(rows: int) -> int:
-    """Rows of a tile. Beside a product of many rows a few processors are free, and have room for some twelve
-    programs at once."""
-    return 16 if rows <= 64 else 32
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
@@ -72,8 +66,7 @@ def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if rows == 0 or n == 0:
         return out
     has_pdl = device_of(x.device.index).has_dependent_launch
-    block_m = block_rows(rows)
-    programs = triton.cdiv(rows, block_m) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
+    programs = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
     # float32 fits in no fewer bytes: half as many columns a step.
     block_k = BLOCK_K * 2 // x.element_size()
     beside_kernel[(programs,)](
@@ -86,7 +79,7 @@ def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         K=k,
-        BM=block_m,
+        BM=BLOCK_ROWS,
         BN=BLOCK_WEIGHT_ROWS,
         BK=min(block_k, max(16 * CHAINS, triton.next_power_of_2(k))),
         CHAINS=CHAINS,

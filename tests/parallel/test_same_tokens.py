@@ -105,6 +105,17 @@ def test_ranks_decode_what_one_does(
             assert decode(engine) == wanted
 
 
+@pytest.mark.parametrize(("name", "world"), [("dense-r4", 4), ("next-w8a8", 2), ("moe-mixed", 2)])
+def test_eight_requests_on_ranks_decode_what_each_does_on_one(tmp_path: Path, name: str, world: int) -> None:
+    directory = write(tmp_path, name)
+    lengths = (70, 5, 33, 21, 64, 8, 47, 16)
+    options = {"dtype": "bfloat16", "max_batch": 8, "num_blocks": 80}
+    with engine_of(directory, 1, mtp_step=0, **options) as engine:
+        wanted = [decode(engine, (length,), 6)[0] for length in lengths]
+    with engine_of(directory, world, **options) as engine:
+        assert decode(engine, lengths, 6) == wanted
+
+
 @pytest.mark.parametrize("name", ["dense-r4", "next-fp8", "moe-mixed", "dense-w8a8", "moe-w8a8"])
 def test_prompts_may_have_rows_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
