@@ -76,9 +76,58 @@ def test_every_expert_has_the_numbers_of_the_first(
 ) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     tool = importlib.import_module("bench_step")
+    roll = torch.Tensor.roll
+
+    def roll_of_a_gpu(self: torch.Tensor, *arguments: int) -> torch.Tensor:
+        assert self.dtype != torch.float8_e4m3fn, "not implemented on a GPU"
+        return roll(self, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "roll", roll_of_a_gpu)
     experts = torch.zeros(3, 4, 256, dtype=dtype)
     tool.fill_random({"up": experts})
     first, second, third = experts.float()
     assert first.std() > 0.01
-    assert torch.equal(second, first.roll(1, 0))
-    assert torch.equal(third, first.roll(2, 0))
+    assert torch.equal(second, roll(first, 1, 0))
+    assert torch.equal(third, roll(first, 2, 0))
+
+
+class Profile:
+    """Stands in for torch's profiler: the events that are given, whatever runs meanwhile."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = lambda: events
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_as_many_requests_are_traced_as_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("bench_step")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile([event("norm", 0.0, 2.0)]))
+    launched: list[Any] = []
+    programs = SimpleNamespace(decode=lambda slots, *depth: launched.append((slots, depth)))
+    runner = SimpleNamespace(programs=programs, step=SimpleNamespace(mtp_step=3))
+    loop = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(running={7: "a", 2: "b", 5: "c"}))
+    assert tool.trace_kernels(loop, 2) == [("norm", 2.0)]
+    assert launched == [((2, 5), (3, 3))] * 2
+
+
+def test_what_an_exchange_takes_is_of_our_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("bench_ranks")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tool, "TRACED_STEPS", 2)
+    names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
+    names += ("ncclDevKernel_AllGather", "product")
+    events = [event(name, 1e3 * index, 1e3 * (index + 1)) for index, name in enumerate(names)]
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile(events))
+    steps: list[int] = []
+    share = tool.exchange_share(SimpleNamespace(step=lambda: steps.append(1)))
+    assert len(steps) == 2
+    # Three kernels of a millisecond in two steps.
+    assert share == {"exchange_ms": 1.5, "exchanges": 2}

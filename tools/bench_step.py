@@ -300,8 +300,9 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
-    """`own_spans` of one step of `batch` of the loop's requests. A profiler that was once attached makes all
-    later launches cost the host more: nothing is timed after this."""
+    """`own_spans` of one step of `batch` of the loop's requests, the first, which may have gained some tokens
+    while the others were prefilled. A profiler that was once attached makes all later launches cost the host
+    more: nothing is timed after this."""
     from torch.profiler import ProfilerActivity, profile
 
     runner = loop.runner

@@ -140,7 +140,7 @@ def test_parts_of_many_rows_are_added_on_their_way(directories: dict[str, Path],
 
 
 def test_ranks_load_what_an_export_compiled(directories: dict[str, Path], tmp_path: Path) -> None:
-    """Each rank its own programs; nothing is traced, and the tokens are those of one GPU."""
+    """The tokens of one GPU, and rank 0 traces nothing; that no rank does, test_rank_caches.py shows."""
     directory, file = directories["dense"], tmp_path / "ranks.graphs"
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     flags += [f"--batch-sizes={BATCH}", "--mtp-step=3", "--tensor-parallel=2", f"--model={directory}"]

@@ -68,7 +68,7 @@ def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 128), (4, 40, 320), (70, 24, 100)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 128), (4, 40, 320), (37, 24, 100), (3, 24, 768)])
 def test_a_product_beside_another_in_interpreter(
     interpreter: None, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
