@@ -19,7 +19,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_step import (
     LAYERS,
-    TIMED_STEPS,
-    WARM_UP_STEPS,
     Loop,
     check_rows,
+    end_loop,
     fill_random,
     model_config,
     own_spans,
     print_kernels,
     rate_for,
     start_loop,
+    time_steps,
 )
 
 from compiled_mtp.config import EngineConfig
@@ -83,32 +82,14 @@ def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
 
 def measure(loop: Loop, batch: int) -> dict[str, Any]:
     """One row, but for the exchange. The other ranks do what the loop does, and no plan may come between."""
-    runner = loop.runner
-    for _ in range(WARM_UP_STEPS):
-        loop.step()
-    runner.waited_s = 0.0
-    times, host_times, tokens = [], [], 0
-    begin = last = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        waited_s = runner.waited_s
-        tokens += loop.step()
-        now = time.perf_counter()
-        times.append(1e3 * (now - last))
-        host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
-        last = now
+    times, host_times, tokens, total = time_steps(loop)
     return {
         "batch": batch,
-        "step_ms": round(statistics.median(times), 3),
-        "p90_ms": round(statistics.quantiles(times, n=10)[-1], 3),
+        "step_ms": round(1e3 * statistics.median(times), 3),
+        "p90_ms": round(1e3 * statistics.quantiles(times, n=10)[-1], 3),
         "host_us": round(statistics.median(host_times), 1),
-        "tokens_per_s": round(tokens / (last - begin), 1),
+        "tokens_per_s": round(tokens / total, 1),
     }
-
-
-def end_loop(loop: Loop) -> None:
-    """Forget what still runs; the ranks stay."""
-    loop.scheduler.forget_all()
-    loop.runner.drop_launches()
 
 
 def measure_all(

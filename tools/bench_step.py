@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -231,13 +231,22 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
 
 
 def end_loop(loop: Loop) -> None:
-    """Forget what still runs and wait."""
+    """Forget what still runs; the runner, and its ranks, stay."""
     loop.scheduler.forget_all()
-    loop.runner.close()
+    loop.runner.drop_launches()
 
 
-def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """One row of the table, but for its kernels, from a loop that has just started."""
+class Timed(NamedTuple):
+    """Steps by the clock: seconds of each, host microseconds of each, new tokens and seconds of all."""
+
+    step_s: list[float]
+    host_us: list[float]
+    tokens: int
+    total_s: float
+
+
+def time_steps(loop: Loop) -> Timed:
+    """TIMED_STEPS of a loop that has just started."""
     runner = loop.runner
     for _ in range(WARM_UP_STEPS):
         loop.step()
@@ -254,7 +263,13 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
         times.append(now - last)
         host_times.append(1e6 * (now - last - (runner.waited_s - waited_s)))
         last = now
-    total = last - begin
+    return Timed(times, host_times, tokens, last - begin)
+
+
+def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """One row of the table, but for its kernels, from a loop that has just started."""
+    runner = loop.runner
+    times, host_times, tokens, total = time_steps(loop)
     slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
     assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
     runner.programs.decode(slots, *depth)
@@ -545,6 +560,7 @@ def run(
             print(f"  beside: {describe_beside(beside, row['step_ms'])}")
         row |= {"beside": beside}
         print(json.dumps(row), flush=True)
+    runner.close()
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def store_head(
     y, q, k, v, row, block, lane, inside,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """silu of a head's convolution y, and of q and k the l2norm."""
+    """silu of a head's convolution y, of one row or of several, and of q and k the l2norm."""
     y = y / (1.0 + tl.exp(-y))
-    norm = tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
+    norm = tl.rsqrt(tl.sum(y * y, len(y.shape) - 1, keep_dims=len(y.shape) > 1) + 1e-6)
     if block < NK:
         tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
     elif block < 2 * NK:
@@ -329,15 +329,7 @@ def conv_prefill_kernel(
             weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
             weight = tl.broadcast_to(weight.to(tl.float32), (ROWS, BLOCK))
             y = tl.fma(weight, tl.where(in_segment, new, old).to(tl.float32), y)
-        y = y / (1.0 + tl.exp(-y))
-        norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
-        inside = inside & is_row
-        if block < NK:
-            tl.store(q + (row * NK + block) * DK + lane, y * norm * (DK**-0.5), mask=inside)
-        elif block < 2 * NK:
-            tl.store(k + (row * NK + block - NK) * DK + lane, y * norm, mask=inside)
-        else:
-            tl.store(v + (row * NV + block - 2 * NK) * DV + lane, y, mask=inside)
+        store_head(y, q, k, v, row, block, lane, inside & is_row, NK, NV, DK, DV)
         if top == first_of_piece:
             # The last rows may take the ring rows of the history, which only this program reads: it writes
             # them itself, once it has read.

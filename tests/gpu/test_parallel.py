@@ -112,7 +112,7 @@ def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
         ("dense", "auto", "nccl", "off", 3),
         ("moe-fp8", "w8a8", "nccl", "off", 3),
         ("tied", "auto", "symmetric", "off", 3),
-        ("dense", "auto", "symmetric", "off", 0),
+        *((name, "auto", "symmetric", "off", 0) for name in CHECKPOINTS),
         ("dense", "auto", "symmetric", "on", 3),
         ("moe", "auto", "symmetric", "on", 3),
         ("dense", "auto", "nccl", "on", "auto"),
