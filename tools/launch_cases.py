@@ -18,6 +18,7 @@ from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, dtype_name, read_table
+from compiled_mtp.ops.linear.held_config import read_held_table
 from compiled_mtp.ops.linear.tall_config import read_tall_table
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.moe_experts import (
@@ -210,6 +211,7 @@ def linear_cases(capability: int) -> Iterator[LaunchCase]:
         call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="beside")
         yield LaunchCase(f"beside-96x5120-{dtype_name(dtype)}-{rows}", call)
     yield from tall_cases()
+    yield from held_cases()
     for entry in read_table().get(f"sm_{capability}", {}):
         size, dtype_text = entry.split()
         n, k = map(int, size.split("x"))
@@ -234,15 +236,33 @@ def tall_cases() -> Iterator[LaunchCase]:
             yield LaunchCase(f"tall-{size}-{kind}-{rows}", call)
 
 
-def tall_product(device: torch.device, rows: int, n: int, k: int, kind: str, whole: tuple[int, int]) -> None:
+def held_cases() -> Iterator[LaunchCase]:
+    """Each product whose weight is held, at both heights of a tile."""
+    for name in read_held_table():
+        size, kind = name.split()
+        n, k = map(int, size.split("x"))
+        for rows in (4, 12):
+            call = functools.partial(tall_product, rows=rows, n=n, k=k, kind=kind, whole=(0, 0), held=True)
+            yield LaunchCase(f"held-{size}-{kind}-{rows}", call)
+
+
+def tall_product(
+    device: torch.device,
+    rows: int,
+    n: int,
+    k: int,
+    kind: str,
+    whole: tuple[int, int],
+    held: bool = False,
+) -> None:
     """As a name in the table of tiles has it; whole: N and K of the weight, where it is a piece."""
     x, weight = tensor(device, rows, k, dtype=BF16), tensor(device, n, k, dtype=BF16)
     if kind == "gated":
-        linear_silu_mul(x, weight, None, *whole)
+        linear_silu_mul(x, weight, None, *whole, held)
     elif kind.startswith("parts"):
-        linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole)
+        linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole, held=held)
     else:
-        linear(x, weight, None, kind == "logits", False, *whole)
+        linear(x, weight, None, kind == "logits", False, *whole, held)
 
 
 def capability_of(dtype: torch.dtype) -> int:

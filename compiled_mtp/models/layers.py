@@ -22,6 +22,7 @@ from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import (
     NARROW_ROWS,
     count_parts,
+    holds,
     linear,
     linear_beside,
     linear_parts,
@@ -50,7 +51,13 @@ class Linear(nn.Module):
     prompt_weight_scale: nn.Parameter | None
 
     def __init__(
-        self, make: ParameterFactory, in_features: int, out_features: int, *, is_before_norm: bool = False
+        self,
+        make: ParameterFactory,
+        in_features: int,
+        out_features: int,
+        *,
+        is_before_norm: bool = False,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
@@ -69,12 +76,16 @@ class Linear(nn.Module):
         self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
         self.num_parts, self.num_tall_parts = self._part_counts()
+        # With few rows; several ranks exchange what pieces of a product give, which counts on a fence.
+        parts = self.num_parts if is_before_norm else 0
+        self.held = exchange is None and holds(self.weight, parts, is_gated)
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
             return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
-        place = (isinstance(rows, PrefillRows), self.whole_n)
-        return linear(as_they_are(x), self.weight, self.weight_scale, False, *place)
+        is_prefill = isinstance(rows, PrefillRows)
+        how = (is_prefill, self.whole_n, 0, self.held and not is_prefill)
+        return linear(as_they_are(x), self.weight, self.weight_scale, False, *how)
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
         """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
@@ -97,7 +108,8 @@ class Linear(nn.Module):
         else:
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
-            parts = linear_parts(x, weight, factors, count, 0, whole_k, is_prefill, is_stacked)
+            how = (is_prefill, is_stacked, self.held and not is_prefill)
+            parts = linear_parts(x, weight, factors, count, 0, whole_k, *how)
         return parts if exchange is None else exchange.gather_parts(parts, dtype)
 
     def _part_counts(self) -> tuple[int, int]:
@@ -140,6 +152,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = make.empty(size)
         self.eps = eps
+        self.held = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -153,7 +166,7 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps, kept_rows)
+        return add_rms_norm(x, residual, self.weight, self.eps, kept_rows, self.held)
 
     def add_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
@@ -282,7 +295,8 @@ class GatedDeltaNet(nn.Module):
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             place = (rows.state_index, rows.base, rows.start)
-            y = gdn_verify(q, k, v, exp_g, beta, z, self.norm_weight, *rings, *place, *last)
+            norm = (self.norm_weight, *rings, *place, *last, self.out_proj.held)
+            y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.parts(y, rows)
 
 
@@ -292,7 +306,7 @@ class MLP(nn.Module):
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner)
+        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner, is_gated=True)
         self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True)
 
     @property
@@ -308,7 +322,8 @@ class MLP(nn.Module):
             y = silu_mul(self.gate_up(x, rows))
         else:
             gate_up = self.gate_up
-            y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, gate_up.whole_n)
+            how = (gate_up.whole_n, 0, gate_up.held)
+            y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, *how)
         return self.down.parts(y, rows)
 
 
@@ -342,6 +357,19 @@ class DecoderLayer(nn.Module):
         x = self.mixer(normed, rows, *place)
         normed, residual = self.post_norm.add_for(self.ffn, x, residual)
         return self.ffn(normed, rows), residual
+
+
+def settle_held(model: nn.Module) -> None:
+    """Tell the norms of a whole model whether products around them are held, which none is beside products of
+    quantised rows: a norm that quantises counts on fences."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    is_plain = not any(linear.quantizes_rows for linear in linears)
+    is_held = is_plain and any(linear.held for linear in linears)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.held = is_held and module.held
+        elif isinstance(module, RMSNorm):
+            module.held = is_held
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:

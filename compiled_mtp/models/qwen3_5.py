@@ -9,7 +9,7 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, settle_held
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
@@ -65,6 +65,7 @@ class TargetModel(nn.Module):
             own = self.embed.weight.chunk(exchange.world)[exchange.rank]
             self.register_buffer("tied_head", own, persistent=False)
         self.vocab_size = config.vocab_size
+        settle_held(self)
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -22,6 +22,7 @@ from compiled_mtp.ops.gdn_triton import (
     tile_constants,
     widen_key,
 )
+from compiled_mtp.ops.linear import NARROW_ROWS
 
 
 @triton.jit
@@ -140,4 +141,6 @@ def launch(args: Any) -> torch.Tensor:
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
-    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation)
+    # Products of more rows are held nowhere.
+    held = args.held and rows <= NARROW_ROWS
+    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, held=held)

@@ -27,18 +27,20 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
 
 # in_proj, a fence, is launched right before spec_conv1d and writes no state, ring or cursor, and all that
 # does write them, the same layer's call of the step before, a prefill or the step's end, lies before in_proj.
-# It does not hold for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm
-# is a fence because calls of gdn_verify may follow one another with nothing else between.
+# Where in_proj is held and so no fence, the head of the step before and the embedding are. It does not hold
+# for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm is a fence since
+# calls of gdn_verify may follow one another with nothing else between; not so with `held`.
+VERIFY = Launch(
+    "gdn_verify_kernel",
+    reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
+    stores_early=("state",),
+)
+
+
 @operator(
     mutates=("state", "ring_k", "ring_u", "ring_g"),
-    launches=(
-        Launch(
-            "gdn_verify_kernel",
-            reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
-            stores_early=("state",),
-        ),
-        Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True),
-    ),
+    launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True)),
+    held_launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",))),
     check=_windows_fit,
     has_cpu_route=True,
 )
@@ -59,6 +61,7 @@ def gdn_verify(
     pos: Annotated[Tensor, "B", I64, _CURSOR],
     eps: float,
     gate_activation: str,
+    held: bool = False,
 ) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
     """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
 
@@ -68,7 +71,8 @@ def gdn_verify(
     written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
     Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
     act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
-    token. Returns y [B*W, nv*dv] in z's dtype.
+    token. held: the product behind it may be held (`linear`), and a call that follows with nothing between
+    could read the state before this one has written it. Returns y [B*W, nv*dv] in z's dtype.
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]

@@ -1,6 +1,15 @@
 """x @ weight.T with rows whose bits do not depend on how many rows stand beside them."""
 
 from compiled_mtp.ops.linear.config import NARROW_ROWS, count_parts
+from compiled_mtp.ops.linear.held_config import holds
 from compiled_mtp.ops.linear.reference import linear, linear_beside, linear_parts, linear_silu_mul
 
-__all__ = ["NARROW_ROWS", "count_parts", "linear", "linear_beside", "linear_parts", "linear_silu_mul"]
+__all__ = [
+    "NARROW_ROWS",
+    "count_parts",
+    "holds",
+    "linear",
+    "linear_beside",
+    "linear_parts",
+    "linear_silu_mul",
+]

@@ -19,6 +19,7 @@ def linear(
     prefill: bool,
     whole_n: int = 0,
     whole_k: int = 0,
+    held: bool = False,
 ) -> Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return F.linear(x, weight)
@@ -31,7 +32,7 @@ def linear_beside(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_silu_mul(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, held: bool
 ) -> Tensor:
     gate, up = linear(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
     return silu(gate).mul_(up).to(x.dtype)
@@ -46,6 +47,7 @@ def linear_parts(
     whole_k: int,
     prefill: bool,
     stacked: bool,
+    held: bool,
 ) -> Tensor:
     assert count == 1, "count_parts is 1 on a CPU"
     k, whole = x.shape[1], whole_k or x.shape[1]

@@ -1,9 +1,9 @@
-"""A product of few rows whose programs take all their weights into shared memory before the kernel before ends.
+"""A product of few rows whose programs have all their weights in shared memory before the kernel before ends.
 
-The weights of the next kernels come while the present one waits for its activations. All at once they would
-stand in front of those, so a program asks for a piece only when all but a few of its earlier ones have come.
-The bits are those of `linear_kernel` with the same parts of K. Written in Gluon, since Triton has no word for
-when a copy to shared memory is sent.
+So the weights of a layer's next kernels come while the present one waits for its activations. Asked for all
+at once they would stand in front of those, so a program asks for a piece only when all but a few of its
+earlier ones have come. The bits are those of `linear_kernel` with the same parts of K. Written in Gluon, since Triton
+has no word for when a copy to shared memory is sent; so it runs on a GPU only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,53 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear.config import LinearConfig
+from compiled_mtp.ops.linear.held_config import HeldTile
 
 OPTIONS = {"enable_fp_fusion": True}
-# Triton 3.9 has another name for it.
+# Triton 3.9 has given it another name.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def copy_columns(shared, at, row, is_inside, stride, layout: gl.constexpr):
+    """Send the columns at `at` and behind of rows `row` to shared memory; zeros where not inside."""
+    column = gl.arange(0, shared.shape[1], gl.SliceLayout(0, layout))
+    at += row.to(gl.int64)[:, None] * stride + column[None, :]
+    if is_inside is None:
+        async_load(shared, at)
+    else:
+        async_load(shared, at, mask=is_inside[:, None] & (column >= 0)[None, :])
+
+
+@gluon.constexpr_function
+def copy_layout(columns, num_warps):
+    """Eight columns a thread, and as many threads a row as it has such pieces."""
+    lanes = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def copy_weight(shared, at, tile, n, stride, GATED: gl.constexpr):
+    """Send the columns at `at` and behind of a tile's weight rows to shared memory."""
+    layout: gl.constexpr = copy_layout(shared.shape[1], gl.num_warps())
+    in_tile = gl.arange(0, shared.shape[0], gl.SliceLayout(1, layout))
+    if GATED:
+        # By turns a weight row of the gate and its partner.
+        row = tile * (shared.shape[0] // 2) + in_tile // 2
+        row = gl.minimum(row, n // 2 - 1) + in_tile % 2 * (n // 2)
+    else:
+        # Weight rows beyond N are read as the last one and never stored.
+        row = gl.minimum(tile * shared.shape[0] + in_tile, n - 1)
+    copy_columns(shared, at, row, None, stride, layout)
+
+
+@gluon.jit
+def copy_rows(shared, at, rows, stride):
+    """Send the columns at `at` and behind of all rows to shared memory."""
+    layout: gl.constexpr = copy_layout(shared.shape[1], gl.num_warps())
+    row = gl.arange(0, shared.shape[0], gl.SliceLayout(1, layout))
+    copy_columns(shared, at, row, row < rows, stride, layout)
 
 
 @gluon.jit
@@ -32,139 +74,122 @@ def add_chains(sums, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def copy_weight(shared, at, tile, n, stride, GATED: gl.constexpr):
-    """Send the columns at `at` of a tile's weight rows to shared memory [BN, columns]."""
-    BN: gl.constexpr = shared.shape[0]
-    COLUMNS: gl.constexpr = shared.shape[1]
-    LANES: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    in_tile = gl.arange(0, BN, gl.SliceLayout(1, layout))
-    if GATED:
-        # Of 16 weight rows eight of the gate and their partners, which one thread then holds.
-        row = gl.minimum(tile * (BN // 2) + in_tile // 16 * 8 + in_tile % 8, n // 2 - 1)
-        row += in_tile // 8 % 2 * (n // 2)
-    else:
-        # Weight rows beyond N are read as the last one and never stored.
-        row = gl.minimum(tile * BN + in_tile, n - 1)
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    async_load(shared, at + row.to(gl.int64)[:, None] * stride + column[None, :])
+def even_rows(tile, BN: gl.constexpr, BM: gl.constexpr):
+    """Rows 0, 2, ... and 1, 3, ... of [BN, BM], each [BN / 2, BM]."""
+    return gl.split(gl.permute(gl.reshape(tile, [BN // 2, 2, BM]), [0, 2, 1]))
 
 
 @gluon.jit
-def copy_rows(shared, at, rows, stride):
-    """Send the columns at `at` of all rows to shared memory [BM, columns], zeros behind the last row."""
-    BM: gl.constexpr = shared.shape[0]
-    COLUMNS: gl.constexpr = shared.shape[1]
-    LANES: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, BM, gl.SliceLayout(1, layout))
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    is_inside = (row < rows)[:, None] & (column >= 0)[None, :]
-    async_load(shared, at + row.to(gl.int64)[:, None] * stride + column[None, :], mask=is_inside)
+def store_sums(total, out, tile, rows, n, GATED: gl.constexpr):
+    """Round and store sums [BN weight rows, BM rows]; GATED: silu(gate) * up of neighbours, rounded as
+    silu_mul does it on the rounded sums."""
+    BN: gl.constexpr = total.shape[0]
+    BM: gl.constexpr = total.shape[1]
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
+    total = gl.convert_layout(total, layout)
+    in_tile = gl.arange(0, BN, gl.SliceLayout(1, layout))
+    row = gl.arange(0, BM, gl.SliceLayout(0, layout))
+    if GATED:
+        width = n // 2
+        column = tile * (BN // 2) + in_tile // 2
+    else:
+        width = n
+        column = tile * BN + in_tile
+    at = row[None, :] * width + column[:, None]
+    is_inside = (row < rows)[None, :] & (column < width)[:, None]
+    if GATED:
+        gate, up = even_rows(total.to(dtype).to(gl.float32), BN, BM)
+        total = gate / (1.0 + gl.exp(-gate)) * up
+        at, _ = even_rows(at, BN, BM)
+        is_inside, _ = even_rows(is_inside.to(gl.int8), BN, BM)
+        is_inside = is_inside != 0
+    gl.store(out + at, total.to(dtype), mask=is_inside)
 
 
 @gluon.jit(do_not_specialize=["rows", "n"])
 def held_kernel(
     x, weight, out, rows, n, x_stride, weight_stride,
     LENGTH: gl.constexpr, CHAINS: gl.constexpr, FIRSTS: gl.constexpr, PIECES: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GATED: gl.constexpr, KEEP_PARTS: gl.constexpr,
-    IN_FLIGHT: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, IN_FLIGHT: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Weights on the left: tiles of BN weight rows, 16 a warp, and BM rows."""
-    if PDL and EARLY:
+    """Weights on the left: tiles of BN weight rows, 16 a warp, and BM rows; parts of CHAINS times LENGTH
+    columns, each chain in PIECES that begin at its columns FIRSTS."""
+    if PDL:
         gdc_launch_dependents()
-    WARPS: gl.constexpr = gl.num_warps()
-    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    weight_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
-    x_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 2)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    COUNT: gl.constexpr = len(PIECES)
     tile = gl.program_id(0)
     part = gl.program_id(1)
     first_k = part * (LENGTH * CHAINS)
-
-    copies = ()
-    for piece in gl.static_range(len(PIECES)):
-        copies += (gl.allocate_shared_memory(gl.bfloat16, [CHAINS, BN, PIECES[piece]], shared_layout),)
-    for chain in gl.static_range(CHAINS):
-        for piece in gl.static_range(len(PIECES)):
-            at = weight + (first_k + chain * LENGTH + FIRSTS[piece])
-            copy_weight(copies[piece].index(chain), at, tile, n, weight_stride, GATED)
-            async_copy.commit_group()
-            if chain * len(PIECES) + piece >= IN_FLIGHT:
-                async_copy.wait_group(IN_FLIGHT)
+    weights = ()
+    inputs = ()
+    for index in gl.static_range(CHAINS * COUNT):
+        weights += (gl.allocate_shared_memory(gl.bfloat16, [BN, PIECES[index % COUNT]], shared_layout),)
+        inputs += (gl.allocate_shared_memory(gl.bfloat16, [BM, PIECES[index % COUNT]], shared_layout),)
+    for index in gl.static_range(CHAINS * COUNT):
+        column = first_k + index // COUNT * LENGTH + FIRSTS[index % COUNT]
+        copy_weight(weights[index], weight + column, tile, n, weight_stride, GATED)
+        async_copy.commit_group()
+        if index >= IN_FLIGHT:
+            async_copy.wait_group(IN_FLIGHT)
     if PDL:
         gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
-
-    inputs = ()
-    for piece in gl.static_range(len(PIECES)):
-        inputs += (gl.allocate_shared_memory(gl.bfloat16, [CHAINS, BM, PIECES[piece]], shared_layout),)
-    for chain in gl.static_range(CHAINS):
-        for piece in gl.static_range(len(PIECES)):
-            at = x + (first_k + chain * LENGTH + FIRSTS[piece])
-            copy_rows(inputs[piece].index(chain), at, rows, x_stride)
+    for index in gl.static_range(CHAINS * COUNT):
+        column = first_k + index // COUNT * LENGTH + FIRSTS[index % COUNT]
+        copy_rows(inputs[index], x + column, rows, x_stride)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
-
     sums = ()
     for chain in gl.static_range(CHAINS):
-        total = gl.zeros([BN, BM], gl.float32, sums_layout)
-        for piece in gl.static_range(len(PIECES)):
-            weight_tile = copies[piece].index(chain).load(weight_layout)
-            x_tile = inputs[piece].index(chain).permute([1, 0]).load(x_layout)
+        total = gl.zeros([BN, BM], gl.float32, layout)
+        for piece in gl.static_range(COUNT):
+            weight_tile = weights[chain * COUNT + piece].load(gl.DotOperandLayout(0, layout, 2))
+            x_tile = inputs[chain * COUNT + piece].permute([1, 0]).load(gl.DotOperandLayout(1, layout, 2))
             total = mma_v2(weight_tile, x_tile, total, input_precision="ieee")
         sums += (total,)
-    total = add_chains(sums, 0, CHAINS)
-
-    dtype: gl.constexpr = out.dtype.element_ty
-    if GATED:
-        pairs = gl.reshape(total.to(dtype).to(gl.float32), [BN // 16, 2, 8, BM])
-        gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
-        total = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [BN // 2, BM])
-        WIDTH: gl.constexpr = BN // 2
-        columns = n // 2
-    else:
-        WIDTH: gl.constexpr = BN
-        columns = n
-    store_layout: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [WARPS, 1], [0, 1])
-    total = gl.convert_layout(total, store_layout)
-    column = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, store_layout))
-    row = gl.arange(0, BM, gl.SliceLayout(0, store_layout))
-    to = out + row.to(gl.int64)[None, :] * columns + column[:, None]
-    if KEEP_PARTS:
-        to += part.to(gl.int64) * rows * columns
-    gl.store(to, total.to(dtype), mask=(row < rows)[None, :] & (column < columns)[:, None])
+    out += part.to(gl.int64) * rows * n
+    store_sums(add_chains(sums, 0, CHAINS), out, tile, rows, n, GATED)
 
 
 def launch_held(
+    tile: HeldTile,
+    config: LinearConfig,
     x: torch.Tensor,
     weight: torch.Tensor,
-    out: torch.Tensor,
-    split: int,
-    chains: int,
-    block_n: int,
-    in_flight: int,
-    early: bool,
-    gated: bool,
-    keep_parts: bool,
-    most: int = 128,
+    out_dtype: torch.dtype,
+    gated: bool = False,
+    keep_parts: bool = False,
 ) -> torch.Tensor:
+    """x @ weight.T of up to 16 bfloat16 rows, with K as `config` cuts it.
+
+    Returns [M, N], gated silu(gate) * up [M, N / 2], or of a product before a norm its parts [split, M, N].
+    """
     (rows, k), n = x.shape, weight.shape[0]
-    length = k // (split * chains)
-    assert length * split * chains == k and length % 64 == 0 and rows <= 16
-    pieces, firsts, left = [], [], length
-    while left:
-        firsts.append(length - left)
-        pieces.append(min(most, 1 << (left.bit_length() - 1)))
-        left -= pieces[-1]
-    has_pdl = x.is_cuda and device_of(x.device.index).has_dependent_launch
-    held_kernel[(triton.cdiv(n, block_n), split)](
-        x, weight, out, rows, n, x.stride(0) if rows > 1 else k, weight.stride(0),
-        LENGTH=length, CHAINS=chains, FIRSTS=tuple(firsts), PIECES=tuple(pieces),
-        BM=8 if rows <= 8 else 16, BN=block_n, GATED=gated, KEEP_PARTS=keep_parts,
-        IN_FLIGHT=in_flight, EARLY=early, PDL=has_pdl,
-        num_warps=block_n // 16, launch_pdl=has_pdl, **OPTIONS,
+    width = n // 2 if gated else n
+    shape = (config.split, rows, width) if keep_parts else (rows, width)
+    out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    if rows == 0:
+        return out
+    length = config.part_length(k)
+    pieces = tile.pieces(length)
+    held_kernel[(triton.cdiv(n, tile.block_n), config.split)](
+        x, weight, out, rows, n,
+        # One row may have any stride; another value would compile another kernel.
+        x.stride(0) if rows > 1 else k,
+        weight.stride(0),
+        LENGTH=length,
+        CHAINS=config.chains,
+        FIRSTS=tuple(sum(pieces[:index]) for index in range(len(pieces))),
+        PIECES=tuple(pieces),
+        BM=8 if rows <= 8 else 16,
+        BN=tile.block_n,
+        IN_FLIGHT=tile.in_flight,
+        GATED=gated,
+        PDL=True,
+        num_warps=tile.block_n // 16,
+        launch_pdl=True,
+        **OPTIONS,
     )  # fmt: skip
     return out

@@ -15,6 +15,8 @@ import triton
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.beside_kernel import launch_beside
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
+from compiled_mtp.ops.linear.held_config import find_held
+from compiled_mtp.ops.linear.held_kernel import launch_held
 from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
 from compiled_mtp.ops.linear.tall_config import find_tall
@@ -61,7 +63,7 @@ def launch(args: Any) -> torch.Tensor:
     if args.prefill:
         return prompt_product(args.x, args.weight, args.weight_scale, args.out_float32, whole)
     config = choose(args.x, args.weight, whole, False)
-    return launch_product(config, args.x, args.weight, args.weight_scale, args.out_float32)
+    return launch_product(config, args.x, args.weight, args.weight_scale, args.out_float32, held=args.held)
 
 
 def prompt_product(
@@ -85,7 +87,7 @@ def launch_linear_beside(args: Any) -> torch.Tensor:
 
 def launch_linear_silu_mul(args: Any) -> torch.Tensor:
     config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False)
-    return launch_product(config, args.x, args.weight, args.weight_scale, False, gated=True)
+    return launch_product(config, args.x, args.weight, args.weight_scale, False, True, held=args.held)
 
 
 def launch_linear_parts(args: Any) -> torch.Tensor:
@@ -95,7 +97,8 @@ def launch_linear_parts(args: Any) -> torch.Tensor:
         return whole_sum if args.stacked else whole_sum[None]
     config = choose(x, weight, whole, False, args.count)
     out_float32 = args.stacked or not is_sum(weight, args.count, args.whole_k)
-    parts = launch_product(config, x, weight, args.weight_scale, out_float32, keep_parts=True)
+    how = {"keep_parts": True, "held": args.held}
+    parts = launch_product(config, x, weight, args.weight_scale, out_float32, **how)
     return parts.flatten(0, 1) if args.stacked else parts
 
 
@@ -107,12 +110,17 @@ def launch_product(
     out_float32: bool,
     gated: bool = False,
     keep_parts: bool = False,
+    held: bool = False,
 ) -> torch.Tensor:
-    """By the copy engine where that is faster and possible, else by `launch_config`: the same bits."""
-    tall = find_tall(device_of(x.device.index), x, weight, config, gated, keep_parts)
+    """With its weight held where it may be (`held`), by the copy engine where that is faster and possible,
+    else by `launch_config`: the same bits."""
+    device, dtype = device_of(x.device.index), torch.float32 if out_float32 else x.dtype
+    if held and (held_tile := find_held(device, x, weight, config, gated, keep_parts)):
+        return launch_held(held_tile, config, x, weight, dtype, gated, keep_parts)
+    tall = find_tall(device, x, weight, config, gated, keep_parts)
     if tall is None:
         return launch_config(config, x, weight, weight_scale, out_float32, gated, keep_parts)
-    return launch_tall(*tall, x, weight, torch.float32 if out_float32 else x.dtype)
+    return launch_tall(*tall, x, weight, dtype)
 
 
 def launch_config(

@@ -25,6 +25,8 @@ LAUNCHES = tuple(
     Launch(kernel, reads_early=("weight",), is_fence=True)
     for kernel in ("linear_kernel", "tall_product_kernel")
 )
+# No fence: the next kernel's weights come while this one waits.
+HELD_LAUNCHES = (Launch("held_kernel", reads_early=("weight",)),)
 
 
 def _weight_fits(
@@ -53,7 +55,9 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator(launches=LAUNCHES, check=_weight_fits, fake=_product, has_cpu_route=True)
+@operator(
+    launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_weight_fits, fake=_product, has_cpu_route=True
+)
 def linear(
     x: Rows,
     weight: Weight,
@@ -62,6 +66,7 @@ def linear(
     prefill: bool = False,
     whole_n: int = 0,
     whole_k: int = 0,
+    held: bool = False,
 ) -> Annotated[Tensor, "M N", ACTIVATION]:
     """x @ weight.T, accumulated in float32 and rounded once.
 
@@ -71,7 +76,9 @@ def linear(
     rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
 
     The bits of a row depend on that row, the weight and `prefill` alone, for every M. prefill: the rows are a
-    prompt's, many at a time, for which a GPU has another order of the columns that is faster.
+    prompt's, many at a time, for which a GPU has another order of the columns that is faster. held: with few
+    rows the product may take its weight before the kernel before has ended, and let the next one do the same,
+    where it `holds` it; then it is no fence (`Launch`), and what is read early behind it must be older.
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
@@ -106,9 +113,14 @@ def _is_gate_and_up(
         raise fail("weight", "have an even number of rows", N, "pass gate | up")
 
 
-@operator(launches=LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
+@operator(launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
 def linear_silu_mul(
-    x: Rows, weight: Weight, weight_scale: Scale | None = None, whole_n: int = 0, whole_k: int = 0
+    x: Rows,
+    weight: Weight,
+    weight_scale: Scale | None = None,
+    whole_n: int = 0,
+    whole_k: int = 0,
+    held: bool = False,
 ) -> Annotated[Tensor, "M N//2", Like("x")]:
     """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
 
@@ -150,7 +162,7 @@ def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator(launches=LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
+@operator(launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
 def linear_parts(
     x: Rows,
     weight: Weight,
@@ -160,6 +172,7 @@ def linear_parts(
     whole_k: int = 0,
     prefill: bool = False,
     stacked: bool = False,
+    held: bool = False,
 ) -> Annotated[Tensor, "... N", ACTIVATION]:
     """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 

@@ -26,7 +26,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kept_rows: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    kept_rows: Tensor | None = None,
+    held: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if x.dim() == 2 and x.shape[0] != residual.shape[0]:
         x = as_parts(x, residual)

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.fp8_triton import quantize_groups
+from compiled_mtp.ops.linear import NARROW_ROWS
 from compiled_mtp.ops.rms_norm.reference import as_parts
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -88,7 +89,7 @@ def scale_row(
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added, as a tree, and
 # rounded.
 # All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
-# product has followed: from memory they take as long as everything that comes after.
+# product has followed, unless that one was held (HELD): from memory they take as long as everything after.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,
@@ -107,18 +108,24 @@ def rms_norm_kernel(
 def add_rms_norm_kernel(
     x, residual, weight, kept_rows, out, new_residual, quantized, quantized_scale, x_stride, part_stride,
     residual_stride, eps,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
     source = row
-    if kept_rows is not None:
-        source = tl.load(kept_rows + row)
-    head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
+    if not HELD:
+        if kept_rows is not None:
+            source = tl.load(kept_rows + row)
+        head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
+    if HELD:
+        if kept_rows is not None:
+            source = tl.load(kept_rows + row)
+        head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
     head, tail = load_tree(x + source * x_stride, part_stride, PARTS, WIDTH, BLOCK, TAIL)
     dtype = new_residual.dtype.element_ty
     if PARTS > 1 or x.dtype.element_ty != dtype:
@@ -194,7 +201,8 @@ def launch(args: Any) -> torch.Tensor:
 
 
 def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return add_and_norm(args)
+    # Products of more rows are held nowhere.
+    return add_and_norm(args, held=args.held and args.residual.shape[0] <= NARROW_ROWS)
 
 
 def launch_add_rms_norm_quantized(
@@ -208,7 +216,10 @@ def launch_add_rms_norm_quantized(
 
 
 def add_and_norm(
-    args: Any, values: torch.Tensor | None = None, factors: torch.Tensor | None = None
+    args: Any,
+    values: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    held: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and new residual; the norm quantised goes to `values` and `factors`."""
     x, residual, kept_rows = args.x, args.residual, args.kept_rows
@@ -220,7 +231,7 @@ def add_and_norm(
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](
             x, residual, args.weight, kept_rows, out, new_residual, values, factors, *strides, args.eps,
-            PARTS=parts.shape[0], **launch_options(residual),
+            PARTS=parts.shape[0], HELD=held, **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
 

@@ -127,7 +127,7 @@ def test_the_cpu_computes_the_specification(requests: int, query_len: int) -> No
 
 
 def test_registration_and_compilation() -> None:
-    check_registration(torch.ops.compiled_mtp.gdn_verify.default, arguments(2, 2))
+    check_registration(torch.ops.compiled_mtp.gdn_verify.default, (*arguments(2, 2), False))
     check_compiles(gdn_verify, [arguments(2, 2), arguments(3, 4)])
 
 

@@ -96,7 +96,7 @@ def test_a_product_beside_another_is_a_product_on_a_cpu() -> None:
 def test_registration_and_compile() -> None:
     weight = torch.randn(24, 16)
     cases = [(torch.randn(m, 16), weight, None, False, False) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear.default, (*cases[0], 0, 0))
+    check_registration(torch.ops.compiled_mtp.linear.default, (*cases[0], 0, 0, False))
     check_compiles(linear, cases)
     fp8, scale, _ = block_fp8(24, 16)
     check_compiles(linear, [(torch.randn(m, 16).bfloat16(), fp8, scale, True, True) for m in (3, 5)])
@@ -106,7 +106,7 @@ def test_registration_and_compile() -> None:
 def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, (*cases[0], 0, 0))
+    check_registration(torch.ops.compiled_mtp.linear_silu_mul.default, (*cases[0], 0, 0, False))
     check_compiles(linear_silu_mul, cases)
     for x, _, _ in cases:
         assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
@@ -118,7 +118,7 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False, False))
+    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False, False, False))
     check_compiles(linear_parts, cases)
     for x, *_ in cases:
         parts = linear_parts(x, weight, None, 1)

@@ -116,10 +116,10 @@ def test_registration_and_compile() -> None:
     norm_cases = [(torch.randn(m, 12), torch.randn(12), EPS) for m in (3, 5)]
     add_cases = [(torch.randn(m, 12), torch.randn(m, 12), torch.randn(12), EPS, None) for m in (3, 5)]
     kept_case = (*add_cases[0][:4], torch.tensor([2, 0]))
-    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, kept_case)
+    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, (*kept_case, False))
     check_compiles(add_rms_norm, [kept_case])
     check_registration(torch.ops.compiled_mtp.rms_norm.default, norm_cases[0])
-    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, add_cases[0])
+    check_registration(torch.ops.compiled_mtp.add_rms_norm.default, (*add_cases[0], False))
     pair_cases = [(*make_pair(m, 12, torch.float32), EPS) for m in (3, 5)]
     check_registration(torch.ops.compiled_mtp.pair_norm.default, pair_cases[0])
     check_compiles(pair_norm, pair_cases)

@@ -1,0 +1,91 @@
+"""Which products of few rows have their whole weight in shared memory before the kernel before ends, and how.
+
+That pays where all of a weight fits at once, as those of 0.8B do: a chain of such products waits for its
+activations alone. A measured table (held.json, written by tools/tune_held.py); it decides no bit, since the
+parts of K are those of config.py (tests/gpu/test_linear.py compares them with `linear_kernel`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compiled_mtp.ops.device import Device, device_of
+from compiled_mtp.ops.linear.config import NARROW_ROWS, LinearConfig, choose
+from compiled_mtp.ops.linear.descriptors import is_describable
+from compiled_mtp.ops.linear.tall_config import ARCH, TallProduct
+
+HELD_TABLE = Path(__file__).with_name("held.json")
+# Columns that a row of a piece has at least, so that shared memory is read without conflicts.
+LEAST_PIECE = 64
+
+
+@dataclass(frozen=True)
+class HeldTile:
+    """Weight rows of a tile, 16 a warp; the most columns of a piece, which is asked for at once; and how many
+    pieces may be on their way when the next is asked for: with all of them activations would stand behind
+    them."""
+
+    block_n: int
+    piece: int
+    in_flight: int
+
+    def pieces(self, length: int) -> list[int]:
+        """The powers of two that a chain of so many columns is cut into."""
+        found: list[int] = []
+        while length:
+            found.append(min(self.piece, 1 << (length.bit_length() - 1)))
+            length -= found[-1]
+        return found
+
+
+@functools.cache
+def read_held_table() -> dict[str, list[int]]:
+    """Name of a product -> the fields of HeldTile in order, as measured."""
+    table: dict[str, list[int]] = json.loads(HELD_TABLE.read_text())
+    return table
+
+
+def held_tile(product: TallProduct) -> HeldTile | None:
+    """The measured tile of a product, None where `linear_kernel` does it."""
+    fields = read_held_table().get(product.name)
+    return None if fields is None else HeldTile(*fields)
+
+
+def find_held(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: LinearConfig,
+    gated: bool = False,
+    keep_parts: bool = False,
+) -> HeldTile | None:
+    """The tile of a product of up to 16 bfloat16 rows that holds its weight, or None.
+
+    None on a GPU that was not measured and in the interpreter, and where rows of either operand do not lie at
+    multiples of 16 bytes.
+    """
+    if x.shape[0] > NARROW_ROWS or device.arch != ARCH or not device.has_dependent_launch:
+        return None
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return None
+    (n, k) = weight.shape
+    product = TallProduct(n, k, config.split, config.chains, gated, keep_parts)
+    is_possible = product.is_even and is_describable(x) and is_describable(weight)
+    return held_tile(product) if is_possible else None
+
+
+def holds(weight: torch.Tensor, parts: int = 0, gated: bool = False) -> bool:
+    """Whether a product of few rows with this weight may be launched so, and then is no fence (`Launch`).
+
+    parts: of a product before a norm, in how many parts it is left; 0 of others.
+    """
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return False
+    row = weight[:1]
+    config = choose(row, weight, (0, 0), False, parts)
+    return find_held(device_of(weight.device.index), row, weight, config, gated, parts > 0) is not None
