@@ -174,8 +174,8 @@ def launch_gated_norm(
 ) -> torch.Tensor:
     """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows of no piece.
 
-    held: the product behind it may be held, and this is no fence. length and first_row [P] are the pieces of a
-    prefill launch; None where every row counts.
+    held: the product behind it may be held, and this is no fence. length and first_row [P] are the pieces of
+    a prefill launch; None where every row counts.
     """
     rows, heads, width = out.shape
     y = torch.empty((rows, heads * width), dtype=z.dtype, device=z.device)

@@ -12,6 +12,8 @@ import torch
 
 SHARE_UNIT = 128  # a block of FP8 scales, which every tile of K divides
 CPU_SHARES = 4
+# Up to so many rows a product reads its weight once, in narrow tiles; more are a product of their own kind.
+NARROW_ROWS = 16
 
 
 def share_count(k: int) -> int:

@@ -18,15 +18,13 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.shares import SHARE_UNIT, part_counts, share_count
+from compiled_mtp.ops.shares import NARROW_ROWS, SHARE_UNIT, part_counts, share_count
 
 MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
-# Up to so many rows are one narrow tile. Above, tiles of TALL_PART_ROWS weight rows and parts of K are to
-# make TALL_PROGRAMS programs.
-NARROW_ROWS = 16
+# Above NARROW_ROWS, tiles of TALL_PART_ROWS weight rows and parts of K are to make TALL_PROGRAMS programs.
 TALL_PART_ROWS = 80
 TALL_PROGRAMS = 180
 # Of a thread's 255.

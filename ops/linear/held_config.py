@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import Device, device_of
-from compiled_mtp.ops.linear.config import NARROW_ROWS, LinearConfig, choose
+from compiled_mtp.ops.linear.config import LinearConfig, choose
 from compiled_mtp.ops.linear.descriptors import is_describable
 from compiled_mtp.ops.linear.tall_config import ARCH, TallProduct
+from compiled_mtp.ops.shares import NARROW_ROWS
 
 HELD_TABLE = Path(__file__).with_name("held.json")
 # Columns that a row of a piece has at least, so that shared memory is read without conflicts.

@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.fp8_triton import quantize_groups
-from compiled_mtp.ops.linear import NARROW_ROWS
 from compiled_mtp.ops.rms_norm.reference import as_parts
+from compiled_mtp.ops.shares import NARROW_ROWS
 
 OPTIONS = {"enable_fp_fusion": True}
 
