@@ -1,0 +1,94 @@
+"""Products that hold their weights before the kernel before ends: their bits, and the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.models.layers import Linear, RMSNorm
+from compiled_mtp.ops.linear import held_config, kernel, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.held_config import read_held_table
+from compiled_mtp.ops.linear.held_kernel import launch_held
+from tests.checkpoints import write_checkpoint
+from tests.gpu.test_engine import decode_mixed, gpu_engine, plain_streams
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tiles that are launched."""
+    tiles: list[Any] = []
+
+    def launch(tile: Any, *rest: Any) -> torch.Tensor:
+        tiles.append(tile)
+        return launch_held(tile, *rest)
+
+    monkeypatch.setattr(kernel, "launch_held", launch)
+    return tiles
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, kind: str, held: bool) -> torch.Tensor:
+    if kind == "gated":
+        return linear_silu_mul(x, weight, held=held)
+    if kind.startswith("parts"):
+        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), held=held)
+    return linear(x, weight, held=held)
+
+
+@pytest.mark.parametrize("name", read_held_table())
+def test_held_products_have_the_bits_of_the_others(name: str, launched: list[Any]) -> None:
+    """Of 1 to 16 rows, which lie between others; what is behind the last row is NaN."""
+    size, kind = name.split()
+    n, k = map(int, size.split("x"))
+    weight = (torch.randn(n, k, device="cuda") / 32).bfloat16()
+    for rows in (1, 2, 3, 4, 7, 8, 9, 13, 16):
+        wide = torch.full((rows + 3, k + 64), float("nan"), dtype=torch.bfloat16, device="cuda")
+        x = wide[:rows, :k]
+        x.copy_(torch.randn(rows, k))
+        before = len(launched)
+        wanted = product(x, weight, kind, False)
+        assert len(launched) == before
+        got = product(x, weight, kind, True)
+        assert len(launched) == before + 1
+        assert torch.equal(got, wanted)
+        # As a part of more rows, which no program holds.
+        many = torch.cat((x, torch.randn(20, k, device="cuda").bfloat16()))
+        assert torch.equal(product(many, weight, kind, True)[..., :rows, :], wanted)
+    assert len(launched) == before + 1
+
+
+class Everything(dict[str, list[int]]):
+    """A table in which every product has a tile."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return [32, 64, 1]
+
+
+@pytest.mark.parametrize("compile", ["off", "auto"])
+def test_same_tokens_with_every_weight_held(
+    compile: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A chain of kernels none of which but the head is a fence: depths 0 to 3, one request and mixed ones."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_q_heads": 4}
+    directory = write_checkpoint(tmp_path / "model", num_layers=8, num_value_heads=4, **sizes)
+    expected = plain_streams(directory, "bfloat16", "off")
+    assert not launched
+    monkeypatch.setattr(held_config, "read_held_table", Everything)
+    for mtp_step, batch in ((0, 1), (0, 8), (3, 1), (3, 3), (3, 8), (2, 5)):
+        if compile == "auto" and (mtp_step, batch) not in ((3, 1), (3, 8)):
+            continue
+        engine = gpu_engine(directory, mtp_step=mtp_step, dtype="bfloat16", compile=compile, max_batch=batch)
+        step = engine.runner.step
+        modules = [*step.target.modules(), *(step.draft.modules() if step.draft is not None else ())]
+        held = [module for module in modules if isinstance(module, Linear) and module.held]
+        assert len(held) > 16
+        assert all(module.held for module in modules if isinstance(module, RMSNorm))
+        before = len(launched)
+        for seed in range(3):
+            assert decode_mixed(engine, seed, batch) == expected
+        assert len(launched) > before
+        engine.close()
