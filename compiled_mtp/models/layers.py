@@ -57,6 +57,7 @@ class Linear(nn.Module):
         out_features: int,
         *,
         is_before_norm: bool = False,
+        may_hold: bool = False,
         is_gated: bool = False,
     ) -> None:
         super().__init__()
@@ -76,9 +77,11 @@ class Linear(nn.Module):
         self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
         self.num_parts, self.num_tall_parts = self._part_counts()
-        # With few rows; several ranks exchange what pieces of a product give, which counts on a fence.
+        # With few rows. An exchange between ranks counts on a fence, as whoever reads early what was made for
+        # these rows does: in_proj may hold its weight, the draft's fc not, behind which its first layer comes.
+        self.may_hold = may_hold and exchange is None
         parts = self.num_parts if is_before_norm else 0
-        self.held = exchange is None and holds(self.weight, parts, is_gated)
+        self.held = self.may_hold and holds(self.weight, parts, is_gated)
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
@@ -190,10 +193,10 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.first_key = first_key
         hidden, value = config.hidden_size, config.num_q_heads * config.head_dim
-        self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim)
+        self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim, may_hold=True)
         self.q_norm = make.empty(config.head_dim)
         self.k_norm = make.empty(config.head_dim)
-        self.o_proj = Linear(make.part("o_proj"), value, hidden, is_before_norm=True)
+        self.o_proj = Linear(make.part("o_proj"), value, hidden, is_before_norm=True, may_hold=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -262,13 +265,14 @@ class GatedDeltaNet(nn.Module):
         hidden, gate_rows = config.hidden_size, 2 * num_value_heads
         has_own_gates = make.format_of("in_proj.weight") is not PLAIN
         in_rows = config.linear_proj_dim - gate_rows if has_own_gates else config.linear_proj_dim
-        self.in_proj = Linear(make.part("in_proj"), hidden, in_rows)
+        self.in_proj = Linear(make.part("in_proj"), hidden, in_rows, may_hold=True)
         self.ba_proj = Linear(make.part("ba_proj"), hidden, gate_rows) if has_own_gates else None
         self.conv_weight = make.empty(self.conv_dim, config.conv_kernel)
         self.a_log = make.empty(num_value_heads, dtype=torch.float32)
         self.dt_bias = make.empty(num_value_heads, dtype=torch.float32)
         self.norm_weight = make.empty(self.heads[3], dtype=torch.float32)
-        self.out_proj = Linear(make.part("out_proj"), self.value_dim, hidden, is_before_norm=True)
+        out = make.part("out_proj")
+        self.out_proj = Linear(out, self.value_dim, hidden, is_before_norm=True, may_hold=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -306,8 +310,8 @@ class MLP(nn.Module):
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner, is_gated=True)
-        self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True)
+        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner, may_hold=True, is_gated=True)
+        self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True, may_hold=True)
 
     @property
     def quantizes_rows(self) -> bool:
