@@ -77,8 +77,8 @@ class Linear(nn.Module):
         self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
         self.num_parts, self.num_tall_parts = self._part_counts()
-        # With few rows. An exchange between ranks counts on a fence, as whoever reads early what was made for
-        # these rows does: in_proj may hold its weight, the draft's fc not, behind which its first layer comes.
+        # With few rows. An exchange between ranks counts on a fence, and so does whoever reads early what was
+        # made for these rows: a layer's products may hold, the draft's fc not, behind which its layer comes.
         self.may_hold = may_hold and exchange is None
         parts = self.num_parts if is_before_norm else 0
         self.held = self.may_hold and holds(self.weight, parts, is_gated)
