@@ -258,8 +258,8 @@ def hold_all(step: Any) -> int:
     """Every product that may hold its weight does, as all of 0.8B's do; how many."""
     models = [model for model in (step.target, step.draft) if model is not None]
     linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_hold]
-    for linear in linears:
-        linear.held = True
+    for module in linears:
+        module.held = True
     for model in models:
         settle_held(model)
     return len(linears)
@@ -298,8 +298,11 @@ def test_what_is_read_early_is_older_with_quantised_rows(tmp_path: Path) -> None
     assert recorder.checked > 100
 
 
-def test_what_is_read_early_is_older_also_in_halves_and_between_depths() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: bool) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3, half_rows=12)
+    if held:
+        hold_all(step)
     recorder = Recorder()
     state_index = torch.tensor([1, 2, 0], dtype=torch.int32)
     for slot in (1, 2):
@@ -331,6 +334,8 @@ def test_held_products_that_nobody_was_told_of_are_found(which: str) -> None:
     for slot in (1, 2):
         tiny.admit(step, slot, seed=slot, temperature=0.0)
     with recorder:
+        for slot in (1, 2):
+            tiny.prefill(step, slot, list(range(70)))
         tiny.decode(step, [1, 2, 0])
     wanted = "qk_norm_rope_kv_write: slot_mapping" if which == "fc" else "add_rms_norm: residual"
     assert any(text.startswith(wanted) for text in recorder.wrong)

@@ -80,8 +80,8 @@ class Linear(nn.Module):
         # With few rows. An exchange between ranks counts on a fence, and so does whoever reads early what was
         # made for these rows: a layer's products may hold, the draft's fc not, behind which its layer comes.
         self.may_hold = may_hold and exchange is None
-        parts = self.num_parts if is_before_norm else 0
-        self.held = self.may_hold and holds(self.weight, parts, is_gated)
+        self.is_gated = is_gated
+        self.find_held()
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
@@ -114,6 +114,11 @@ class Linear(nn.Module):
             how = (is_prefill, is_stacked, self.held and not is_prefill)
             parts = linear_parts(x, weight, factors, count, 0, whole_k, *how)
         return parts if exchange is None else exchange.gather_parts(parts, dtype)
+
+    def find_held(self) -> None:
+        """Look up whether the weight is held; `settle_held` tells the model's norms."""
+        parts = self.num_parts if self.is_before_norm else 0
+        self.held = self.may_hold and holds(self.weight, parts, self.is_gated)
 
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""

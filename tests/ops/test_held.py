@@ -1,0 +1,97 @@
+"""Which products hold their weights: the table, when it is asked, and what is launched. Bits: tests/gpu."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.config import choose
+from compiled_mtp.ops.linear.held_config import LEAST_PIECE, HeldTile, find_held, holds, read_held_table
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from compiled_mtp.ops.linear import kernel as module
+
+HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
+# Beside the weights: the rows' tile, and what a conversion and the system take.
+ROWS, OTHER_BYTES = 16, 2048
+
+
+def operands(name: str, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor, str]:
+    size, kind = name.split()
+    n, k = map(int, size.split("x"))
+    x, weight = (torch.zeros(height, k, dtype=torch.bfloat16) for height in (rows, n))
+    return x, weight, kind
+
+
+@pytest.mark.parametrize("name", read_held_table())
+def test_all_programs_of_a_measured_product_have_their_place_at_once(name: str) -> None:
+    x, weight, kind = operands(name)
+    parts = int(kind.removeprefix("parts")) if kind.startswith("parts") else 0
+    config = choose(x, weight, (0, 0), False, parts)
+    tile = find_held(HOPPER, x, weight, config, kind == "gated", parts > 0)
+    assert tile is not None
+    n, k = weight.shape
+    length = config.part_length(k)
+    assert config.split == max(1, parts)
+    assert length * config.chains * config.split == k
+    pieces = tile.pieces(length)
+    assert sum(pieces) == length
+    assert min(pieces) >= LEAST_PIECE
+    assert tile.block_n % 16 == 0
+    programs = -(-n // tile.block_n) * config.split
+    size = 2 * (k // config.split) * (tile.block_n + ROWS) + OTHER_BYTES
+    assert programs <= HOPPER.shared_bytes // size * HOPPER.num_processors
+
+
+def test_a_chain_is_cut_into_powers_of_two() -> None:
+    assert HeldTile(32, 128, 1).pieces(896) == [128] * 7
+    assert HeldTile(32, 256, 1).pieces(448) == [256, 128, 64]
+    assert HeldTile(32, 256, 1).pieces(256) == [256]
+
+
+def test_other_rows_other_types_and_other_gpus_hold_nothing() -> None:
+    name = next(name for name in read_held_table() if name.endswith("product"))
+    x, weight, _ = operands(name, 16)
+    config = choose(x, weight, (0, 0), False)
+    assert find_held(HOPPER, x, weight, config) == HeldTile(*read_held_table()[name])
+    assert find_held(HOPPER, torch.cat((x, x)), weight, config) is None
+    assert find_held(HOPPER, x.float(), weight, config) is None
+    assert find_held(HOPPER, x, weight.float(), config) is None
+    assert find_held(HOPPER, x, weight[:-32], config) is None
+    assert find_held(HOPPER, x, weight, config, gated=True) is None
+    assert find_held(HOPPER, torch.cat((x, x[:, :1]), 1)[:, :-1], weight, config) is None
+    assert find_held(replace(HOPPER, arch="sm_100"), x, weight, config) is None
+    assert find_held(replace(HOPPER, has_dependent_launch=False), x, weight, config) is None
+    assert not holds(weight)
+
+
+@pytest.mark.parametrize("name", read_held_table())
+def test_only_a_product_that_may_hold_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    def launch(*given: Any) -> torch.Tensor:
+        launched.append(given)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
+    monkeypatch.setattr(module, "launch_held", launch)
+    monkeypatch.setattr(module, "launch_config", lambda *given: torch.zeros(1))
+    monkeypatch.setattr(module, "launch_tall", lambda *given: torch.zeros(1))
+    for rows, held in ((4, True), (4, False), (20, True)):
+        x, weight, kind = operands(name, rows)
+        if kind == "gated":
+            linear_silu_mul.launch(x, weight, held=held)
+        elif kind.startswith("parts"):
+            linear_parts.launch(x, weight, None, int(kind.removeprefix("parts")), held=held)
+        else:
+            linear.launch(x, weight, held=held)
+    ((tile, config, _, _, dtype, gated, keep_parts),) = launched
+    assert tile == HeldTile(*read_held_table()[name])
+    assert (gated, keep_parts) == (kind == "gated", kind.startswith("parts"))
+    assert dtype == (torch.float32 if keep_parts and config.split > 1 else torch.bfloat16)
