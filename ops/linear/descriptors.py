@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def is_describable(matrix: torch.Tensor) -> bool:
@@ -14,4 +18,7 @@ def is_describable(matrix: torch.Tensor) -> bool:
 
 def describe(matrix: torch.Tensor, *tile: int) -> TensorDescriptor:
     """A descriptor of its tiles of that shape; beyond its rows and columns they hold zeros."""
+    # Whether there can be one is asked where there is no Triton, too.
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(tile))

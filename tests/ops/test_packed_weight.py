@@ -49,7 +49,7 @@ def test_compiled_code_finds_what_was_packed() -> None:
     assert packed is not None
     weight.packed = packed._replace(factor=2.0 * packed.factor)  # type: ignore[attr-defined]
     assert torch.equal(linear(x, weight), 2.0 * plain)
-    assert torch.equal(linear.overload(x, weight, None, False, False, 0, 0), 2.0 * plain)
+    assert torch.equal(linear.overload(x, weight, None, False, False, 0, 0, False), 2.0 * plain)
 
 
 def test_what_is_not_exact_is_not_packed() -> None:
