@@ -265,6 +265,19 @@ def hold_all(step: Any) -> int:
     return len(linears)
 
 
+def record_rounds(step: Any, count: int) -> Recorder:
+    """Two prompts and `count` rounds of them, one behind the other without anything between."""
+    recorder = Recorder()
+    for slot in (1, 2):
+        tiny.admit(step, slot, seed=slot, temperature=0.0)
+    with recorder:
+        for slot in (1, 2):
+            tiny.prefill(step, slot, list(range(70)))
+        for _ in range(count):
+            tiny.decode(step, [1, 2, 0])
+    return recorder
+
+
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("family", ["dense", "moe"])
 @pytest.mark.parametrize("mtp_step", [0, 1, 3])
@@ -273,15 +286,7 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
     step = tiny.build_step(config, mtp_step)
     if held:
         assert hold_all(step) >= 2 * len(step.target.layers)
-    recorder = Recorder()
-    for slot in (1, 2):
-        tiny.admit(step, slot, seed=slot, temperature=0.0)
-    with recorder:
-        for slot in (1, 2):
-            tiny.prefill(step, slot, list(range(70)))
-        # A second round follows the first without anything between.
-        for _ in range(2):
-            tiny.decode(step, [1, 2, 0])
+    recorder = record_rounds(step, 2)
     assert recorder.wrong == []
     assert recorder.checked > 100
 
@@ -330,13 +335,7 @@ def test_held_products_that_nobody_was_told_of_are_found(which: str) -> None:
     else:
         for layer in step.target.layers:
             layer.post_norm.held = False
-    recorder = Recorder()
-    for slot in (1, 2):
-        tiny.admit(step, slot, seed=slot, temperature=0.0)
-    with recorder:
-        for slot in (1, 2):
-            tiny.prefill(step, slot, list(range(70)))
-        tiny.decode(step, [1, 2, 0])
+    recorder = record_rounds(step, 1)
     wanted = "qk_norm_rope_kv_write: slot_mapping" if which == "fc" else "add_rms_norm: residual"
     assert any(text.startswith(wanted) for text in recorder.wrong)
 
