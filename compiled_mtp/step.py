@@ -166,7 +166,7 @@ class Step(nn.Module):
         """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches
         keep."""
         window = self.read_window(state_index, verify_step)
-        # Before the forward, whose products are fences: sampling and accepting read a window early, so that
+        # Before the forward, whose head is a fence: sampling and accepting read a window early, so that
         # the second half, which has no product before them, cannot read it anew.
         for kept, part in zip(self._verified_window(len(state_index), verify_step), window, strict=True):
             kept.copy_(part)

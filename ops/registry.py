@@ -51,7 +51,7 @@ class Operator(Generic[P, R]):
 
     reference: the specification. launch: the kernel, called directly, whatever the device. launches: what it
     launches with `launch_pdl`; empty where all its launches are plain. held_launches: the same where its
-    argument `held` is true.
+    argument `held` is true and it has no more than NARROW_ROWS rows.
     """
 
     reference: Callable[P, R]

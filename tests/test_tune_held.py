@@ -69,6 +69,19 @@ def test_the_fastest_tile_is_kept_and_a_gain_of_nothing_is_not(
         assert str(wanted) in text
 
 
+def test_a_tile_that_has_come_to_cost_more_than_none_goes(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "1024x2048 parts4"
+    slow = {
+        tuple(t): 120.0 for t in ([b, p, f] for b in (16, 32, 64) for p in (64, 128, 256) for f in (1, 2, 3))
+    }
+    for cost, wanted in ((120.0, None), (90.0, [32, 128, 1])):
+        tuner = make_tuner(tool, monkeypatch, slow | {(32, 128, 1): cost})
+        monkeypatch.setattr(tuner, "check", lambda name: None)
+        tuner.table[name] = [32, 128, 1]
+        tuner.tune(name, 1e18)
+        assert tuner.table.get(name) == wanted
+
+
 def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = make_tuner(tool, monkeypatch, {})
     make = torch.randn

@@ -88,8 +88,13 @@ class Tuner:
         """Give one product the tile, or none, with which the stack is fastest; what was found, in words."""
         device = device_of(torch.cuda.current_device())
         n, k, split = self.names[name]
-        best, was = self.stack_us(), self.table.get(name)
-        first, chosen, tried = best, was, 0
+        first, chosen = self.stack_us(), self.table.pop(name, None)
+        best, tried = first, 0
+        if chosen is not None:
+            # What it was good for its neighbours may do without since they have changed.
+            us = self.stack_us()
+            if us < best - LEAST_GAIN_US:
+                best, chosen = us, None
         for tile in tiles(n, k, split, device.shared_bytes, device.num_processors):
             if time.monotonic() > seconds_end:
                 break

@@ -77,8 +77,8 @@ class Linear(nn.Module):
         self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
         self.num_parts, self.num_tall_parts = self._part_counts()
-        # With few rows. An exchange between ranks counts on a fence, and so does whoever reads early what was
-        # made for these rows: a layer's products may hold, the draft's fc not, behind which its layer comes.
+        # With few rows. An exchange between ranks counts on a fence. So does a draft's layer, which reads
+        # positions and slots early that were made just before: fc is the fence between, and may not hold.
         self.may_hold = may_hold and exchange is None
         self.is_gated = is_gated
         self.find_held()
@@ -369,12 +369,12 @@ class DecoderLayer(nn.Module):
 
 
 def settle_held(model: nn.Module) -> None:
-    """Tell the norms of a whole model whether products around them are held, which none is beside products of
-    quantised rows: a norm that quantises counts on fences."""
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    is_plain = not any(linear.quantizes_rows for linear in linears)
-    is_held = is_plain and any(linear.held for linear in linears)
-    for module in model.modules():
+    """Tell the norms of a whole model whether products around them are held. In a model that multiplies
+    quantised rows anywhere no product is: a norm that quantises counts on fences."""
+    modules = list(model.modules())
+    is_plain = not any(getattr(module, "quantizes_rows", False) for module in modules)
+    is_held = is_plain and any(module.held for module in modules if isinstance(module, Linear))
+    for module in modules:
         if isinstance(module, Linear):
             module.held = is_held and module.held
         elif isinstance(module, RMSNorm):

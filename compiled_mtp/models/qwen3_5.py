@@ -32,7 +32,8 @@ class TargetModel(nn.Module):
 
     `forward(inputs, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final norm [M,
     hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
-    `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype. `formats`
+    `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype, which for
+    a round a kernel of torch must have made behind what its rows' positions come from (`Launch`). `formats`
     are those of the parameters by their full names; embedding and head are always plain. `exchange` is the
     way to the other ranks where `config` is that of one of several: each has its rows of the head, and all
     have the logits.

@@ -25,11 +25,10 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
         raise fail("ring length", f"be at least 2*W = {2 * (rows // B)}", R, "use a longer ring")
 
 
-# in_proj, a fence, is launched right before spec_conv1d and writes no state, ring or cursor, and all that
-# does write them, the same layer's call of the step before, a prefill or the step's end, lies before in_proj.
-# Where in_proj is held and so no fence, the head of the step before and the embedding are. It does not hold
-# for z, which in_proj writes: only spec_conv1d lies between, and that is no fence. The norm is a fence since
-# calls of gdn_verify may follow one another with nothing else between; not so with `held`.
+# What writes states, rings and cursors, the same layer's call of the step before, a prefill or the step's
+# end, lies before a fence that lies before this: in_proj, or where that is held the embedding, and the head
+# of the step before. z is no older than in_proj: only spec_conv1d lies between, and that is no fence. The
+# norm is a fence since calls of gdn_verify may follow one another with nothing else between; not with `held`.
 VERIFY = Launch(
     "gdn_verify_kernel",
     reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
@@ -71,8 +70,8 @@ def gdn_verify(
     written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
     Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
     act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
-    token. held: the product behind it may be held (`linear`), and a call that follows with nothing between
-    could read the state before this one has written it. Returns y [B*W, nv*dv] in z's dtype.
+    token. held: the product behind it may be held (`linear`); then no other call may follow with nothing
+    between. Returns y [B*W, nv*dv] in z's dtype.
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]

@@ -2,7 +2,7 @@
 
 That pays where all of a weight fits at once, as those of 0.8B do: a chain of such products waits for its
 activations alone. A measured table (held.json, written by tools/tune_held.py); it decides no bit, since the
-parts of K are those of config.py (tests/gpu/test_linear.py compares them with `linear_kernel`).
+parts of K are those of config.py (tests/gpu/test_held.py compares them with `linear_kernel`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import Device, device_of
-from compiled_mtp.ops.linear.config import LinearConfig, choose
+from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig, choose
 from compiled_mtp.ops.linear.descriptors import is_describable
 from compiled_mtp.ops.linear.tall_config import ARCH, TallProduct
 from compiled_mtp.ops.shares import NARROW_ROWS
@@ -67,10 +67,13 @@ def find_held(
 ) -> HeldTile | None:
     """The tile of a product of up to 16 bfloat16 rows that holds its weight, or None.
 
-    None on a GPU that was not measured and in the interpreter, and where rows of either operand do not lie at
-    multiples of 16 bytes.
+    None in the interpreter and on other GPUs than that which was measured and its like, with fewer processors
+    too, on which not all programs would have their place; and where rows of either operand do not begin at
+    multiples of 16 numbers: Triton then copies in smaller pieces than there are.
     """
     if x.shape[0] > NARROW_ROWS or device.arch != ARCH or not device.has_dependent_launch:
+        return None
+    if device.num_processors < PROCESSORS or any(matrix.stride(0) % 16 for matrix in (x, weight)):
         return None
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return None

@@ -1,4 +1,4 @@
-"""A product of few rows whose programs have all their weights in shared memory before the kernel before ends.
+"""A product of few rows whose programs ask for all their weights before the kernel before them has ended.
 
 So the weights of a layer's next kernels come while the present one waits for its activations. Asked for all
 at once they would stand in front of those, so a program asks for a piece only when all but a few of its

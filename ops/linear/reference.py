@@ -19,13 +19,13 @@ from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
 Weight = Annotated[Tensor, "N K", (*ACTIVATION, FP8), Remedy("pass rows as long as the weight's")]
 Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one scale per 128 x 128 block")]
-# The weight is written by no kernel. A fence, since it lets the next kernel come only once it has waited:
-# measured, two kernels that wait crowd a third.
+# The weight is written by no kernel. Fences, since they let the next kernel come only once they have waited:
+# measured, two such kernels that wait crowd a third, where they take what room there is.
 LAUNCHES = tuple(
     Launch(kernel, reads_early=("weight",), is_fence=True)
     for kernel in ("linear_kernel", "tall_product_kernel")
 )
-# No fence: the next kernel's weights come while this one waits.
+# No fence: the next kernel's weights come while this one waits, and there is room for them.
 HELD_LAUNCHES = (Launch("held_kernel", reads_early=("weight",)),)
 
 
@@ -98,9 +98,9 @@ def linear_beside(
     """x @ weight.T of few weight rows, launched right behind another product of x, beside which it runs.
 
     x: [M, K] float32 or bfloat16, rows at any stride; made before the operator before this one, which must be
-    a fence (`Launch`), as products are. weight: [N, K] of the same dtype. Returns [M, N] of it, accumulated
-    in float32 and rounded once. The bits of a row depend on that row and on the weight alone, for every M and
-    for every piece of the weight's rows; on a GPU they are not those of `linear`.
+    a fence (`Launch`), as products are that are not held. weight: [N, K] of the same dtype. Returns [M, N] of
+    it, accumulated in float32 and rounded once. The bits of a row depend on that row and on the weight alone,
+    for every M and for every piece of the weight's rows; on a GPU they are not those of `linear`.
     """
     return linear.reference(x, weight)
 

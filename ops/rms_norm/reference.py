@@ -77,7 +77,7 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
 
 # A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither
 # may be the result of the operator before. From memory they take as long as everything that comes after.
-# Held products are no fences.
+# With `held` those products may be no fences, and only the weight is read early.
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     held_launches=(Launch("add_rms_norm_kernel", reads_early=("weight",)),),

@@ -116,7 +116,7 @@ def _pieces_fit(
     check_pieces(P)
 
 
-# in_proj, a fence, is launched right before this and writes neither the ring nor the cursors (gdn_verify).
+# Ring and cursors are older than in_proj, a fence, or where that is held than the embedding (gdn_verify).
 @operator(
     mutates=("conv_ring",),
     launches=tuple(

@@ -72,7 +72,7 @@ class Everything(dict[str, list[int]]):
 def test_same_tokens_with_every_weight_held(
     compile: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A chain of kernels none of which but the head is a fence: depths 0 to 3, one request and mixed ones."""
+    """Few fences are left: the embedding, fc and the head. Depths 0 to 3, one request and mixed ones."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_q_heads": 4}
     directory = write_checkpoint(tmp_path / "model", num_layers=8, num_value_heads=4, **sizes)
     expected = plain_streams(directory, "bfloat16", "off")

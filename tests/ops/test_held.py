@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import choose
 from compiled_mtp.ops.linear.held_config import LEAST_PIECE, HeldTile, find_held, holds, read_held_table
+from compiled_mtp.ops.rms_norm import add_rms_norm
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from compiled_mtp.ops import gdn_triton
+from compiled_mtp.ops.gdn_verify import kernel as gdn_module
 from compiled_mtp.ops.linear import kernel as module
+from compiled_mtp.ops.rms_norm import kernel as norm_module
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
 # Beside the weights: the rows' tile, and what a conversion and the system take.
@@ -66,7 +71,10 @@ def test_other_rows_other_types_and_other_gpus_hold_nothing() -> None:
     assert find_held(HOPPER, x, weight[:-32], config) is None
     assert find_held(HOPPER, x, weight, config, gated=True) is None
     assert find_held(HOPPER, torch.cat((x, x[:, :1]), 1)[:, :-1], weight, config) is None
+    # At multiples of 16 bytes but not of 16 numbers.
+    assert find_held(HOPPER, torch.cat((x, x[:, :8]), 1)[:, :-8], weight, config) is None
     assert find_held(replace(HOPPER, arch="sm_100"), x, weight, config) is None
+    assert find_held(replace(HOPPER, num_processors=114), x, weight, config) is None
     assert find_held(replace(HOPPER, has_dependent_launch=False), x, weight, config) is None
     assert not holds(weight)
 
@@ -83,7 +91,7 @@ def test_only_a_product_that_may_hold_does(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "launch_held", launch)
     monkeypatch.setattr(module, "launch_config", lambda *given: torch.zeros(1))
     monkeypatch.setattr(module, "launch_tall", lambda *given: torch.zeros(1))
-    for rows, held in ((4, True), (4, False), (20, True)):
+    for rows, held in ((16, True), (16, False), (17, True)):
         x, weight, kind = operands(name, rows)
         if kind == "gated":
             linear_silu_mul.launch(x, weight, held=held)
@@ -95,3 +103,51 @@ def test_only_a_product_that_may_hold_does(name: str, monkeypatch: pytest.Monkey
     assert tile == HeldTile(*read_held_table()[name])
     assert (gated, keep_parts) == (kind == "gated", kind.startswith("parts"))
     assert dtype == (torch.float32 if keep_parts and config.split > 1 else torch.bfloat16)
+
+
+class Launched:
+    """Stands for a kernel and keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **given: self.given.append(given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "held", "wanted"),
+    [(16, None, True, True), (17, None, True, False), (16, None, False, False), (20, 4, True, False)],
+)
+def test_norms_go_by_the_rows_of_the_products_around_them(
+    rows: int, kept: int | None, held: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Launched()
+    monkeypatch.setattr(norm_module, "add_rms_norm_kernel", kernel)
+    x, weight = torch.zeros(rows, 64), torch.zeros(64)
+    kept_rows = None if kept is None else torch.arange(kept)
+    add_rms_norm.launch(x, x.clone(), weight, 1e-6, kept_rows, held)
+    assert [given["HELD"] for given in kernel.given] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("requests", "held", "wanted"), [(4, True, True), (5, True, False), (4, False, False)]
+)
+def test_a_gated_norm_goes_by_the_rows_of_the_product_behind_it(
+    requests: int, held: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Launched()
+    monkeypatch.setattr(gdn_triton, "gated_norm_kernel", kernel)
+    monkeypatch.setattr(gdn_module, "gdn_verify_kernel", Launched())
+    rows, slots = 4 * requests, requests + 1
+    qk, v = torch.zeros(2, rows, 1, 16), torch.zeros(rows, 2, 16)
+    gates, z = torch.zeros(2, rows, 2), torch.zeros(rows, 32)
+    state, ring_k, ring_u = (
+        torch.zeros(slots, 2, 16, 16),
+        torch.zeros(slots, 1, 8, 16),
+        torch.zeros(slots, 2, 8, 16),
+    )
+    cursors = torch.zeros(2, requests, dtype=torch.int64)
+    rings = (state, ring_k, ring_u, torch.zeros(slots, 2, 8), torch.zeros(requests, dtype=torch.int32))
+    gdn_verify.launch(*qk, v, *gates, z, torch.zeros(16), *rings, *cursors, 1e-6, "silu", held)
+    assert [given["HELD"] for given in kernel.given] == [wanted]
