@@ -3,7 +3,8 @@
 So the weights of a layer's next kernels come while the present one waits for its activations. Asked for all
 at once they would stand in front of those, so a program asks for a piece only when all but a few of its
 earlier ones have come. The bits are those of `linear_kernel` with the same parts of K. Written in Gluon, as
-Triton has no word for when a copy to shared memory is sent; so it runs on a GPU only.
+Triton has no word for when a copy to shared memory is sent. Triton's interpreter does not know it: on a CPU
+tests run its Python by a stand-in (tests/ops/gluon_on_cpu.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
-from compiled_mtp.ops.linear.config import choose
+from compiled_mtp.ops.linear.config import LinearConfig, choose
 from compiled_mtp.ops.linear.held_config import LEAST_PIECE, HeldTile, find_held, holds, read_held_table
 from compiled_mtp.ops.rms_norm import add_rms_norm
 
@@ -19,8 +19,10 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from compiled_mtp.ops import gdn_triton
 from compiled_mtp.ops.gdn_verify import kernel as gdn_module
+from compiled_mtp.ops.linear import held_kernel as held_module
 from compiled_mtp.ops.linear import kernel as module
 from compiled_mtp.ops.rms_norm import kernel as norm_module
+from tests.ops import gluon_on_cpu
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
 # Beside the weights: the rows' tile, and what a conversion and the system take.
@@ -151,3 +153,82 @@ def test_a_gated_norm_goes_by_the_rows_of_the_product_behind_it(
     rings = (state, ring_k, ring_u, torch.zeros(slots, 2, 8), torch.zeros(requests, dtype=torch.int32))
     gdn_verify.launch(*qk, v, *gates, z, torch.zeros(16), *rings, *cursors, 1e-6, "silu", held)
     assert [given["HELD"] for given in kernel.given] == [wanted]
+
+
+class OnCpu:
+    """Launches a Gluon kernel on a CPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.programs: list[gluon_on_cpu.Program] = []
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def launch(
+            *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
+        ) -> None:
+            named = dict(zip(self.kernel.arg_names, args, strict=False))
+            self.programs += gluon_on_cpu.run(self.kernel, grid, num_warps, **named, **given)
+
+        return launch
+
+
+# Weight rows that no tile divides, pieces of different lengths, one chain and several, parts.
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "split", "chains", "tile"),
+    [
+        (1, 40, 128, 1, 1, HeldTile(32, 64, 1)),
+        (4, 70, 896, 1, 1, HeldTile(64, 256, 2)),
+        (8, 32, 512, 2, 2, HeldTile(16, 128, 1)),
+        (9, 52, 1536, 4, 1, HeldTile(32, 256, 3)),
+        (16, 64, 512, 1, 4, HeldTile(32, 64, 2)),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_kernel_adds_up_what_it_should(
+    rows: int,
+    n: int,
+    k: int,
+    split: int,
+    chains: int,
+    tile: HeldTile,
+    gated: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole numbers, whose sums are exact; between the rows of both operands and behind them lies NaN."""
+    if gated and split > 1:
+        split, chains = 1, split * chains
+    kernel = OnCpu(held_module.held_kernel)
+    monkeypatch.setattr(held_module, "held_kernel", kernel)
+    config = LinearConfig(16, 64, 64, 4, 2, split, chains, 0)
+    x, weight = (
+        torch.full((height + 2, k + 16), float("nan"), dtype=torch.bfloat16)[1 : height + 1, :k]
+        for height in (rows, n)
+    )
+    x.copy_(torch.randint(-4, 5, x.shape))
+    weight.copy_(torch.randint(-4, 5, weight.shape))
+    dtype = torch.bfloat16 if gated else torch.float32
+    got = held_module.launch_held(tile, config, x, weight, dtype, gated, split > 1)
+    # All pieces come before the wait, but no more at once than were asked for.
+    count = chains * len(tile.pieces(config.part_length(k)))
+    assert {program.most_early for program in kernel.programs} == {min(count, tile.in_flight + 1)}
+    if gated:
+        wanted = linear_silu_mul.reference(x, weight)
+        torch.testing.assert_close(got, wanted, rtol=1.6e-2, atol=1e-5)
+    elif split == 1:
+        assert torch.equal(got, x.float() @ weight.float().T)
+    else:
+        parts = [
+            a.float() @ b.float().T for a, b in zip(x.chunk(split, 1), weight.chunk(split, 1), strict=True)
+        ]
+        assert torch.equal(got, torch.stack(parts))
+
+
+def test_what_is_used_before_it_has_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for a GPU delivers copies when they are waited for: without the last wait there is NaN."""
+    monkeypatch.setattr(held_module, "held_kernel", OnCpu(held_module.held_kernel))
+    monkeypatch.setattr(gluon_on_cpu.Program, "wait_group", lambda program, count: None)
+    x, weight = torch.ones(2, 128, dtype=torch.bfloat16), torch.ones(32, 128, dtype=torch.bfloat16)
+    got = held_module.launch_held(
+        HeldTile(32, 64, 1), LinearConfig(16, 64, 64, 4, 2, 1, 1, 0), x, weight, torch.float32
+    )
+    assert got.isnan().all()

@@ -1,0 +1,150 @@
+"""Runs a Gluon kernel's Python on a CPU: the words that our kernels use, on torch tensors.
+
+Triton's interpreter knows no Gluon. Layouts are ignored; copies to shared memory arrive when they are waited
+for and not before (until then the memory holds NaN), one program runs after another. What only a GPU has,
+layouts that do not fit and instructions, is left to tests/gpu and to the compiler.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+
+Group = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Pointer:
+    """The address of an element of a tensor, or a tensor of addresses."""
+
+    def __init__(self, values: torch.Tensor, offset: Any = 0) -> None:
+        self.values = values
+        self.offset = offset
+        self.dtype = SimpleNamespace(element_ty=values.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.offset + offset)
+
+
+class Shared:
+    """Memory [rows, columns] of one program."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.shape = list(values.shape)
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.values.clone()
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.values.permute(order))
+
+
+class Program:
+    """What one program sees as `gl`, `async_copy` and the functions that wait."""
+
+    def __init__(self, program: tuple[int, int], num_warps: int) -> None:
+        self.program = program
+        self.warps = num_warps
+        self.open: Group = []
+        self.groups: list[Group] = []
+        self.has_waited = False
+        # Groups on their way at once, before the wait.
+        self.most_early = 0
+
+    def gl(self) -> SimpleNamespace:
+        def layout(*fields: Any) -> tuple[Any, ...]:
+            return fields
+
+        def as_tensor(value: Any) -> torch.Tensor:
+            return torch.as_tensor(value)
+
+        names = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DotOperandLayout")
+        return SimpleNamespace(
+            **dict.fromkeys((*names, "NVMMADistributedLayout"), layout),
+            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "int8")},
+            constexpr=None,
+            static_range=range,
+            num_warps=lambda: self.warps,
+            # Tensors in the kernel, which have `to`.
+            program_id=lambda axis: torch.tensor(self.program[axis]),
+            arange=lambda first, last, _: torch.arange(first, last),
+            minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
+            zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
+            exp=torch.exp,
+            reshape=torch.reshape,
+            permute=torch.permute,
+            split=lambda pairs: pairs.unbind(-1),
+            convert_layout=lambda value, _: value,
+            allocate_shared_memory=lambda dtype, shape, _: Shared(
+                torch.full(shape, float("nan"), dtype=dtype)
+            ),
+            store=self.store,
+        )
+
+    def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+        assert self.has_waited, "nothing may be stored before the wait"
+        offset, value, mask = torch.broadcast_tensors(at.offset, value, mask)
+        flat = offset[mask]
+        assert len(flat.unique()) == len(flat)
+        at.values[flat] = value[mask]
+
+    def async_load(self, shared: Shared, at: Pointer, mask: torch.Tensor | None = None) -> None:
+        if mask is None:
+            values = at.values[at.offset]
+        else:
+            offset, mask = torch.broadcast_tensors(at.offset, mask)
+            values = torch.where(mask, at.values[torch.where(mask, offset, 0)], 0)
+        assert list(values.shape) == shared.shape
+        self.open.append((shared.values, values))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+        if not self.has_waited:
+            self.most_early = max(self.most_early, len(self.groups))
+
+    def wait_group(self, count: int) -> None:
+        assert count >= 0
+        while len(self.groups) > count:
+            for memory, values in self.groups.pop(0):
+                memory.copy_(values)
+
+    def wait(self) -> None:
+        self.has_waited = True
+
+
+def run(kernel: Any, grid: tuple[int, int], num_warps: int, **given: Any) -> list[Program]:
+    """Every program of a kernel, in turn; tensors are given as they lie in memory, at their own offset."""
+    programs = []
+    module = inspect.getmodule(kernel.fn)
+    for second in range(grid[1]):
+        for first in range(grid[0]):
+            program = Program((first, second), num_warps)
+            own: dict[str, Any] = dict(vars(module))
+            for name, value in vars(module).items():
+                function = getattr(value, "fn", None)
+                if isinstance(function, FunctionType):
+                    own[name] = FunctionType(function.__code__, own, name, function.__defaults__)
+            copies = SimpleNamespace(commit_group=program.commit_group, wait_group=program.wait_group)
+            own |= {"gl": program.gl(), "async_copy": copies, "async_load": program.async_load}
+            own |= {"gdc_wait": program.wait, "gdc_launch_dependents": lambda: None, "mma_v2": multiply_add}
+            entry = FunctionType(kernel.fn.__code__, own, kernel.fn.__name__)
+            entry(**{name: as_pointer(value) for name, value in given.items()})
+            programs.append(program)
+    return programs
+
+
+def as_pointer(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return Pointer(flat, value.storage_offset())
+
+
+def multiply_add(
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, input_precision: str
+) -> torch.Tensor:
+    return total + left.float() @ right.float()
