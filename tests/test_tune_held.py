@@ -86,10 +86,10 @@ def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.Monk
     tuner = make_tuner(tool, monkeypatch, {})
     make = torch.randn
     monkeypatch.setattr(tool.torch, "randn", lambda *size, device: make(*size))
-    monkeypatch.setattr(tool, "product", lambda x, weight, kind, held: x + float(held))
+    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, held: x + float(held))
     with pytest.raises(RuntimeError, match=r"1024x2048 parts4: tile \[.*\] has other bits at 1 rows"):
         tuner.tune("1024x2048 parts4", 1e18)
-    monkeypatch.setattr(tool, "product", lambda x, weight, kind, held: x)
+    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, held: x)
     tuner.tune("1024x2048 parts4", 1e18)
 
 

@@ -256,13 +256,18 @@ def tall_product(
     held: bool = False,
 ) -> None:
     """As a name in the table of tiles has it; whole: N and K of the weight, where it is a piece."""
-    x, weight = tensor(device, rows, k, dtype=BF16), tensor(device, n, k, dtype=BF16)
+    multiply(tensor(device, rows, k, dtype=BF16), tensor(device, n, k, dtype=BF16), kind, whole, held)
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, whole: tuple[int, int] = (0, 0), held: bool = False
+) -> torch.Tensor:
+    """The operator of a name's kind, of plain weights."""
     if kind == "gated":
-        linear_silu_mul(x, weight, None, *whole, held)
-    elif kind.startswith("parts"):
-        linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole, held=held)
-    else:
-        linear(x, weight, None, kind == "logits", False, *whole, held)
+        return linear_silu_mul(x, weight, None, *whole, held)
+    if kind.startswith("parts"):
+        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole, held=held)
+    return linear(x, weight, None, kind == "logits", False, *whole, held)
 
 
 def capability_of(dtype: torch.dtype) -> int:

@@ -24,14 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from launch_cases import multiply
 from tune_linear import STACK_LAYERS, Stack
 
 from compiled_mtp.models.layers import Linear, settle_held
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.held_config import HELD_TABLE, LEAST_PIECE, HeldTile, read_held_table
 
-BLOCKS, PIECES, IN_FLIGHT = (16, 32, 64), (64, 128, 256), (1, 2, 3)
+BLOCKS, PIECES, IN_FLIGHT = (16, 32, 64), (LEAST_PIECE, 128, 256), (1, 2, 3)
 # Beside the weights: the rows' tiles, of 16 rows each.
 ROWS = 16
 LEAST_GAIN_US = 1.0
@@ -44,7 +44,7 @@ def tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Ite
         size = 2 * (k // split) * (block_n + ROWS)
         places = shared_bytes // size * processors
         programs = -(-n // block_n) * split
-        if processors * 3 // 4 <= programs <= places and piece >= LEAST_PIECE:
+        if processors * 3 // 4 <= programs <= places:
             yield HeldTile(block_n, piece, in_flight)
 
 
@@ -80,7 +80,7 @@ class Tuner:
         weight = (torch.randn(n, k, device="cuda") / 32).bfloat16()
         for rows in (1, 4, 8, 9, 16):
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            got, wanted = (product(x, weight, kind, held) for held in (True, False))
+            got, wanted = (multiply(x, weight, kind, held=held) for held in (True, False))
             if not torch.equal(got, wanted):
                 raise RuntimeError(f"{name}: tile {self.table[name]} has other bits at {rows} rows")
 
@@ -108,15 +108,6 @@ class Tuner:
         else:
             self.table[name] = chosen
         return f"{name:20} stack {first:.1f} -> {best:.1f} us of {tried} tiles: {chosen}"
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, kind: str, held: bool) -> torch.Tensor:
-    """The operator of a name's kind."""
-    if kind == "gated":
-        return linear_silu_mul(x, weight, held=held)
-    if kind.startswith("parts"):
-        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), held=held)
-    return linear(x, weight, held=held)
 
 
 def write_table(table: dict[str, list[int]], path: Path) -> None:

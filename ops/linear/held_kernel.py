@@ -75,7 +75,7 @@ def add_chains(sums, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def even_rows(tile, BN: gl.constexpr, BM: gl.constexpr):
+def by_turns(tile, BN: gl.constexpr, BM: gl.constexpr):
     """Rows 0, 2, ... and 1, 3, ... of [BN, BM], each [BN / 2, BM]."""
     return gl.split(gl.permute(gl.reshape(tile, [BN // 2, 2, BM]), [0, 2, 1]))
 
@@ -100,10 +100,10 @@ def store_sums(total, out, tile, rows, n, GATED: gl.constexpr):
     at = row[None, :] * width + column[:, None]
     is_inside = (row < rows)[None, :] & (column < width)[:, None]
     if GATED:
-        gate, up = even_rows(total.to(dtype).to(gl.float32), BN, BM)
+        gate, up = by_turns(total.to(dtype).to(gl.float32), BN, BM)
         total = gate / (1.0 + gl.exp(-gate)) * up
-        at, _ = even_rows(at, BN, BM)
-        is_inside, _ = even_rows(is_inside.to(gl.int8), BN, BM)
+        at, _ = by_turns(at, BN, BM)
+        is_inside, _ = by_turns(is_inside.to(gl.int8), BN, BM)
         is_inside = is_inside != 0
     gl.store(out + at, total.to(dtype), mask=is_inside)
 
@@ -112,12 +112,11 @@ def store_sums(total, out, tile, rows, n, GATED: gl.constexpr):
 def held_kernel(
     x, weight, out, rows, n, x_stride, weight_stride,
     LENGTH: gl.constexpr, CHAINS: gl.constexpr, FIRSTS: gl.constexpr, PIECES: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, IN_FLIGHT: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, IN_FLIGHT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Weights on the left: tiles of BN weight rows, 16 a warp, and BM rows; parts of CHAINS times LENGTH
     columns, each chain in PIECES that begin at its columns FIRSTS."""
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     COUNT: gl.constexpr = len(PIECES)
@@ -135,8 +134,7 @@ def held_kernel(
         async_copy.commit_group()
         if index >= IN_FLIGHT:
             async_copy.wait_group(IN_FLIGHT)
-    if PDL:
-        gdc_wait()
+    gdc_wait()
     for index in gl.static_range(CHAINS * COUNT):
         column = first_k + index // COUNT * LENGTH + FIRSTS[index % COUNT]
         copy_rows(inputs[index], x + column, rows, x_stride)
@@ -188,7 +186,6 @@ def launch_held(
         BN=tile.block_n,
         IN_FLIGHT=tile.in_flight,
         GATED=gated,
-        PDL=True,
         num_warps=tile.block_n // 16,
         launch_pdl=True,
         **OPTIONS,

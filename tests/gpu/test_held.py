@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from compiled_mtp.models.layers import Linear, RMSNorm
-from compiled_mtp.ops.linear import held_config, kernel, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import held_config, kernel
 from compiled_mtp.ops.linear.held_config import read_held_table
 from compiled_mtp.ops.linear.held_kernel import launch_held
 from tests.checkpoints import write_checkpoint
@@ -31,17 +32,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return tiles
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, kind: str, held: bool) -> torch.Tensor:
-    if kind == "gated":
-        return linear_silu_mul(x, weight, held=held)
-    if kind.startswith("parts"):
-        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), held=held)
-    return linear(x, weight, held=held)
-
-
 @pytest.mark.parametrize("name", read_held_table())
-def test_held_products_have_the_bits_of_the_others(name: str, launched: list[Any]) -> None:
+def test_held_products_have_the_bits_of_the_others(
+    name: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 1 to 16 rows, which lie between others; what is behind the last row is NaN."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    multiply = importlib.import_module("launch_cases").multiply
     size, kind = name.split()
     n, k = map(int, size.split("x"))
     weight = (torch.randn(n, k, device="cuda") / 32).bfloat16()
@@ -50,14 +47,14 @@ def test_held_products_have_the_bits_of_the_others(name: str, launched: list[Any
         x = wide[:rows, :k]
         x.copy_(torch.randn(rows, k))
         before = len(launched)
-        wanted = product(x, weight, kind, False)
+        wanted = multiply(x, weight, kind)
         assert len(launched) == before
-        got = product(x, weight, kind, True)
+        got = multiply(x, weight, kind, held=True)
         assert len(launched) == before + 1
         assert torch.equal(got, wanted)
         # As a part of more rows, which no program holds.
         many = torch.cat((x, torch.randn(20, k, device="cuda").bfloat16()))
-        assert torch.equal(product(many, weight, kind, True)[..., :rows, :], wanted)
+        assert torch.equal(multiply(many, weight, kind, held=True)[..., :rows, :], wanted)
     assert len(launched) == before + 1
 
 
