@@ -1,4 +1,4 @@
-"""A float32 product on a CPU whose rows keep their bits, whatever the number of rows."""
+"""Products on a CPU whose rows keep their bits, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ ROW_UNIT = 4
 # A `bmm` of fewer multiplications goes another way there, with other bits (torch 2.13).
 _LEAST_MULTIPLICATIONS = 400
 WEIGHT_ROWS_PER_CAST = 8192
+# Measured on inputs whose every sum is rounding alone (torch 2.13 and 2.15, AVX-512 with bfloat16): ATen's
+# bfloat16 product gives a row the same bits among 2 and more rows, and a column beside any others, of weights
+# of at least so many rows and columns; not alone, and not with smaller weights.
+_LEAST_ROWS = 2
+_LEAST_SIDE = 64
+
+
+def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] @ weight [N, K].T, all bfloat16, rounded once."""
+    rows, (n, k) = x.shape[0], weight.shape
+    if n < _LEAST_SIDE or k < _LEAST_SIDE:
+        missing = max(_LEAST_SIDE - k, 0)
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing, 0, max(_LEAST_SIDE - n, 0)))
+    y = F.linear(x.expand(_LEAST_ROWS, -1) if rows == 1 else x, weight)
+    return y if y.shape == (rows, n) else y[:rows, :n].contiguous()
 
 
 def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:

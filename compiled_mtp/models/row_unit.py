@@ -18,6 +18,8 @@ from compiled_mtp.ops.shares import cpu_share_count, share_count
 CANDIDATES = (1, 2, 4, 8)
 # Every engine compares with the same row count, so two engines that pass agree with each other too.
 _CANONICAL_ROWS = 64
+# Of a matrix that stands for a model's own: a copy of its output projection may not fit.
+_MOST_WEIGHT_ROWS = 8192
 
 
 def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -47,7 +49,8 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     another route to a bfloat16 result than to a float32 one. BLAS libraries choose their loops by shape, and
     no documentation of theirs says for which row counts the order of a row's sum stays the same: hence a
     measurement at load.
-    FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows.
+    FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows. Rounding to
+    bfloat16 hides nearly every change of order, so that route is tried on `cancelling` numbers.
     """
     shapes = {(weight.shape, weight.dtype, find_packed(weight) is None): weight for weight in weights}
     generator = torch.Generator().manual_seed(0)
@@ -58,19 +61,39 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
         is_fp8 = weight.dtype == FP8.storage
         scale = torch.ones(FP8.scale_shape(tuple(weight.shape)), dtype=torch.float32) if is_fp8 else None
         x = torch.randn(size, weight.shape[1], generator=generator, dtype=torch.float32)
-        x = x if is_fp8 else x.to(weight.dtype)
+        tries = {True: (x if is_fp8 else x.to(weight.dtype), weight)}
+        if weight.dtype == torch.bfloat16:
+            tries[False] = cancelling(
+                size, min(weight.shape[0], _MOST_WEIGHT_ROWS), weight.shape[1], generator
+            )
         counts = sorted({count for count in range(1, largest + 1) if count <= 16 or count in row_counts})
-        kinds = (True, False) if weight.dtype == torch.bfloat16 else (True,)
-        expected = {kind: linear(x[:_CANONICAL_ROWS], weight, scale, kind, False) for kind in kinds}
-        for count, kind in product(counts, kinds):
+        expected = {
+            out_float32: linear(rows[:_CANONICAL_ROWS], matrix, scale, out_float32, False)
+            for out_float32, (rows, matrix) in tries.items()
+        }
+        for count, (out_float32, (rows, matrix)) in product(counts, tries.items()):
             if count % CANDIDATES[unit_index]:
                 continue
             common = min(count, _CANONICAL_ROWS)
-            y = linear(x[:count], weight, scale, kind, False)
-            if torch.equal(y[:common], expected[kind][:common]):
+            y = linear(rows[:count], matrix, scale, out_float32, False)
+            if torch.equal(y[:common], expected[out_float32][:common]):
                 continue
             while count % CANDIDATES[unit_index] == 0:
                 unit_index += 1
                 if unit_index == len(CANDIDATES):
                     return None
     return CANDIDATES[unit_index]
+
+
+def cancelling(rows: int, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [rows, k] and a matrix [n, k], bfloat16, each of whose products is zero but for what rounding
+    leaves of it: sums in another order then differ, also when they are rounded to bfloat16.
+    """
+    order = torch.randperm(k, generator=generator)
+    # Of many sizes, so that few are enough for sums to be rounded.
+    sizes = torch.randint(0, 16, (k // 2,), generator=generator).exp2()
+    half, last = torch.randn(rows, k // 2, generator=generator) * sizes, torch.zeros(rows, k % 2)
+    x = torch.cat((half, half, last), dim=1)[:, order]
+    half, last = torch.randn(n, k // 2, generator=generator), torch.zeros(n, k % 2)
+    matrix = torch.cat((half, -half, last), dim=1)[:, order]
+    return x.bfloat16(), matrix.bfloat16()

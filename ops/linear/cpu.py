@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.cpu_product import product, product_in_shares
+from compiled_mtp.ops.cpu_product import bfloat16_product, product, product_in_shares
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.shares import cpu_share_count
 
@@ -22,7 +21,7 @@ def linear(
     held: bool = False,
 ) -> Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
-        return F.linear(x, weight)
+        return bfloat16_product(x, weight)
     y = product(x, weight, weight_scale)
     return y if out_float32 or x.dtype == torch.float32 else y.to(x.dtype)
 

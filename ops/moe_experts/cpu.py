@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from compiled_mtp.ops.cpu_product import bfloat16_product
 from compiled_mtp.ops.fp8 import dequantize, quantize, quantized_values
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.shares import add_tree, cpu_share_count
@@ -40,16 +41,23 @@ def _rows_by_expert(
         yield expert, chosen, inputs
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in their dtype, as float32."""
+    if x.dtype == torch.bfloat16:
+        return bfloat16_product(x, weight).float()
+    return F.linear(x, weight)
+
+
 def _hidden_of(inputs: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of one expert, float32."""
-    gate, up = F.linear(inputs, gate_up).to(torch.float32).chunk(2, dim=1)
+    gate, up = _product(inputs, gate_up).chunk(2, dim=1)
     return silu(gate) * up
 
 
 def _shares_of(hidden: torch.Tensor, down: torch.Tensor, shares: int) -> torch.Tensor:
     """[shares or 1, M, N] float32: one expert's second product, in so many shares of the hidden columns."""
     if not shares:
-        return F.linear(hidden, down).to(torch.float32)[None]
+        return _product(hidden, down)[None]
     columns = down.float().unflatten(1, (shares, -1)).permute(1, 2, 0)
     return torch.bmm(hidden.float().unflatten(1, (shares, -1)).transpose(0, 1), columns)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.models.row_unit import cancelling
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
@@ -188,6 +189,20 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, out_float32: bool,
     x, weight = torch.randn(257, k).to(dtype), torch.randn(n, k).to(dtype)
     sizes = [*range(1, 34), 63, 64, 65, 127, 128, 200]
     check_row_invariance(lambda m: linear(x[:m], weight, None, out_float32), sizes, 257)
+
+
+@pytest.mark.parametrize(
+    "n, k", [(1, 80), (6, 16), (17, 5120), (96, 64), (333, 1000), (768, 48), (1024, 2048)]
+)
+def test_bfloat16_sums_have_one_order(n: int, k: int) -> None:
+    """On numbers whose sums are rounding alone, which a result in bfloat16 does not hide."""
+    x, weight = cancelling(257, n, k, torch.Generator().manual_seed(n))
+    assert (linear(x, weight) != 0).float().mean() > 0.1
+    check_row_invariance(lambda m: linear(x[:m], weight), [*range(1, 41), 63, 64, 65, 128, 200], 257)
+    for m in (1, 2, 5, 64):
+        whole = linear(x[:m], weight)
+        for first, end in ((0, -(-n // 2)), (n // 3, n)):
+            assert torch.equal(linear(x[:m], weight[first:end]), whole[:, first:end])
 
 
 def test_rows_do_not_depend_on_each_other_fp8() -> None:
