@@ -29,10 +29,10 @@ MOST_ERROR_CHARACTERS = 4000
 
 
 def say(text: str) -> None:
-    """Print to standard error; that nobody reads it any more ends nothing."""
+    """Print to standard error; that nobody reads it any more, or that its disk is full, ends nothing."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         discard(sys.stderr)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import threading
 
 import pytest
 
-from compiled_mtp.cli.console import Interrupts, Progress, run_command
+from compiled_mtp.cli.console import Interrupts, Progress, run_command, say
 from tests.cli.fakes import Terminal
 
 
@@ -73,3 +74,15 @@ def test_commands_run_in_any_thread() -> None:
     thread.start()
     thread.join()
     assert codes == [5]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_under_standard_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(interrupts: Interrupts) -> int:
+        say("weights: done")
+        say("tokens: 3")
+        return 0
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert run_command(command) == 0
