@@ -7,6 +7,7 @@ everything else goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -65,6 +66,9 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
     stdout = check_stdout()
     if sys.stdin is None:
         raise ValueError("standard input must be open for a chat, got a closed one; use compiled-mtp run")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # In every locale: a message that is no UTF-8 is refused by name, and the others go on.
+        sys.stdin.reconfigure(errors="surrogateescape")
     with leaving():
         from compiled_mtp.checkpoint import open_front
 

@@ -205,6 +205,14 @@ def test_a_message_without_room_is_said_and_dropped(
     assert [one["content"] for one in talker.asked[1][0]] == ["first", "a", "third"]
 
 
+def test_a_line_that_is_no_utf_8_is_one_message(talker: Talker, monkeypatch: pytest.MonkeyPatch) -> None:
+    talker.script = ["a", "b", "c"]
+    stdin = io.TextIOWrapper(io.BytesIO(b"first\n\xff\nthird\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert chat.main([]) == 0
+    assert [messages[-1]["content"] for messages, _ in talker.asked] == ["first", "\udcff", "third"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
