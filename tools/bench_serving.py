@@ -127,7 +127,8 @@ async def run_load(
     """
     start = time.perf_counter()
     if rate is not None:
-        rng, tasks = random.Random(seed), []
+        rng = random.Random(seed)
+        tasks: list[asyncio.Task[Sample]] = []
         for body in bodies:
             # Nobody comes after the last one: that time is no part of the load.
             await asyncio.sleep(rng.expovariate(rate) if tasks else 0)
