@@ -162,7 +162,8 @@ class EngineConfig(BaseSettings):
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default="auto",
-        description="tokens drafted a step, 0 to 7; 0 is plain decode, auto follows the text with mtp_depths",
+        description="tokens drafted a step, 0 to 7; 0 is plain decode; default: auto, which follows the text "
+        "with mtp_depths",
     )
     mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=(0, 1, 2, 3, 5),
