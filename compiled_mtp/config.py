@@ -81,7 +81,7 @@ def _count_or_file(value: Any) -> Any:
     if value is None or isinstance(value, Path):
         return value
     if isinstance(value, str) and not value.lstrip("+-").isdigit():
-        return Path(value).expanduser()
+        return Path(value)
     try:
         return _COUNT.validate_python(value)
     except ValidationError as error:
@@ -162,7 +162,8 @@ class EngineConfig(BaseSettings):
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default="auto",
-        description="tokens drafted a step, 0 to 7; 0 is plain decode, auto follows the text with mtp_depths",
+        description="tokens drafted a step, 0 to 7; 0 is plain decode; default: auto, which follows the text "
+        "with mtp_depths",
     )
     mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=(0, 1, 2, 3, 5),
@@ -320,13 +321,14 @@ class EngineConfig(BaseSettings):
         # A path drops the "./" that says that it is no repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model")
+    @field_validator("model", "graph_cache", "draft_vocab")
     @classmethod
-    def _expand_home(cls, value: Path) -> Path:
+    def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:
-            return value.expanduser()
+            # A shell leaves the ~ of --flag=~/file.
+            return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:
-            raise fail("model", "be a path", value, f"{error}; write it out") from None
+            raise fail(str(info.field_name), "be a path", value, f"{error}; write it out") from None
 
     @field_validator("tensor_parallel")
     @classmethod

@@ -83,6 +83,26 @@ def test_ways_take_turns_on_the_same_texts(
     assert all(row["tokens_per_s"].keys() == {"auto", "1"} for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--max-tokens=23", "--max-tokens must be at least 24, those of a turn, got 23"),
+        ("--texts=code,verse", "--texts must be of code, prose, random ids, got verse"),
+        ("--accept=2.6,many", "--accept must hold mean tokens a round, or change, got 'many'"),
+        ("--accept=5", "accept must be from 1 to 4 tokens a round, got 5.0"),
+        ("--shape=5b", "invalid choice: '5b'"),
+    ],
+)
+def test_what_would_be_met_late_is_refused_at_once(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, message: str
+) -> None:
+    monkeypatch.setattr(tool, "run", None)
+    monkeypatch.setattr(sys, "argv", ["bench_depth", flag])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert message in capsys.readouterr().err
+
+
 def test_a_ratio_counts_every_turn(tool: Any) -> None:
     turns = tool.Turns([24] * 20, {"auto": [1.0] * 18 + [3.0] * 2, "3": [1.0] * 20})
     found = turns.ratio("3")

@@ -7,7 +7,8 @@ import json
 import jsonschema
 import pytest
 
-from tools.bench_guided import RECORDS, SCHEMA, main, make_prompt
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from tools.bench_guided import RECORDS, SCHEMA, check, main, make_prompt
 
 
 def test_prompts_hold_records_of_the_schema() -> None:
@@ -31,3 +32,14 @@ def test_the_line_says_what_a_grammar_costs(capsys: pytest.CaptureFixture[str]) 
         )
         assert 1 < one["mean_new_tokens"]["guided"] <= 4
         assert one["tokens"] > 2 * 20
+
+
+def test_nothing_is_printed_without_prompts_or_of_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prompts", "0"])
+    assert "--prompts must be at least 1, got 0" in capsys.readouterr().err
+    output = RequestOutput("x", [1], '{"name": "a"}', RequestMetrics(RequestHistory(1, 1), 0, 1, 0.1), "stop")
+    for wrong in (output, output._replace(finish_reason="error", error="not finite")):
+        with pytest.raises(AssertionError, match=r"the grammar let through|not finite"):
+            check([wrong])
+    check([output._replace(finish_reason="length")])

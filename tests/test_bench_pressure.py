@@ -76,3 +76,9 @@ def test_nothing_is_printed_where_a_request_ends_too_early(
     with pytest.raises(SystemExit, match="ended after 20 tokens: length"):
         tool.main([model, *FLAGS, "--max-tokens=20", "--new-tokens=30"])
     assert not capsys.readouterr().out
+
+
+def test_a_run_of_no_tokens_is_refused(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main([*FLAGS, "--new-tokens=0"])
+    assert "--new-tokens must be at least 1, got 0; of none there is no speed" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+import bench_prompts
 from bench_prompts import main
 
 
@@ -20,3 +21,19 @@ def test_it_measures_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert (line["shared"]["launches"], line["one_each"]["launches"]) == (1, 3)
     assert 0 < line["shared"]["mean_first_token_s"] <= line["shared"]["last_first_token_s"]
     assert line["times_sooner"] > 0
+
+
+def test_nothing_is_printed_for_tokens_that_depend_on_their_company(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways: list[int] = []
+
+    def run(engine: object, prompts: object, most: int) -> bench_prompts.Timed:
+        ways.append(most)
+        return bench_prompts.Timed([7, 8 if most > 1 else 9], [0.1, 0.2], 1)
+
+    monkeypatch.setattr(bench_prompts, "run", run)
+    with pytest.raises(SystemExit, match="first tokens depend on who shares a launch, at turn 0"):
+        main(["--device=cpu", "--compile=off", "--max-batch=4", "--prompts=2"])
+    assert len(ways) == 2
+    assert capsys.readouterr().out == ""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -57,3 +58,17 @@ def test_every_turn_computes_the_whole_prompt(
         assert len(engine.tokenizer.encode(PROMPT)) > engine.config.resume_step
         assert stats.cached_tokens == 0
         assert stats.prompt_tokens == (1 + REPEATS) * len(engine.tokenizer.encode(PROMPT))
+
+
+def test_a_clear_choice_that_differs_is_no_speed() -> None:
+    """Positions 0 and 1 of the output choose id 2 clearly, position 2 all but ties between 0 and 1."""
+    logits = torch.tensor([[[9.0, 0, 0], [0, 0, 5], [0, 0, 5], [1, 1.0001, 0], [0, 0, 0]]])
+
+    def model(ids: torch.Tensor) -> SimpleNamespace:
+        assert ids.shape == (1, 5)
+        return SimpleNamespace(logits=logits)
+
+    bench_transformers.check_same(model, [4, 4], [2, 2, 0])
+    bench_transformers.check_same(model, [4, 4], [2, 2, 1])
+    with pytest.raises(AssertionError, match="token 1 differs from transformers"):
+        bench_transformers.check_same(model, [4, 4], [2, 0, 1])

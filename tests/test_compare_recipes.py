@@ -41,3 +41,14 @@ def test_errors_loss_and_agreement(
     with pytest.raises(SystemExit):
         compare_recipes.main()
     assert "text must give 250 windows, got 0; give more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "least"), [("--tokens", compare_recipes.PIECE), ("--windows", 1)])
+def test_sizes_of_nothing_are_refused_before_the_engines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, least: int
+) -> None:
+    monkeypatch.setattr(compare_recipes, "start", None)
+    monkeypatch.setattr(sys, "argv", ["compare_recipes", "a", "b", flag, str(least - 1)])
+    with pytest.raises(SystemExit):
+        compare_recipes.main()
+    assert f"{flag} must be at least {least}, got {least - 1}" in capsys.readouterr().err

@@ -556,3 +556,11 @@ def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
         with pytest.raises(ValueError, match=r"^max_batch must") as error:
             EngineConfig(max_batch=value)
         assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["model", "graph_cache", "draft_vocab"])
+def test_a_home_is_written_out_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert getattr(EngineConfig(**{name: "~/file"}), name) == Path("/home/somebody/file")
+    with pytest.raises(ValueError, match=f"{name} must be a path, got ~nobody-of-this-name/file; "):
+        EngineConfig(**{name: "~nobody-of-this-name/file"})

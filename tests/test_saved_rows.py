@@ -61,6 +61,13 @@ def test_a_table_of_ours_is_a_file_of_rows(tool: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text(f"27b: read bandwidth 4.6 TB/s\nS=3 replay B=8\n{json.dumps(ROW)}\n")
     assert tool.read_rows(path) == [ROW]
+    # As editors write it; a row that is passed over would stand beside nothing, without a word.
+    noted = json.dumps(ROW | {"note": "a\u2028b"}, ensure_ascii=False)
+    path.write_text(f"\ufeff{json.dumps(ROW)}\n  {noted}\n")
+    assert len(tool.read_rows(path)) == 2
+    path.write_text("27b: read bandwidth 4.6 TB/s\n")
+    with pytest.raises(ValueError, match="must hold a row, got none"):
+        tool.read_rows(path)
 
 
 @pytest.mark.parametrize("layers, beside", [(None, {"vLLM 0.26.0": [20.0]}), (4, {})])

@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_step import fill_random, model_config, rate_for
+from bench_step import LAYERS, fill_random, model_config, rate_for
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.compile import compile_program, compiler_settings
@@ -55,6 +55,7 @@ from compiled_mtp.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
+TEXTS = ("code", "prose", "random ids")
 CHANGE_ROUNDS, CHANGE_ACCEPTS, NUM_CHANGES = 200, (3.3, 1.1), 3
 PROMPT_TOKENS, CHECKED_TOKENS, WARM_UP_ROUNDS = 48, 40, 64
 # Of texts, the tokens of a request in a turn.
@@ -261,11 +262,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
-    parser.add_argument("--shape", help="random weights of a released shape: 0.8b, 4b, 9b, 27b, 35b-a3b")
+    parser.add_argument("--shape", choices=sorted(LAYERS), help="random weights of a released shape")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--graph-mode", default="replay", help="on a GPU: replay or uncompiled")
-    parser.add_argument("--texts", default="code,prose,random ids", help="which, by commas")
+    parser.add_argument("--texts", default=",".join(TEXTS), help="which, by commas")
     parser.add_argument(
         "--first-text",
         type=int,
@@ -286,6 +287,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run, its start included")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     arguments = parser.parse_args()
+    if problem := find_problem(arguments):
+        parser.error(problem)
     rows = run(arguments)
     if arguments.plot is not None:
         plot(rows, arguments.plot)
@@ -318,6 +321,24 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(turns.row(case) | found | what_auto_chose(bench))
         print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def find_problem(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with flags that the engine does not check; it would be met late, or be no line."""
+    accepts = [one for one in arguments.accept.split(",") if one]
+    for accept in accepts:
+        try:
+            if accept != "change":
+                rate_for(float(accept), 3)
+        except ValueError as error:
+            return f"--accept must hold mean tokens a round, or change, got {accept!r}: {error}"
+    if accepts:
+        return None
+    if wrong := [name for name in arguments.texts.split(",") if name not in TEXTS]:
+        return f"--texts must be of {', '.join(TEXTS)}, got {', '.join(wrong)}; correct it"
+    if arguments.max_tokens < TURN_TOKENS:
+        return f"--max-tokens must be at least {TURN_TOKENS}, those of a turn, got {arguments.max_tokens}"
+    return None
 
 
 def make_bench(mtp_step: int | str, arguments: argparse.Namespace) -> Bench:

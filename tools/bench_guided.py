@@ -4,7 +4,8 @@
 
 Each prompt holds some records of one schema; with the grammar one more is decoded, and without it as many
 tokens. The draft is not masked, so a grammar costs acceptance where it forbids what the model would write.
-Ends in one JSON line; `ratio` is the acceptance rate with the grammar over that without.
+Ends in one JSON line; `ratio` is the acceptance rate with the grammar over that without. Nothing is printed
+where a request failed, or where what a grammar has ended is no record.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ def count(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
     return total
 
 
+def check(guided: Sequence[RequestOutput]) -> None:
+    """Raise AssertionError unless each request went on to its end, a record if the grammar ended it."""
+    for output in guided:
+        assert output.finish_reason != "error", output.error
+        if output.finish_reason == "stop":
+            record = json.loads(output.new_text)
+            assert list(record) == SCHEMA["required"], f"the grammar let through {output.new_text}"
+
+
 def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: int) -> dict[str, Any]:
     """Acceptance with the grammar and without, and how many requests it left as they were."""
     prompts = [make_prompt(number) for number in range(num_prompts)]
@@ -71,6 +81,7 @@ def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: in
             for number in range(num_prompts)
         ],
     )
+    check(guided)
     plain = engine.generate(
         prompts,
         [
@@ -105,6 +116,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--mtp-step", type=int, default=3)
     arguments = parser.parse_args(argv)
+    if arguments.prompts < 1:
+        parser.error(
+            f"--prompts must be at least 1, got {arguments.prompts}; nothing can be measured of none"
+        )
     config = EngineConfig(
         model=arguments.model,
         device=arguments.device,

@@ -134,8 +134,10 @@ def main() -> None:
             if (one.token_ids, one.rounds) != (other.token_ids, other.rounds):
                 raise SystemExit(f"error: tokens or rounds depend on the cache at prompt {index}")
     plain = [*new, *without, *longer_without]
-    if any(one.cached_tokens for one in plain) or not all(one.cached_tokens for one in [*again, *longer]):
-        raise SystemExit("error: a new prompt was cached, or one that came again was not; raise num_blocks")
+    if any(one.cached_tokens for one in plain):
+        raise SystemExit("error: a prompt that was new, or without the cache, was found in it")
+    if not all(one.cached_tokens for one in [*again, *longer]):
+        raise SystemExit("error: a prompt that came again was not found in the cache; raise --prompt-tokens")
 
     def median(found: list[Timed], name: str) -> float:
         return statistics.median(getattr(one, name) for one in found)

@@ -104,7 +104,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cpu-time", action="store_true", help="count the process's time, on a CPU that others use too"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.new_tokens < 1:
+        parser.error(f"--new-tokens must be at least 1, got {options.new_tokens}; of none there is no speed")
+    return options
 
 
 def _blocks(options: argparse.Namespace, tokens: int, block_size: int) -> int:

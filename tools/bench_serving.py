@@ -84,6 +84,9 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     take(sample, json.loads(line.removeprefix("data: ")), time.perf_counter() - start)
+        if sample.error is None and not sample.prompt_tokens:
+            # Else it would count as done, with no tokens.
+            sample.error = "the stream ended without usage: it was cut off, or the server does not tell it"
     except httpx.HTTPError as error:
         sample.error = repr(error)
     return sample
@@ -124,10 +127,12 @@ async def run_load(
     """
     start = time.perf_counter()
     if rate is not None:
-        rng, tasks = random.Random(seed), []
+        rng = random.Random(seed)
+        tasks: list[asyncio.Task[Sample]] = []
         for body in bodies:
+            # Nobody comes after the last one: that time is no part of the load.
+            await asyncio.sleep(rng.expovariate(rate) if tasks else 0)
             tasks.append(asyncio.create_task(ask(client, body)))
-            await asyncio.sleep(rng.expovariate(rate))
         samples = list(await asyncio.gather(*tasks))
     else:
         room = asyncio.Semaphore(concurrency)
@@ -226,6 +231,11 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
 async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace) -> dict[str, Any]:
     """Ask every question of every server; return how many were answered, and which outputs differ."""
     questions = read_prompts(flags.exact_match)
+    if not all(str(question.get("answer", "")).strip() for question in questions):
+        # Every text begins with an empty one.
+        raise ValueError(
+            f"every question must have an answer, got one without in {flags.exact_match}; add it"
+        )
     flags.temperature = 0.0
     bodies = [make_body(question, index, flags) for index, question in enumerate(questions)]
     outputs = []
@@ -234,7 +244,7 @@ async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace)
         if (error := next((s.error for s in samples if s.error is not None), None)) is not None:
             raise ValueError(f"every question must be answered, got {error}; see the server's log")
         outputs.append([sample.text for sample in samples])
-    answers = [str(question.get("answer", "")).strip() for question in questions]
+    answers = [str(question["answer"]).strip() for question in questions]
     return {
         "questions": len(questions),
         "exact_match": [
@@ -245,6 +255,29 @@ async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace)
     }
 
 
+def count(text: str) -> int:
+    """A flag's integer from 1 on: with room for no request a run would never end."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
+    return int(text)
+
+
+def arrivals(text: str) -> float:
+    """A flag's number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
+
+
+def levels(text: str) -> list[int]:
+    """A flag's integers from 1 on, separated by commas."""
+    return [count(part) for part in text.split(",")]
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
@@ -252,11 +285,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompt file")
-    parser.add_argument("--num-requests", type=int, default=32)
+    parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, default=8, help="requests at a time")
-    load.add_argument("--rate", type=float, help="arrivals a second, at random times")
-    load.add_argument("--sweep", type=lambda text: [int(n) for n in text.split(",")], help="concurrencies")
+    load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
+    load.add_argument("--rate", type=arrivals, help="arrivals a second, at random times")
+    load.add_argument("--sweep", type=levels, help="concurrencies, separated by commas")
     parser.add_argument("--output", type=Path, help="JSON file of a sweep; the picture lies beside it")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -270,15 +303,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Open the connections, find the model, run."""
-    key = flags.api_key_file.read_text(encoding="utf-8").split()[0] if flags.api_key_file else "none"
+    keys = flags.api_key_file.read_text(encoding="utf-8").split() if flags.api_key_file else ["none"]
+    if not keys:
+        raise ValueError(f"api-key-file must hold a key, got {flags.api_key_file}, which is empty")
     urls = [flags.url, *([flags.against] if flags.against else [])]
     limits = httpx.Limits(max_connections=None)
-    headers = {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {keys[0]}"}
     clients = [httpx.AsyncClient(base_url=u, headers=headers, limits=limits, timeout=None) for u in urls]
     try:
         if flags.model is None:
-            listed = (await clients[0].get("/v1/models")).json()
-            flags.model = listed["data"][0]["id"]
+            answer = await clients[0].get("/v1/models")
+            if answer.status_code != 200 or not answer.json().get("data"):
+                got = f"{answer.status_code}: {answer.text[:300]}"
+                raise ValueError(f"{flags.url} must list a model, got {got}; --api-key-file, or --model")
+            flags.model = answer.json()["data"][0]["id"]
         work: Callable[[], Awaitable[dict[str, Any]]] = (
             (lambda: bench(clients[0], flags))
             if flags.exact_match is None
@@ -296,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.sweep is not None and flags.output is None:
         parser.error("--output must name a file with --sweep; add one")
+    if flags.against is not None and flags.exact_match is None:
+        parser.error("--against must come with --exact-match; a load is of one server")
     try:
         found = asyncio.run(run(flags))
     except (ValueError, OSError, KeyError, httpx.HTTPError) as error:

@@ -121,6 +121,10 @@ def main(argv: list[str] | None = None) -> None:
     for prompt in prompts:
         outputs = {name: way(prompt) for name, way in ways.items()}
         assert outputs["mtp_step 0"] == outputs[deepest], "tokens depend on mtp_step"
+        # Speeds are of so many: none may have ended before, as where the context is full.
+        made = {name: len(output) for name, output in outputs.items()}
+        is_whole = set(made.values()) == {arguments.max_tokens}
+        assert is_whole, f"every way must make --max-tokens tokens, got {made}; lower it"
         check_same(model, prompt, outputs["mtp_step 0"])
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     now = time.perf_counter if arguments.clock == "wall" else time.process_time

@@ -142,6 +142,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40, help="the most windows that the loss is taken of")
     parser.add_argument("--tokens", type=int, default=1000, help="greedy tokens to compare")
     arguments = parser.parse_args()
+    for name, least in (("tokens", PIECE), ("windows", 1)):
+        if (got := getattr(arguments, name)) < least:
+            parser.error(f"--{name} must be at least {least}, got {got}; raise it")
     plain = start(arguments.checkpoint, "auto", arguments)
     windows = read_windows(plain, arguments.text, arguments.window)
     prompts = [window[:PREFIX] for window in windows[: arguments.tokens // PIECE]]

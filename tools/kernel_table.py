@@ -137,7 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operators", nargs="*", default=operators_with_kernels())
+    operators = operators_with_kernels()
+    parser.add_argument("--operators", nargs="*", choices=operators, metavar="NAME", default=operators)
     parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
     parser.add_argument("--first", action="store_true", help="one configuration a kernel")
     parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")

@@ -58,15 +58,17 @@ def check_row(row: Any) -> Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, in its order; ValueError names the line that is not one."""
+    """The rows of a file, in its order; ValueError names the line that is not one, or a file without any."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.startswith("{"):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.lstrip().startswith("{"):
             continue
         try:
             rows.append(check_row(json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} must hold a row, got none; tools/saved_rows.py says how they are written")
     return rows
 
 

@@ -7,6 +7,7 @@ everything else goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # What it comes from waits for torch.
 
 _HELP = "/exit ends, /clear begins anew, Ctrl-C ends an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# What begins a sequence: ESC, and the controls of one character that some terminals take for ESC and another.
+_ESCAPES = dict.fromkeys((0x1B, *range(0x80, 0xA0)), "\N{SYMBOL FOR ESCAPE}")
 # Of requests that a conversation has no use for.
 _SKIPPED = ("n", "logprobs", "logprobs_mode", "prompt_logprobs", "include_drafts", "tools", "tool_choice")
 
@@ -65,6 +68,9 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
     stdout = check_stdout()
     if sys.stdin is None:
         raise ValueError("standard input must be open for a chat, got a closed one; use compiled-mtp run")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # In every locale: a message that is no UTF-8 is refused by name, and the others go on.
+        sys.stdin.reconfigure(errors="surrogateescape")
     with leaving():
         from compiled_mtp.checkpoint import open_front
 
@@ -212,7 +218,7 @@ class Reply:
     def _write(self, text: str, before: str) -> None:
         if self._is_terminal:
             # A model's escape sequences are text.
-            text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+            text = text.translate(_ESCAPES)
         else:
             before = before.replace(_DIM, "").replace(_PLAIN, "")
         write_text(self._stdout, before + text)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from compiled_mtp.cli.flags import EXIT_USAGE as EXIT_USAGE
@@ -29,10 +30,10 @@ MOST_ERROR_CHARACTERS = 4000
 
 
 def say(text: str) -> None:
-    """Print to standard error; that nobody reads it any more ends nothing."""
+    """Print to standard error; that nobody reads it any more, or that its disk is full, ends nothing."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         discard(sys.stderr)
 
 
@@ -72,7 +73,8 @@ def run_command(command: Callable[[Interrupts], int]) -> int:
             return interrupts.exit_code
         except BrokenPipeError:  # Whoever reads standard output has seen enough.
             return EXIT_FAILED
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SafetensorError) as error:
+            # The last is what writing weights to a full disk raises.
             say(f"error: {escape('; '.join(str(error).splitlines()), MOST_ERROR_CHARACTERS)}")
             return EXIT_USAGE
 

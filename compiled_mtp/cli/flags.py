@@ -36,7 +36,9 @@ def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = (
             continue
         described = (info.description or "").replace("%", "%%")
         if info.default not in (None, (), "auto") and "default:" not in described:
-            described += f" (default: {info.default})"
+            # As it would be written behind the flag.
+            default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
+            described += f" (default: {default})"
         # The models check the values: strings are all they need, but for containers.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described}
         kinds = {get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))}

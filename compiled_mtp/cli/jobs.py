@@ -20,6 +20,7 @@ from compiled_mtp.request import (
     derive_seed,
 )
 from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.sampling.sampling_params import is_unicode
 
 _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
@@ -169,6 +170,9 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     name = fields.pop("id", None)
     if name is not None and type(name) not in (str, int):
         raise ValueError(f"{where}: id must be a string or an integer, got {quote(name)}; change it")
+    if isinstance(name, str) and not is_unicode(name):
+        # It could not be written beside its result.
+        raise ValueError(f"{where}: id must be Unicode text, got {quote(name)}; leave lone surrogates out")
     try:
         return Job(where, prompt, SamplingParams(**(sampling | fields)), id=name)
     except ValueError as error:

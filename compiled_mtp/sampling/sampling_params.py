@@ -204,14 +204,14 @@ def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
             f"hold strings of at most {most} characters",
             "end them earlier",
         ),
-        ("stop", all(map(_is_unicode, one.stop)), "hold Unicode text", "leave lone surrogates out"),
+        ("stop", all(map(is_unicode, one.stop)), "hold Unicode text", "leave lone surrogates out"),
         (
             "cache_salt",
-            one.cache_salt is None or (len(one.cache_salt) <= MOST_SALT and _is_unicode(one.cache_salt)),
+            one.cache_salt is None or (len(one.cache_salt) <= MOST_SALT and is_unicode(one.cache_salt)),
             f"be Unicode text of at most {MOST_SALT} characters",
             "shorten it",
         ),
-        ("bad_words", all(map(_is_unicode, one.bad_words)), "hold Unicode text", "leave lone surrogates out"),
+        ("bad_words", all(map(is_unicode, one.bad_words)), "hold Unicode text", "leave lone surrogates out"),
         (
             "seed",
             one.seed is None or -(2**63) <= one.seed < 2**63,
@@ -221,7 +221,8 @@ def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
     )
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: JSON may hold halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:

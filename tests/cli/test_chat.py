@@ -115,18 +115,24 @@ def test_what_the_model_thinks_is_dimmed_or_plain_and_kept_apart(
     is_terminal: bool,
 ) -> None:
     talker.opening = "<think>\n" if is_open else ""
-    talker.script = [("" if is_open else "<think>\n") + "let me see\n</think>\n\nyes \x1b[31m", "no"]
+    talker.script = [("" if is_open else "<think>\n") + "let me see\n</think>\n\nyes \x1b[31m \x9b31m", "no"]
     terminal = Terminal()
     if is_terminal:
         monkeypatch.setattr("sys.stdout", terminal)
     assert talk(monkeypatch, "first", "second") == 0
     shown = terminal.getvalue() if is_terminal else capsys.readouterr().out
     if is_terminal:
-        assert shown.startswith("\x1b[2mlet me see\x1b[0m\n\nyes \N{SYMBOL FOR ESCAPE}[31m\n")
+        assert shown.startswith(
+            "\x1b[2mlet me see\x1b[0m\n\nyes \N{SYMBOL FOR ESCAPE}[31m \N{SYMBOL FOR ESCAPE}31m\n"
+        )
     else:
-        assert shown.startswith("let me see\n\nyes \x1b[31m\n")
+        assert shown.startswith("let me see\n\nyes \x1b[31m \x9b31m\n")
     reply = talker.asked[1][0][1]
-    assert reply == {"role": "assistant", "content": "yes \x1b[31m", "reasoning_content": "let me see"}
+    assert reply == {
+        "role": "assistant",
+        "content": "yes \x1b[31m \x9b31m",
+        "reasoning_content": "let me see",
+    }
 
 
 def test_tags_that_are_no_tokens_are_text(
@@ -203,6 +209,14 @@ def test_a_message_without_room_is_said_and_dropped(
     )
     assert "/exit ends, /clear begins anew" in printed.err
     assert [one["content"] for one in talker.asked[1][0]] == ["first", "a", "third"]
+
+
+def test_a_line_that_is_no_utf_8_is_one_message(talker: Talker, monkeypatch: pytest.MonkeyPatch) -> None:
+    talker.script = ["a", "b", "c"]
+    stdin = io.TextIOWrapper(io.BytesIO(b"first\n\xff\nthird\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert chat.main([]) == 0
+    assert [messages[-1]["content"] for messages, _ in talker.asked] == ["first", "\udcff", "third"]
 
 
 @pytest.mark.parametrize(

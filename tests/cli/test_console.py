@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import resource
 import signal
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from compiled_mtp.cli.console import Interrupts, Progress, run_command
+from compiled_mtp.cli.console import Interrupts, Progress, run_command, say
 from tests.cli.fakes import Terminal
 
 
@@ -73,3 +78,34 @@ def test_commands_run_in_any_thread() -> None:
     thread.start()
     thread.join()
     assert codes == [5]
+
+
+def test_weights_on_a_full_disk_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numpy")
+
+    def command(interrupts: Interrupts) -> int:
+        # The limit of a file's size is met as a disk's end is.
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        try:
+            save_file({"a": torch.zeros(4096)}, tmp_path / "a.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return 0
+
+    assert run_command(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "File too large" in line
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_under_standard_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(interrupts: Interrupts) -> int:
+        say("weights: done")
+        say("tokens: 3")
+        return 0
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert run_command(command) == 0

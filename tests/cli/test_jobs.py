@@ -57,6 +57,10 @@ def test_lines_written_on_windows_are_read(engine: type[FakeEngine], tmp_path: P
             "{file} line 1: id must be a string or an integer, got [1]",
         ),
         ('{"prompt": "a", "id": true}', "{file} line 1: id must be a string or an integer, got True"),
+        (
+            '{"prompt": "a"}\n{"prompt": "a", "id": "\\ud800"}',
+            "{file} line 2: id must be Unicode text, got '\\ud800'; leave lone surrogates out",
+        ),
         ('{"prompt": "a", "self": 1}', "{file} line 1: self must be a sampling parameter"),
         ('{"prompt": "a", "max_tokens": true}', "{file} line 1: max_tokens must "),
         ('{"prompt": ' + "[" * 99999, "{file} line 1 must be a JSON object, got an error: maximum recursion"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from compiled_mtp.tokenizer import Tokenizer
@@ -79,3 +81,54 @@ def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_pa
     flags = ("--url", server.url, "--against", server.url, "--exact-match", str(questions))
     code, found = output_of(capsys, *flags)
     assert (code, found) == (0, {"questions": 2, "exact_match": [1, 1], "different": []})
+    lines[1].pop("answer")
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    assert tool.main(list(flags)) == 2
+    assert "every question must have an answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--concurrency", "0"), "argument --concurrency: must be an integer from 1 on, got '0'"),
+        (("--sweep", "2,0", "--output", "x"), "argument --sweep: must be an integer from 1 on, got '0'"),
+        (("--rate", "-1"), "argument --rate: must be a number above 0, got '-1'"),
+        (("--num-requests", "0"), "argument --num-requests: must be an integer from 1 on, got '0'"),
+        (("--against", "http://x"), "--against must come with --exact-match"),
+    ],
+)
+def test_flags_of_a_run_that_would_not_end_or_measure(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(list(flags))
+    assert message in capsys.readouterr().err
+
+
+def answered(handle: Any) -> Any:
+    return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(handle))
+
+
+def test_a_stream_that_is_cut_off_is_a_failure() -> None:
+    chunk = {"choices": [{"text": "half of it"}]}
+    client = answered(lambda request: httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\n"))
+    sample = asyncio.run(tool.ask(client, {"prompt": "x"}))
+    assert sample.error.startswith("the stream ended without usage")
+
+
+def test_nobody_is_waited_for_behind_the_last_arrival() -> None:
+    client = answered(lambda request: httpx.Response(400))
+    load = tool.run_load(client, [{"prompt": "x"}], concurrency=1, rate=0.01, seed=0)
+    _, seconds = asyncio.run(asyncio.wait_for(load, timeout=5))
+    assert seconds < 5
+
+
+def test_a_server_that_lists_no_model_is_quoted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = {"error": {"message": "the key is wrong"}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(401, json=refusal))
+    make = httpx.AsyncClient
+    monkeypatch.setattr(tool.httpx, "AsyncClient", lambda **given: make(transport=transport, **given))
+    assert tool.main(["--url", "http://server"]) == 2
+    assert "must list a model, got 401" in capsys.readouterr().err
