@@ -133,8 +133,12 @@ class Printer:
         with self._bar.aside():
             # The file first: whoever reads standard output may be gone.
             if self._output is not None:
-                self._output.write(json.dumps(_to_line(job), ensure_ascii=False) + "\n")
-                self._output.flush()
+                try:
+                    self._output.write(json.dumps(_to_line(job), ensure_ascii=False) + "\n")
+                    self._output.flush()
+                except OSError as error:
+                    error.filename = self._path
+                    raise
             if self._is_single:
                 if self._stdout.isatty():
                     say("")
