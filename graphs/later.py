@@ -53,6 +53,9 @@ class LaterDepths:
 
     def take(self) -> int | None:
         """Adopt one loaded program between two steps; return the depth whose last one it was, if any."""
+        if self._is_closed:
+            # The thread may have looked whether it is before, and have come with one more after.
+            self._loaded.clear()
         if not self._loaded or not self._is_free():
             return None
         program, loaded = self._loaded.popleft()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.build_order import Features
 from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
+from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
@@ -35,11 +37,46 @@ def generated_code(step: Step, groups: int, sizes: tuple[int, ...] = ()) -> str:
     return "\n".join(code)
 
 
+class Called(TorchDispatchMode):
+    """The names of our operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == NAMESPACE:
+            self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
+    """The nodes of Inductor's scheduler with b|a before in_proj: data flow allows it."""
+
+    def name(node: Any) -> str:
+        overload = getattr(node.node, "op_overload", None)
+        return "" if overload is None else overload._schema.name.partition("::")[2]
+
+    for place in [i for i, node in enumerate(nodes) if name(node) == "linear_beside"]:
+        nodes.insert(max(i for i in range(place) if name(nodes[i]) == "linear"), nodes.pop(place))
+    return nodes
+
+
 @pytest.mark.parametrize("sizes", [(), (4,)])
-def test_generated_code_reduces_no_floating_point_row_and_copies_no_cache(sizes: tuple[int, ...]) -> None:
+def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_the_order_of_calls(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Gates with a weight of their own, as beside FP8.
+    monkeypatch.setattr("compiled_mtp.models.layers.PLAIN", None)
     # Layers of each kind share memory: two of each.
     step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
+    with torch.no_grad(), Called() as called:
+        step.decode(torch.zeros(2, dtype=torch.int32), 1, 1)
+    # As if that order took less memory: tests/test_fences.py checks the order of calls, and no other.
+    monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
+    assert called.names.count("linear_beside") == 2
+    assert re.findall(rf"torch\.ops\.{NAMESPACE}\.(\w+)\.default\(", code) == called.names
     kernels = re.findall(r"cpp_fused_\w+\s*=\s*async_compile.*?'''\)", code, re.DOTALL) or [code]
     for kernel in kernels:
         for line in kernel.splitlines():

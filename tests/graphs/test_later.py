@@ -277,6 +277,26 @@ def test_a_program_that_cannot_be_adopted_ends_the_maker(
     ]
 
 
+def test_what_comes_behind_a_program_that_cannot_be_adopted_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def adopt(program: Any) -> None:
+        adopted.append(program)
+        raise RuntimeError("no memory for its graph")
+
+    adopted: list[Any] = []
+    monkeypatch.setattr("compiled_mtp.graphs.later.load_program", lambda file, owner: file.name)
+    later = LaterDepths([LaterProgram(i, tmp_path / str(i), adopt) for i in (0, 2)], None, lambda: True)
+    later._thread.join()
+    late = later._loaded[1]
+    assert later.take() is None
+    later._loaded.append(late)
+    assert later.take() is None
+    assert later.is_done
+    assert adopted == ["0"]
+    assert len(caplog.records) == 1
+
+
 def test_closing_while_a_layout_is_read_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
