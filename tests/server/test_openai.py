@@ -437,6 +437,26 @@ def test_drafts_are_those_that_were_verified() -> None:
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
 
 
+def test_choices_are_timed_each_for_itself() -> None:
+    """Two choices that step side by side: a first token each, and no time of 0 between their tokens."""
+    metrics = Metrics()
+
+    def output(index: int, reason: Any = None) -> RequestOutput:
+        history = RequestHistory(5, 0, mtp_step=3, rounds=[16], cached_tokens=0)
+        return RequestOutput("a", [7], "x", RequestMetrics(history, 2, 1, 0.0), reason, index=index)
+
+    def told() -> tuple[int, int]:
+        return sum(metrics._first_token_s.counts), sum(metrics._inter_token_s.counts)
+
+    for reasons, expected in (((None, None), (2, 0)), ((None, "stop"), (2, 2)), (("stop",), (2, 3))):
+        metrics.count([output(index, reason) for index, reason in enumerate(reasons)])
+        assert told() == expected
+    assert not metrics._last_s
+    metrics.count([output(0), output(1), output(0, "stop")])
+    metrics.fail("a", 1)
+    assert not metrics._last_s
+
+
 def test_metrics_tell_what_memory_does() -> None:
     names = ("prefix_hits", "prefix_lookups", "prefix_evictions", "prefix_bytes", "cached_tokens")
     names += ("prefix_host_hits", "prefix_host_bytes", "offloads", "withdrawals")
