@@ -59,6 +59,9 @@ class Guard:
             await _answer(error, path, send)
             return
         except _ClientGoneError:
+            # Nobody reads it, but the log and the metrics must not call it a fault of the server.
+            await send({"type": "http.response.start", "status": 499, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
             return
         await self._app(scope, _replay(body, receive), send)
 

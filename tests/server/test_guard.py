@@ -191,6 +191,19 @@ def test_slow_senders(door: Running) -> None:
         assert time.monotonic() - start < 3
 
 
+def test_a_sender_that_leaves_is_no_fault_of_the_server(door: Running) -> None:
+    def counts() -> dict[int, int]:
+        return {status: n for (_, status), n in door.service.metrics._responses.items() if status > 498}
+
+    before = counts()
+    with socket.create_connection((door.host, door.port)) as connection:
+        connection.sendall(head(100) + b'{"model"')
+    deadline = time.monotonic() + 5
+    while counts() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts() == {**before, 499: before.get(499, 0) + 1}
+
+
 def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
     whole = json.dumps(BODY | {"stream": True}).encode()
     request = head(len(whole)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + whole
