@@ -437,6 +437,14 @@ def test_drafts_are_those_that_were_verified() -> None:
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
 
 
+def test_what_was_cached_is_a_sum_over_prompts() -> None:
+    usage = Usage(1200)
+    for name, index, cached in (("a", 0, 0), ("b", 0, 512), ("a", 1, 256), ("b", 1, 512)):
+        history = RequestHistory(600, 0, mtp_step=3, rounds=[16], cached_tokens=cached)
+        usage.add(RequestOutput(name, [], "", RequestMetrics(history, 2, 3, 0.0), "stop", index=index))
+    assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 768}
+
+
 def test_choices_are_timed_each_for_itself() -> None:
     """Two choices that step side by side: a first token each, and no time of 0 between their tokens."""
     metrics = Metrics()
