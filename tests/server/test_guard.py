@@ -534,6 +534,9 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match="COMPILED_MTP_SERVER_WHAT"):
         ServerConfig()
     monkeypatch.delenv("COMPILED_MTP_SERVER_WHAT")
+    (tmp_path / "keys").write_text("three words long\r\n\n second \n")
+    config = ServerConfig(api_key_file=tmp_path / "keys")
+    assert config.read_keys() == ("from-environment", "three words long", "second")
     (tmp_path / "empty").write_text("\n")
     for name, message in (("empty", "must hold a key"), ("none", "must be readable")):
         with pytest.raises(ValueError, match=message):
