@@ -301,6 +301,18 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
         engine.logprobs = None
 
 
+def test_a_cut_token_stands_where_a_whole_answer_has_it(real: Running) -> None:
+    """A token that a stop cuts has more text than the answer has of it."""
+    create: Any = client_of(real).completions.create
+    fields = {"model": "m", "prompt": "def f(", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    tokens = create(**fields).choices[0].logprobs.tokens
+    at = next(index for index, token in enumerate(tokens) if index and len(token) > 1)
+    fields["stop"] = tokens[at][-1]
+    whole = create(**fields).choices[0].logprobs.text_offset
+    parts = [chunk.choices[0].logprobs for chunk in create(**fields, stream=True)]
+    assert [offset for part in parts if part is not None for offset in part.text_offset] == whole
+
+
 def test_penalties_bias_and_logprobs_reach_the_engine(real: Running) -> None:
     create: Any = client_of(real).chat.completions.create
     fixed = {"model": "m", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
