@@ -79,11 +79,13 @@ class Guard:
             return
         scheme, _, bearer = headers.one("authorization").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.one("x-api-key")
-        digest = hashlib.sha256(given.encode()).digest()
+        # Browsers send an umlaut as Latin-1, shells as UTF-8.
+        digests = [hashlib.sha256(form).digest() for form in (given.encode(), given.encode("latin-1"))]
         # Every key is compared, so that the time says nothing of which one was near.
         is_known = False
         for known in self._digests:
-            is_known |= hmac.compare_digest(digest, known)
+            for digest in digests:
+                is_known |= hmac.compare_digest(digest, known)
         if not is_known:
             raise ApiError(
                 401,

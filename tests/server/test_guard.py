@@ -31,6 +31,7 @@ from tests.server.serving import Running, ScriptedEngine, make_family, running
 ROOT = Path(__file__).parents[2]
 BODY: Any = {"model": "m", "prompt": "x", "max_tokens": 8}
 KEY = "a-long-secret-key"
+UMLAUT_KEY = "schlüssel"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
 @pytest.fixture(scope="module")
 def door(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"first\n{KEY}\n")
+    keys.write_text(f"first\n{KEY}\n{UMLAUT_KEY}\n", encoding="utf-8")
     with running(
         engine,
         engine.model,
@@ -103,6 +104,13 @@ def test_keys(door: Running) -> None:
     for path in ("/metrics", "/v1/models", "/openapi.json"):
         assert httpx.get(door.url + path).status_code == 401
     assert httpx.get(door.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_keys_beyond_ascii(door: Running, encoding: str) -> None:
+    for key, status in ((UMLAUT_KEY, 200), (UMLAUT_KEY + "ü", 401)):
+        headers = {b"x-api-key": key.encode(encoding)}
+        assert httpx.get(f"{door.url}/v1/models", headers=headers).status_code == status
 
 
 def test_no_key_and_no_prompt_is_logged(door: Running, caplog: pytest.LogCaptureFixture) -> None:
