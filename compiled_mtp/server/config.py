@@ -95,12 +95,14 @@ class ServerConfig(BaseSettings):
                 raise ValueError("api_key must hold a key, got an empty one; give one, or leave it out")
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8").split()
+                text = self.api_key_file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"api_key_file must be readable text, got {self.api_key_file}: {type(error).__name__}; "
                     "write a key a line into it"
                 ) from None
+            # A key with spaces is one: its words are easily guessed.
+            lines = [key for line in text.splitlines() if (key := line.strip())]
             if not lines:
                 raise ValueError(
                     f"api_key_file must hold a key, got an empty {self.api_key_file}; write one into it"

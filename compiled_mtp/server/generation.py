@@ -270,16 +270,23 @@ class Usage:
 
     prompt_tokens: int
     output_tokens: int = 0
-    cached_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    # By request, of which each has one of the prompts.
+    _cached: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of prompt_tokens, those that were not prefilled."""
+        return sum(self._cached.values())
 
     def add(self, output: RequestOutput) -> None:
         """Count a choice's last output."""
         metrics = output.metrics
         self.output_tokens += metrics.output_tokens
-        self.cached_tokens = max(self.cached_tokens, metrics.cached_tokens)
+        known = self._cached.get(output.request_id, 0)
+        self._cached[output.request_id] = max(known, metrics.cached_tokens)
         self.rounds += metrics.rounds
         self.drafted += sum(metrics.drafted_by_index)
         self.accepted += sum(metrics.accepted_by_index)

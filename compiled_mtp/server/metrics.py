@@ -59,7 +59,8 @@ class Metrics(Collector):
         self._accepted: list[int] = []
         self._finished: Counter[str] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
-        self._last_s: dict[str, float] = {}
+        # By request and choice: the choices of a request are decoded side by side.
+        self._last_s: dict[tuple[str, int], float] = {}
         self._stats: EngineStats | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -78,22 +79,23 @@ class Metrics(Collector):
         """Count what was given to clients now."""
         now = time.perf_counter()
         for output in outputs:
-            request_id, num_new = output.request_id, len(output.new_token_ids)
+            choice, num_new = (output.request_id, output.index), len(output.new_token_ids)
             if num_new:
                 self._output_tokens += num_new
-                last = self._last_s.get(request_id)
+                last = self._last_s.get(choice)
                 if last is None:
                     self._first_token_s.add(output.metrics.time_to_first_token_s or 0.0)
                 else:
                     self._inter_token_s.add((now - last) / num_new, num_new)
                     self._new_tokens.add(num_new)
-                self._last_s[request_id] = now
+                self._last_s[choice] = now
             if output.finish_reason is not None:
                 self._finish(output)
 
     def fail(self, request_id: str, num_choices: int) -> None:
         """Count that so many choices of a request ended with an error in the place of their last outputs."""
-        self._last_s.pop(request_id, None)
+        for choice in [choice for choice in self._last_s if choice[0] == request_id]:
+            del self._last_s[choice]
         self._finished["error"] += num_choices
 
     def on_response(self, path: str, status: int) -> None:
@@ -153,7 +155,7 @@ class Metrics(Collector):
 
     def _finish(self, output: RequestOutput) -> None:
         metrics = output.metrics
-        self._last_s.pop(output.request_id, None)
+        self._last_s.pop((output.request_id, output.index), None)
         self._finished[str(output.finish_reason)] += 1
         self._prompt_tokens += metrics.prompt_tokens
         self._cached_tokens += metrics.cached_tokens

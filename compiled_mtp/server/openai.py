@@ -59,6 +59,8 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # Of the text that begins with the next entry of a stream's logprobs.
+    offset: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] = field(default_factory=list)
     finish_reason: str | None = None
@@ -362,10 +364,9 @@ class _Answer:
             said: dict[str, Any] = {"delta": _delta(deltas)}
         else:
             said = {"text": "".join(d.text for d in deltas if isinstance(d, Content))}
-        # Of the completion's text, in which these tokens come last.
-        width = len("".join(_token(self._tokenizer, e.token_id) for e in entries))
-        offset = max(0, len(choice.content) - width)
-        entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, offset)}
+        entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, choice.offset)}
+        # As in a whole answer, where a token that a stop has cut counts with all of its text.
+        choice.offset += sum(len(_token(self._tokenizer, e.token_id)) for e in entries)
         if wants_ids:
             entry["token_ids"] = output.new_token_ids
         if wants_rounds:

@@ -352,6 +352,7 @@ class _JsonCalls(_Calls):
         if head is not None:
             try:
                 name = json.loads(head.group(1))
+                name.encode()  # Halves of characters have no place in an answer.
             except ValueError:
                 return self._give_up_call()
             self._take(head.end())
@@ -402,6 +403,7 @@ class _JsonCalls(_Calls):
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             if not isinstance(name, str) or not isinstance(json.loads(text), dict):
                 raise TypeError("no call")
+            (name + text).encode()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return self._content(self._opening + body + closing)
         return [self._start(name), self._arguments(text)]

@@ -31,6 +31,7 @@ from tests.server.serving import Running, ScriptedEngine, make_family, running
 ROOT = Path(__file__).parents[2]
 BODY: Any = {"model": "m", "prompt": "x", "max_tokens": 8}
 KEY = "a-long-secret-key"
+UMLAUT_KEY = "schlüssel"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
 @pytest.fixture(scope="module")
 def door(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"first\n{KEY}\n")
+    keys.write_text(f"first\n{KEY}\n{UMLAUT_KEY}\n", encoding="utf-8")
     with running(
         engine,
         engine.model,
@@ -103,6 +104,13 @@ def test_keys(door: Running) -> None:
     for path in ("/metrics", "/v1/models", "/openapi.json"):
         assert httpx.get(door.url + path).status_code == 401
     assert httpx.get(door.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_keys_beyond_ascii(door: Running, encoding: str) -> None:
+    for key, status in ((UMLAUT_KEY, 200), (UMLAUT_KEY + "ü", 401)):
+        headers = {b"x-api-key": key.encode(encoding)}
+        assert httpx.get(f"{door.url}/v1/models", headers=headers).status_code == status
 
 
 def test_no_key_and_no_prompt_is_logged(door: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,6 +197,19 @@ def test_slow_senders(door: Running) -> None:
         except OSError:
             pass
         assert time.monotonic() - start < 3
+
+
+def test_a_sender_that_leaves_is_no_fault_of_the_server(door: Running) -> None:
+    def counts() -> dict[int, int]:
+        return {status: n for (_, status), n in door.service.metrics._responses.items() if status > 498}
+
+    before = counts()
+    with socket.create_connection((door.host, door.port)) as connection:
+        connection.sendall(head(100) + b'{"model"')
+    deadline = time.monotonic() + 5
+    while counts() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert counts() == {**before, 499: before.get(499, 0) + 1}
 
 
 def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
@@ -521,6 +542,9 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match="COMPILED_MTP_SERVER_WHAT"):
         ServerConfig()
     monkeypatch.delenv("COMPILED_MTP_SERVER_WHAT")
+    (tmp_path / "keys").write_text("three words long\r\n\n second \n")
+    config = ServerConfig(api_key_file=tmp_path / "keys")
+    assert config.read_keys() == ("from-environment", "three words long", "second")
     (tmp_path / "empty").write_text("\n")
     for name, message in (("empty", "must hold a key"), ("none", "must be readable")):
         with pytest.raises(ValueError, match=message):

@@ -301,6 +301,18 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
         engine.logprobs = None
 
 
+def test_a_cut_token_stands_where_a_whole_answer_has_it(real: Running) -> None:
+    """A token that a stop cuts has more text than the answer has of it."""
+    create: Any = client_of(real).completions.create
+    fields = {"model": "m", "prompt": "def f(", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    tokens = create(**fields).choices[0].logprobs.tokens
+    at = next(index for index, token in enumerate(tokens) if index and len(token) > 1)
+    fields["stop"] = tokens[at][-1]
+    whole = create(**fields).choices[0].logprobs.text_offset
+    parts = [chunk.choices[0].logprobs for chunk in create(**fields, stream=True)]
+    assert [offset for part in parts if part is not None for offset in part.text_offset] == whole
+
+
 def test_penalties_bias_and_logprobs_reach_the_engine(real: Running) -> None:
     create: Any = client_of(real).chat.completions.create
     fixed = {"model": "m", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
@@ -435,6 +447,34 @@ def test_drafts_are_those_that_were_verified() -> None:
     assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
     metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
+
+
+def test_what_was_cached_is_a_sum_over_prompts() -> None:
+    usage = Usage(1200)
+    for name, index, cached in (("a", 0, 0), ("b", 0, 512), ("a", 1, 256), ("b", 1, 512)):
+        history = RequestHistory(600, 0, mtp_step=3, rounds=[16], cached_tokens=cached)
+        usage.add(RequestOutput(name, [], "", RequestMetrics(history, 2, 3, 0.0), "stop", index=index))
+    assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 768}
+
+
+def test_choices_are_timed_each_for_itself() -> None:
+    """Two choices that step side by side: a first token each, and no time of 0 between their tokens."""
+    metrics = Metrics()
+
+    def output(index: int, reason: Any = None) -> RequestOutput:
+        history = RequestHistory(5, 0, mtp_step=3, rounds=[16], cached_tokens=0)
+        return RequestOutput("a", [7], "x", RequestMetrics(history, 2, 1, 0.0), reason, index=index)
+
+    def told() -> tuple[int, int]:
+        return sum(metrics._first_token_s.counts), sum(metrics._inter_token_s.counts)
+
+    for reasons, expected in (((None, None), (2, 0)), ((None, "stop"), (2, 2)), (("stop",), (2, 3))):
+        metrics.count([output(index, reason) for index, reason in enumerate(reasons)])
+        assert told() == expected
+    assert not metrics._last_s
+    metrics.count([output(0), output(1), output(0, "stop")])
+    metrics.fail("a", 1)
+    assert not metrics._last_s
 
 
 def test_metrics_tell_what_memory_does() -> None:

@@ -116,6 +116,15 @@ def test_calls_at_every_cut(form: Any, text: str, content: str, calls: Any, is_t
         ("json", '<tool_call>{"name": "f", "arguments": {"a": [1', "", [("f", '{"a": [1')]),
         ("json", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ("json", '<tool_call>{"na', '<tool_call>{"na', []),
+        *(
+            # Half of a character, which no answer can hold.
+            ("json", text, text, [])
+            for text in (
+                r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
+                r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
+                r'<tool_call>{"arguments": {}, "name": "\ud800"}</tool_call>',
+            )
+        ),
     ],
 )
 def test_broken_calls_lose_nothing(form: Any, text: str, content: str, calls: Any) -> None:
