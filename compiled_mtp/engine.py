@@ -20,7 +20,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
 from compiled_mtp.front import Front
 from compiled_mtp.graphs.later import LaterDepths
-from compiled_mtp.inbox import Inbox
+from compiled_mtp.inbox import Inbox, id_in_use
 from compiled_mtp.masks import Masks
 from compiled_mtp.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
@@ -193,6 +193,9 @@ class Engine:
         check_type("request_id", request_id, str, "leave it out for one of our own")
         if request_id == "":
             raise ValueError("request_id must not be empty, got ''; leave it out for one of our own")
+        if request_id in self._streams:
+            # Its outputs would be taken for the stream's, or the request ended in its place.
+            raise id_in_use(request_id)
         choices = self.front.make_request(
             request_id or "",
             params,
@@ -279,12 +282,15 @@ class Engine:
         before its end ends its request with the next step.
         """
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
-        request_id, unfinished = self._inbox.new_id(), 1 if params is None else params.n
+        self._check_open()
+        choices = self.front.make_request(
+            "", params, prompt=prompt, prompt_token_ids=prompt_token_ids, messages=messages
+        )
+        choices[0].request_id = request_id = self._inbox.new_id()
+        unfinished = len(choices)
         self._streams[request_id] = waiting = deque[RequestOutput]()
         try:
-            self.add_request(
-                prompt, params, prompt_token_ids=prompt_token_ids, messages=messages, request_id=request_id
-            )
+            self._inbox.put(choices)
             while unfinished:
                 if not waiting:
                     with self._as_only_stepper():
@@ -299,7 +305,11 @@ class Engine:
                     yield output
         finally:
             # Nothing that takes a lock: a generator may be ended wherever memory is collected.
-            self._left.append(request_id)
+            if unfinished:
+                self._left.append(request_id)
+            else:
+                # All is told: from here on the id may be another request's.
+                self._streams.pop(request_id, None)
 
     def generate(
         self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None

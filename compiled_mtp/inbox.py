@@ -54,14 +54,14 @@ class Inbox:
             if not request_id:
                 request_id = self._new_id()
             elif self._has_id(request_id):
-                raise _in_use(request_id)
+                raise id_in_use(request_id)
             seed, number = first.history.seed, next(self._numbers)
             if first.params.seed is None and self._seed is not None:
                 seed = derive_seed(self._seed, number)
             for request in choices:
                 request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
             if self._requests.setdefault(request_id, choices) is not choices:
-                raise _in_use(request_id)
+                raise id_in_use(request_id)
             if is_stale:
                 self._aborts.discard(request_id)
         return request_id
@@ -123,5 +123,6 @@ class Inbox:
                 return request_id
 
 
-def _in_use(request_id: str) -> ValueError:
+def id_in_use(request_id: str) -> ValueError:
+    """What an id that a request still has is refused with."""
     return ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")

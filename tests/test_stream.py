@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.prompts import as_prompts, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import make_engine, prompt_of
+from tests.engines import make_engine, prompt_of, run_to_end
 
 VOCAB = 512
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
@@ -142,6 +142,28 @@ def test_a_stream_that_is_refused_leaves_nothing(engine: Engine) -> None:
         with pytest.raises(ValueError, match=r"^(prompt|prompt, prompt_token_ids and messages) must"):
             next(engine.stream(**arguments))  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
+
+
+def test_the_id_of_a_stream_that_has_ended_may_be_used_again(engine: Engine) -> None:
+    *_, last = engine.stream("return", PARAMS)
+    engine.add_request("return", PARAMS, request_id=last.request_id)
+    tokens = run_to_end(engine)
+    assert tokens == {last.request_id: tokens_of(engine.stream("return", PARAMS))}
+
+
+def test_the_id_of_a_stream_that_goes_on_is_refused_even_where_its_request_has_ended(engine: Engine) -> None:
+    stream = engine.stream("return", PARAMS)
+    name = next(stream).request_id
+    while engine.scheduler.is_live(name):
+        engine.step()
+    with pytest.raises(ValueError, match=f"^request_id must be unused, got '{name}'"):
+        engine.add_request("return", PARAMS, request_id=name)
+    stream.close()
+    with pytest.raises(ValueError, match="must be unused"):
+        engine.add_request("return", PARAMS, request_id=name)
+    engine.step()
+    engine.add_request("return", PARAMS, request_id=name)
+    assert len(run_to_end(engine)[name]) == PARAMS.max_tokens
 
 
 def test_a_second_thread_that_streams_is_told_so(engine: Engine) -> None:
