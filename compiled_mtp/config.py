@@ -81,7 +81,7 @@ def _count_or_file(value: Any) -> Any:
     if value is None or isinstance(value, Path):
         return value
     if isinstance(value, str) and not value.lstrip("+-").isdigit():
-        return Path(value).expanduser()
+        return Path(value)
     try:
         return _COUNT.validate_python(value)
     except ValidationError as error:
@@ -190,7 +190,7 @@ class EngineConfig(BaseSettings):
     offload_gb: float | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
+        le=2**20,
         description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
         "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
     )
@@ -320,13 +320,14 @@ class EngineConfig(BaseSettings):
         # A path drops the "./" that says that it is no repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model")
+    @field_validator("model", "draft_vocab", "graph_cache")
     @classmethod
-    def _expand_home(cls, value: Path) -> Path:
+    def _expand_home(cls, value: Any, info: ValidationInfo) -> Any:
+        # The environment, a file of settings and "--flag=~/x" bring what no shell has expanded.
         try:
-            return value.expanduser()
+            return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:
-            raise fail("model", "be a path", value, f"{error}; write it out") from None
+            raise fail(str(info.field_name), "be a path", value, f"{error}; write it out") from None
 
     @field_validator("tensor_parallel")
     @classmethod

@@ -459,6 +459,12 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         "block_size must divide a multiple of 64 that is at most 8192, got 2064; give a power of two",
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
+    (
+        {"offload_gb": 1e300},
+        f"offload_gb must be less than or equal to {2**20}, got 1e+300; give GiB of host",
+    ),
+    ({"draft_vocab": "~nobody-here/x"}, "draft_vocab must be a path, got ~nobody-here/x; Could not"),
+    ({"graph_cache": "~nobody-here/x"}, "graph_cache must be a path, got ~nobody-here/x; Could not"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
     (
         {"graph_mode": "x"},

@@ -58,7 +58,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
+    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
         with pytest.raises(ValueError, match="draft_vocab must be a number of ids or a readable file of ids"):
             choose_draft_ids(path, 100, ())
 
@@ -68,6 +68,7 @@ def test_config_takes_numbers_and_paths(monkeypatch: pytest.MonkeyPatch) -> None
     assert EngineConfig(draft_vocab="a/ids.txt").draft_vocab == Path("a/ids.txt")  # type: ignore[arg-type]
     monkeypatch.setenv("COMPILED_MTP_DRAFT_VOCAB", "~/ids.txt")
     assert EngineConfig().draft_vocab == Path.home() / "ids.txt"
+    assert EngineConfig(draft_vocab=Path("~/ids.txt")).draft_vocab == Path.home() / "ids.txt"
     with pytest.raises(ValueError, match="draft_vocab must be greater than or equal to 1, got '-3'"):
         EngineConfig(draft_vocab="-3")  # type: ignore[arg-type]
 
