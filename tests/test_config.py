@@ -196,6 +196,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"layer_types": [["full_attention"]] * 4},
         "layer_types must be full_attention or linear_attention, got",
     ),
+    ({"vocab_size": 10**12}, f"vocab_size must be at most {2**24}, got {10**12}; fix config.json"),
     ({"num_hidden_layers": True}, "num_hidden_layers must be an integer of at least 1, got True; fix"),
     ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True; fix config.json"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan; fix config.json"),
