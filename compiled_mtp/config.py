@@ -191,7 +191,7 @@ class EngineConfig(BaseSettings):
     offload_gb: float | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
+        le=2**20,
         description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
         "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
     )
@@ -325,7 +325,7 @@ class EngineConfig(BaseSettings):
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:
-            # A shell leaves the ~ of --flag=~/file.
+            # The environment, and --flag=~/file, bring what no shell has expanded.
             return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:
             raise fail(str(info.field_name), "be a path", value, f"{error}; write it out") from None

@@ -19,7 +19,7 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
     """
     try:
         text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # What is no UTF-8, a path with a zero in it.
         rule = "be a number of ids or a readable file of ids"
         raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
     entries: object

@@ -76,6 +76,9 @@ def _find_lacking(directory: Path | None) -> Sequence[str]:
             weights = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError):
             return [index.name]
+        # Of other names than those of files beside it globs are not even patterns.
+        if not all(isinstance(n, str) and n and Path(n).name == n for n in weights):
+            return [index.name]
     return [n for n in ("config.json", *weights, _TOKENIZER) if not any(directory.glob(n))]
 
 

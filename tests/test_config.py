@@ -196,6 +196,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"layer_types": [["full_attention"]] * 4},
         "layer_types must be full_attention or linear_attention, got",
     ),
+    ({"vocab_size": 10**12}, f"vocab_size must be at most {2**24}, got {10**12}; fix config.json"),
     ({"num_hidden_layers": True}, "num_hidden_layers must be an integer of at least 1, got True; fix"),
     ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True; fix config.json"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan; fix config.json"),
@@ -459,6 +460,12 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         "block_size must divide a multiple of 64 that is at most 8192, got 2064; give a power of two",
     ),
     ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
+    (
+        {"offload_gb": 1e300},
+        f"offload_gb must be less than or equal to {2**20}, got 1e+300; give GiB of host",
+    ),
+    ({"draft_vocab": "~nobody-here/x"}, "draft_vocab must be a path, got ~nobody-here/x; Could not"),
+    ({"graph_cache": "~nobody-here/x"}, "graph_cache must be a path, got ~nobody-here/x; Could not"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
     (
         {"graph_mode": "x"},

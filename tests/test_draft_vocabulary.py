@@ -58,7 +58,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
+    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
         with pytest.raises(ValueError, match="draft_vocab must be a number of ids or a readable file of ids"):
             choose_draft_ids(path, 100, ())
 
@@ -68,6 +68,7 @@ def test_config_takes_numbers_and_paths(monkeypatch: pytest.MonkeyPatch) -> None
     assert EngineConfig(draft_vocab="a/ids.txt").draft_vocab == Path("a/ids.txt")  # type: ignore[arg-type]
     monkeypatch.setenv("COMPILED_MTP_DRAFT_VOCAB", "~/ids.txt")
     assert EngineConfig().draft_vocab == Path.home() / "ids.txt"
+    assert EngineConfig(draft_vocab=Path("~/ids.txt")).draft_vocab == Path.home() / "ids.txt"
     with pytest.raises(ValueError, match="draft_vocab must be greater than or equal to 1, got '-3'"):
         EngineConfig(draft_vocab="-3")  # type: ignore[arg-type]
 
@@ -106,6 +107,8 @@ def test_a_plan_knows_the_memory_of_what_it_makes(ids: tuple[int, ...] | None, i
 def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("for i in range(3):\n    print(i)\n" * 20, encoding="utf-8")
     (tmp_path / "b.md").write_text("not counted", encoding="utf-8")
+    (tmp_path / "c.txt").mkdir()
+    (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
     output = tmp_path / "ids"
     assert main(["rank-vocabulary", str(tmp_path), "--top", "5", "--output", str(output)]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -120,6 +123,11 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
     refused = {
         "top must be at least 1, got 0": [str(tmp_path), "--top=0"],
         "paths must exist, got no": ["no"],
+        f"output must be a file in a directory that exists, got {tmp_path}": [
+            str(tmp_path),
+            f"--output={tmp_path}",
+        ],
+        "output must be a file in a directory that exists, got no/ids": [str(tmp_path), "--output=no/ids"],
     }
     for said, given in refused.items():
         assert main(["rank-vocabulary", "--output", str(output), *given]) == 2

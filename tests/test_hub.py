@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
     (asked,) = hub.asked
     assert asked["name"] == NAME
     assert {"*.json", "*.safetensors"} <= set(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("name", [5, "", "/etc/passwd", "../x.safetensors"])
+def test_an_index_of_other_than_files_beside_it_is_lacking(hub: Hub, name: object) -> None:
+    hub.fill()
+    (hub.snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"which lacks model.safetensors.index.json there"):
+        find_checkpoint(Path(NAME), is_offline=True)
 
 
 def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
+from compiled_mtp.cli import quantize
 from compiled_mtp.cli.main import main
 from compiled_mtp.cli.quantize import quantize_checkpoint
 from compiled_mtp.models.headers import read_headers
@@ -76,6 +78,51 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out must be a new directory, got"):
         quantize_checkpoint(plain, quantized)
     assert not (tmp_path / "out").exists()
+    # Fine-tunes lose what config.json says of it; the weights are FP8 all the same.
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
+        quantize_checkpoint(quantized, tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="out must be a new directory, got"):
+        quantize_checkpoint(plain, tmp_path / "link")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_matrix_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: float) -> None:
+    """An infinite weight would turn the 16,384 of its block into NaN and zeros."""
+    plain = write_checkpoint(tmp_path / "plain")
+    file = plain / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("o_proj.weight"))
+    tensors[name][0, 0] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"^{name} must be finite to be quantised, got NaN or infinity;"):
+        quantize_checkpoint(plain, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = write_checkpoint(tmp_path / "plain")
+
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(quantize, "save_file", fail)
+    assert main(["quantize", str(plain), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: out must have room for the weights, got {tmp_path}/out ("
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize_checkpoint(write_checkpoint(tmp_path / "plain", sharded=True), out)
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
 
 
 def test_without_numpy_the_command_says_what_to_install(

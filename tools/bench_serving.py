@@ -303,7 +303,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Open the connections, find the model, run."""
-    keys = flags.api_key_file.read_text(encoding="utf-8").split() if flags.api_key_file else ["none"]
+    text = flags.api_key_file.read_text(encoding="utf-8") if flags.api_key_file else "none"
+    # As the service reads it: a line is a key.
+    keys = [key for line in text.splitlines() if (key := line.strip())]
     if not keys:
         raise ValueError(f"api-key-file must hold a key, got {flags.api_key_file}, which is empty")
     urls = [flags.url, *([flags.against] if flags.against else [])]

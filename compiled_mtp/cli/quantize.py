@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.cli.flags import Parser
-from compiled_mtp.errors import check
+from compiled_mtp.errors import check, fail
+from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
 
@@ -87,6 +88,9 @@ def convert(
         # A matrix of a stack is a view of it.
         yield name, tensor.clone()
         return
+    is_finite = bool(tensor.isfinite().all())
+    # One of them would spoil its whole block.
+    check(is_finite, name, "be finite to be quantised", "NaN or infinity", "check the checkpoint's files")
     values, scale = quantize_blocks(tensor, scale_dtype)
     exact = tensor.double()
     counts.converted += 1
@@ -99,13 +103,17 @@ def convert(
 def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torch.bfloat16) -> Counts:
     """Write the checkpoint in `source` to the new directory `out`, quantised; returns what was done.
 
-    Raises ValueError for a checkpoint that the engine does not read or that is quantised already, and for an
-    `out` that exists.
+    Raises ValueError for a checkpoint that the engine does not read, that is quantised already or in which a
+    matrix to convert is not finite, and for an `out` that exists or has no room.
     """
     config, counts = read_model_config(source), Counts()
-    got = str(source)
-    check(not config.quantized, "checkpoint", "be in bfloat16", got, "give what it was quantised from")
-    check(not out.exists(), "out", "be a new directory", str(out), "name another or remove it")
+    # Whatever config.json says of it.
+    is_fp8 = any(header.dtype == FP8.header_dtype for header in read_headers(source).values())
+    is_plain = not (config.quantized or is_fp8)
+    check(is_plain, "checkpoint", "be in bfloat16", str(source), "give what it was quantised from")
+    # A link to nothing is in the way too.
+    is_new = not (out.exists() or out.is_symlink())
+    check(is_new, "out", "be a new directory", str(out), "name another or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as enclosing:
         made = Path(enclosing) / "made"
@@ -120,7 +128,7 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
                     stored |= dict(convert(name, tensor, scale_dtype, counts))
             counts.bytes_after += sum(tensor.nbytes for tensor in stored.values())
             weight_map |= dict.fromkeys(stored, file.name)
-            save_file(stored, made / file.name, metadata={"format": "pt"})
+            _save(stored, made / file.name, out)
         for path in (path for pattern in COPIED for path in source.glob(pattern)):
             shutil.copyfile(path, made / path.name)
         if (source / INDEX).exists():
@@ -129,6 +137,20 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
         (made / "config.json").write_text(json.dumps(quantized_config(source, counts.kept), indent=2) + "\n")
         made.rename(out)
     return counts
+
+
+def _save(stored: dict[str, torch.Tensor], file: Path, out: Path) -> None:
+    """Write `stored` to `file`, with the permissions of any new file: safetensors makes one that nobody but
+    its owner reads."""
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(stored, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # Of what the disk says.
+        raise fail(
+            "out", "have room for the weights", f"{out} ({error})", "free some or name another"
+        ) from None
+    file.chmod(mode)
 
 
 def quantized_config(source: Path, kept: list[str]) -> dict[str, Any]:

@@ -29,7 +29,11 @@ from compiled_mtp.tokenizer import Tokenizer
 def find_texts(paths: Iterable[Path], suffix: str) -> Iterator[Path]:
     """The files among `paths`, and those with that suffix below the directories among them, in order."""
     for path in paths:
-        yield from sorted(path.rglob(f"*{suffix}")) if path.is_dir() else (path,)
+        if not path.is_dir():
+            yield path
+            continue
+        # Directories have such names too, and links may lead nowhere.
+        yield from (found for found in sorted(path.rglob(f"*{suffix}")) if found.is_file())
 
 
 def count_ids(tokenizer: Tokenizer, paths: Iterable[Path], suffix: str) -> Counter[int]:
@@ -70,6 +74,9 @@ def _rank(flags: argparse.Namespace) -> int:
     check(flags.top is None or flags.top > 0, "top", "be at least 1", flags.top, "leave it out for all ids")
     missing = [str(path) for path in flags.paths if not path.exists()]
     check(not missing, "paths", "exist", ", ".join(missing), "name files of text, or directories of them")
+    can_write = flags.output.parent.is_dir() and not flags.output.is_dir()
+    # Counting may take hours.
+    check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
     tokenizer = Tokenizer(find_checkpoint(flags.model, is_offline=False))
     counts = count_ids(tokenizer, flags.paths, flags.suffix)
     got = f"none in {len(flags.paths)} paths"

@@ -11,6 +11,8 @@ from compiled_mtp.models.config_keys import FIX, Keys
 # Far above what exists, and few enough that a wrong number costs no time and no memory before the weights'
 # headers tell that it is wrong.
 MOST_LAYERS = 4096
+# The same for ids: masks of grammars are made for all of them, before the weights.
+MOST_IDS = 1 << 24
 # Keys that, where present, must hold one of these values: the engine computes nothing else.
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_act", ("silu",), "other activations are not supported"),
@@ -38,7 +40,7 @@ def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
-        "vocab_size": keys.integer("vocab_size"),
+        "vocab_size": keys.integer("vocab_size", most=MOST_IDS),
         **_attention_fields(keys, hidden_size),
         **_linear_attention_fields(keys),
         "rms_norm_eps": keys.number("rms_norm_eps"),

@@ -76,7 +76,8 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
                 continue
             common = min(count, _CANONICAL_ROWS)
             y = linear(rows[:count], matrix, scale, out_float32, False)
-            if torch.equal(y[:common], expected[out_float32][:common]):
+            # A weight that is NaN is no fault of the library: it ends requests, which says so.
+            if torch.equal(y[:common].nan_to_num(), expected[out_float32][:common].nan_to_num()):
                 continue
             while count % CANDIDATES[unit_index] == 0:
                 unit_index += 1

@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.row_unit import weights_of
+from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.runner import Runner
 from tests import tiny
@@ -81,3 +81,12 @@ def test_only_matrices_that_the_models_hold_are_packed(
     assert tried
     assert {id(weight) for weight in tried} <= held
     assert len({id(weight) for weight in tried}) == len(tried)
+
+
+def test_a_weight_that_is_no_number_is_not_laid_to_the_library() -> None:
+    """The engine would warn that tokens may depend on the batch here, and take rows by eight."""
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    unit = find_row_unit([weight], (1, 8, 12))
+    weight[0, 0], weight[1, 0] = float("nan"), float("inf")
+    assert unit is not None
+    assert find_row_unit([weight], (1, 8, 12)) == unit
