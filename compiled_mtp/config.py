@@ -158,7 +158,7 @@ class EngineConfig(BaseSettings):
         default="auto",
         description="how FP8 weights are multiplied: w8a8 with activations quantised in groups of 128, as "
         "such checkpoints are made for, w8a16 with activations as they are; auto for w8a8, but for w8a16 "
-        "on a GPU below compute capability 9.0",
+        "on a GPU below compute capability 9.0, and on one with little shared memory (12.0, say)",
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default="auto",

@@ -18,6 +18,11 @@ SHARED_BYTES = {
 }
 
 
+def shared_bytes_of(capability: tuple[int, int]) -> int:
+    """Shared memory that a program may use on GPUs of a compute capability, in bytes."""
+    return SHARED_BYTES.get(capability, 99 * 1024)
+
+
 @dataclass(frozen=True)
 class Device:
     """Architecture ("sm_90"), shared memory a program may use in bytes, whether `launch_pdl` works (what that
@@ -39,7 +44,7 @@ def device_of(index: int | None) -> Device:
     major, minor = torch.cuda.get_device_capability(index)
     return Device(
         f"sm_{major}{minor}",
-        SHARED_BYTES.get((major, minor), 99 * 1024),
+        shared_bytes_of((major, minor)),
         major >= 9,
         major >= 9,
         torch.cuda.get_device_properties(index).multi_processor_count,

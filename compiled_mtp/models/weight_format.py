@@ -20,6 +20,7 @@ from torch import nn
 
 from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import fp8
+from compiled_mtp.ops.device import shared_bytes_of
 from compiled_mtp.parallel.exchange import Exchange
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
@@ -90,6 +91,8 @@ FP8 = WeightFormat(
     is_read_on=_reads_fp8,
 )
 
+# What its largest tile takes.
+W8A8_SHARED_BYTES = 144 * 1024
 W8A8 = replace(FP8, name="fp8 in blocks of 128, rows in groups of 128", quantizes_rows=True)
 # Of a mixture's two stacks, which one operator reads.
 _PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
@@ -104,9 +107,9 @@ NO_FORMATS: Formats = MappingProxyType({})
 def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe | None:
     """The recipe for `weight_recipe` in EngineConfig: None for a checkpoint without FP8 weights.
 
-    "auto" is how the FP8 releases are run, W8A8, but W8A16 on a GPU older than Hopper, for which the tiles of
-    W8A8's kernels are too large. Raises ValueError for a recipe without FP8 weights, and for W8A8 on such a
-    GPU.
+    "auto" is how the FP8 releases are run, W8A8, but W8A16 on a GPU older than Hopper and on one whose shared
+    memory the tiles of W8A8's kernels do not fit into (a GeForce's). Raises ValueError for a recipe without
+    FP8 weights, and for W8A8 on such a GPU.
     """
     if not has_fp8:
         rule, remedy = "be auto for a checkpoint without FP8 weights", "drop it or use an FP8 release"
@@ -114,12 +117,18 @@ def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe
         return None
     if asked == "w8a16":
         return "w8a16"
-    if device.type == "cpu" or (found := torch.cuda.get_device_capability(device)) >= (9, 0):
+    if device.type == "cpu":
+        return "w8a8"
+    found = torch.cuda.get_device_capability(device)
+    if found >= (9, 0) and shared_bytes_of(found) >= W8A8_SHARED_BYTES:
         return "w8a8"
     if asked == "auto":
         return "w8a16"
-    got = f"{asked} on {found[0]}.{found[1]}"
-    raise fail("weight_recipe", "be w8a16 below compute capability 9.0", got, "use auto or a newer GPU")
+    rule = (
+        "be w8a16 below compute capability 9.0, and where a program has less than "
+        f"{W8A8_SHARED_BYTES >> 10} KiB of shared memory"
+    )
+    raise fail("weight_recipe", rule, f"{asked} on {found[0]}.{found[1]}", "use auto or another GPU")
 
 
 def formats_for(

@@ -32,6 +32,8 @@ from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
+# What prefill's tiles of 128 rows of 256 dims take at most (Triton 3.6); those of 64 rows take 104 KiB.
+WIDE_SHARED_BYTES = 144 * 1024
 # Of one part a request: from so many on, a program may have a group of splits.
 GROUPED_ITEMS = 64
 # A row may go through the masked loop in one window and through the unmasked one in another: no products and
@@ -169,11 +171,13 @@ def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Config
     return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 
-def prefill_configuration(dtype: torch.dtype, is_wide: bool) -> Configuration:
+def prefill_configuration(dtype: torch.dtype, is_wide: bool, hd: int, shared_bytes: int) -> Configuration:
     """is_wide: tiles of 128 rows are enough programs to keep a GPU busy. Either way keys come in the same
     tiles, at absolute positions: a row's bits do not depend on how many rows there are."""
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1)
+    if hd == 256 and shared_bytes < WIDE_SHARED_BYTES:
+        return Configuration(64, 32, 8, 2)
     return Configuration(128, 64, 8, 2) if is_wide else Configuration(64, 64, 4, 2)
 
 
@@ -212,7 +216,8 @@ def launch(args: Any) -> torch.Tensor:
     if is_verify:
         config = verify_configuration(q.dtype, kv_scale is not None, hd)
     else:
-        config = prefill_configuration(q.dtype, hq * triton.cdiv(rows, 128) >= WIDE_PROGRAMS)
+        is_wide = hq * triton.cdiv(rows, 128) >= WIDE_PROGRAMS
+        config = prefill_configuration(q.dtype, is_wide, hd, device.shared_bytes)
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
     scale_log2 = args.softmax_scale * math.log2(math.e)
     tiles = {
