@@ -54,7 +54,7 @@ def edit_text(directory: Path, changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": 10**9}, "misfitting tensors: "),
-        ({"vocab_size": 10**9}, "embed_tokens.weight of shape [512, 256] for [1000000000, 256]"),
+        ({"vocab_size": 10**7}, "embed_tokens.weight of shape [512, 256] for [10000000, 256]"),
         ({"num_attention_heads": 10**9}, "o_proj.weight of shape [256, 512] for [256, 256000000000]"),
         (
             {"num_hidden_layers": 4000, "layer_types": None},
@@ -96,22 +96,24 @@ def test_an_engine_compares_before_it_allocates(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gate_proj.weight of shape \[192, 128\] for \[1000000000, 128\]"):
         Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
     edit_text(directory, {"intermediate_size": 192})
-    stretch(directory, 2**33)
+    stretch(directory, 2**28)
     with pytest.raises(ValueError, match=r"^free memory must .*; use a smaller model or more memory$"):
         Engine(EngineConfig(model=directory, device="cpu", max_model_len=128))
 
 
-def stretch(directory: Path, vocab_size: int) -> None:
-    """Give the checkpoint that vocabulary, in a sparse file of terabytes."""
-    edit_text(directory, {"vocab_size": vocab_size})
+def stretch(directory: Path, intermediate_size: int) -> None:
+    """Give the checkpoint MLPs of that width, in a sparse file of terabytes."""
+    edit_text(directory, {"intermediate_size": intermediate_size})
     file = directory / "model.safetensors"
     content = file.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     header.pop("__metadata__")
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            entry["shape"][0] = vocab_size
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            entry["shape"][0] = intermediate_size
+        elif name.endswith("down_proj.weight"):
+            entry["shape"][1] = intermediate_size
         begin, size = end, math.prod(entry["shape"]) * {"F32": 4, "BF16": 2}[entry["dtype"]]
         end = begin + size
         entry["data_offsets"] = [begin, end]
