@@ -32,6 +32,8 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Settings of the service: not the engine's, and so not unknown to it.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
+# Of a checkpoint without an MTP head.
+HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
@@ -387,6 +389,15 @@ class EngineConfig(BaseSettings):
     def depths(self) -> tuple[int, ...]:
         """The numbers of drafts that rounds have, smallest first: one, but for mtp_step "auto"."""
         return (self.mtp_step,) if self.mtp_step != "auto" else tuple(sorted({*self.mtp_depths}))
+
+    def settle(self, model: ModelConfig, path: Path) -> EngineConfig:
+        """This config for the checkpoint `model` in `path`: "auto" drafts nothing without an MTP head."""
+        if model.mtp_num_layers or not self.depths[-1]:
+            return self.model_copy(update={"model": path})
+        rule = "be 0 for a checkpoint without mtp.* tensors"
+        remedy = f"{path} has none, pass mtp_step=0 for plain decoding or {HEAD_REMEDY}"
+        check(self.mtp_step == "auto", "mtp_step", rule, self.mtp_step, remedy)
+        return self.model_copy(update={"model": path, "mtp_step": 0})
 
     def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
         """The dtype of weights and activations on `device` ('cpu' or 'cuda')."""

@@ -115,8 +115,8 @@ class Engine:
 
             follow_rank_0()
         self.front = front if front is not None else open_front(config)
-        self.config = config.model_copy(update={"model": self.front.path})
         self.model_config = self.front.model_config
+        self.config = config.settle(self.model_config, self.front.path)
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)

@@ -25,11 +25,6 @@ from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
 
 
-def has_mtp(path: str | Path) -> bool:
-    """Whether the checkpoint directory `path` stores an MTP head; without one only mtp_step 0 is possible."""
-    return any(name.startswith("mtp.") for name in read_headers(Path(path)))
-
-
 def read_formats(
     config: ModelConfig, path: str | Path | None, device: torch.device, recipe: Recipe | None
 ) -> Formats:

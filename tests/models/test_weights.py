@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
-from compiled_mtp.models.weights import has_mtp, load_weights, read_formats
+from compiled_mtp.models.weights import load_weights, read_formats
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
 from tests.models.stored_files import file_of, layout_of, rewrite
 
@@ -278,7 +279,7 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
 def test_without_mtp_head(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, mtp=False)
     config = read_model_config(directory)
-    assert not has_mtp(directory)
+    assert config.mtp_num_layers == 0
     load_weights(config, directory, allocate(config, with_mtp=False), with_mtp=False)
     with pytest.raises(ValueError, match=r"must store an MTP head .* pass mtp_step=0"):
         load_weights(config, directory, allocate(config), with_mtp=True)
@@ -287,7 +288,7 @@ def test_without_mtp_head(tmp_path: Path) -> None:
 def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     config = read_model_config(directory)
-    assert has_mtp(directory)
+    assert config.mtp_num_layers == 1
     parameters = allocate(config, with_mtp=False)
     load_weights(config, directory, parameters, with_mtp=False)
     assert all(p.isfinite().all() for p in parameters.values())
@@ -365,11 +366,11 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     stray = directory / "other.safetensors"
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, stray)
     with pytest.raises(ValueError, match=r"no weights beside its index, got \['other.safetensors'\]"):
-        has_mtp(directory)
+        read_headers(directory)
     stray.unlink()
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"got no \['model-00002-of-00003.safetensors'\]"):
-        has_mtp(directory)
+        read_headers(directory)
 
 
 def test_a_tensor_stored_twice(tmp_path: Path) -> None:
@@ -381,10 +382,10 @@ def test_a_tensor_stored_twice(tmp_path: Path) -> None:
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got none in"):
-        has_mtp(tmp_path)
+        read_headers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
     with pytest.raises(ValueError, match="must hold safetensors files"):
-        has_mtp(tmp_path)
+        read_headers(tmp_path)
 
 
 def one_tensor(**changes: Any) -> dict[str, Any]:
@@ -415,7 +416,7 @@ def test_a_broken_file_is_named_from_its_header(tmp_path: Path, content: bytes) 
             ValueError,
             match=r"^model must hold safetensors files, got .*model.safetensors \(.+\); download it",
         ):
-            has_mtp(tmp_path)
+            read_headers(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
@@ -428,7 +429,7 @@ def test_a_download_cut_short_is_named_before_anything_is_copied(tmp_path: Path)
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     for read in (
-        lambda: has_mtp(directory),
+        lambda: read_headers(directory),
         lambda: load_weights(config, directory, parameters, with_mtp=True),
     ):
         with pytest.raises(ValueError, match=r"must hold safetensors files, got .*; download it again"):
@@ -457,7 +458,7 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str, message: str) -> 
     index = directory / "model.safetensors.index.json"
     index.write_text(content)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{index} {message}')}.*; download it again$"):
-        has_mtp(directory)
+        read_headers(directory)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -467,7 +468,7 @@ def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bo
     want = expected(config, directory)
     file = directory / "mtp.safetensors"
     save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
-    assert has_mtp(directory)
+    assert config.mtp_num_layers == 1
     parameters = allocate(config)
     load_weights(config, directory, parameters, with_mtp=True)
     for name, w in want.items():
