@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.errors import check, fail, remedy_of, shown
 from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import ModelConfig
 
@@ -66,8 +66,8 @@ def _depth_or_auto(value: Any) -> Any:
         return value
     try:
         return _DEPTH.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_explain({**error.errors()[0], "loc": ("mtp_step",)})) from None
+    except ValidationError:
+        raise fail("mtp_step", f"be auto or 0 to {MOST_DRAFTS}", shown(value, repr), "choose one") from None
 
 
 def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
@@ -86,8 +86,9 @@ def _count_or_file(value: Any) -> Any:
         return Path(value)
     try:
         return _COUNT.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_explain({**error.errors()[0], "loc": ("draft_vocab",)})) from None
+    except ValidationError:
+        rule, remedy = "be a number of ids, at least 1, or a file of ids", "leave it out for all ids"
+        raise fail("draft_vocab", rule, shown(value, repr), remedy) from None
 
 
 class Torchrun(BaseSettings):
@@ -308,7 +309,7 @@ class EngineConfig(BaseSettings):
             isinstance(entry, bool) for entry in entries
         ):
             name = str(info.field_name)
-            raise fail(name, "not be a bool", value, f"give {cls.model_fields[name].description}")
+            raise fail(name, "not be a bool", value, "write out what it is to be")
         return value
 
     @field_validator("mtp_depths")
@@ -455,6 +456,4 @@ def _explain(error: Mapping[str, Any]) -> str:
         remedy = f"known are {sorted(EngineConfig.model_fields)}"
         return str(fail("config", "name settings only", name, remedy))
     rule = error["msg"].removeprefix("Input should ").replace("Input is not a", "be a", 1)
-    described = EngineConfig.model_fields.get(str(error["loc"][0]))
-    remedy = described.description if described is not None and described.description else "see EngineConfig"
-    return str(fail(name, rule, shown(error["input"], repr), f"give {remedy}"))
+    return str(fail(name, rule, shown(error["input"], repr), remedy_of(error["type"])))
