@@ -45,6 +45,7 @@ from compiled_mtp.memory import (
     HostPlan,
     MemoryPlan,
     available_bytes,
+    check_offload,
     plan_memory,
 )
 from compiled_mtp.model_config import ModelConfig
@@ -412,7 +413,9 @@ def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most
         host_bytes += settings.features.host_records * shape.state_row_bytes()
         host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            host_bytes += int(config.offload_gb * 2**30) // settings.world
+            offload_bytes = int(config.offload_gb * 2**30) // settings.world
+            check_offload(offload_bytes, free_bytes)
+            host_bytes += offload_bytes
         elif not settings.features.host_records:
             host_bytes += int(free_bytes * OFFLOAD_SHARE)
         if settings.cache is None and further_depths(config, is_compiled=settings.is_compiled):
