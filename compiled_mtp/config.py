@@ -447,6 +447,22 @@ class EngineConfig(BaseSettings):
         return self.max_in_flight if self.max_in_flight is not None else int(device == "cuda")
 
 
+def as_config(given: EngineConfig | str | Path | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """The config of a caller that gives one, or a model (None for the one that ships) and settings of it.
+
+    Raises ValueError as `EngineConfig`, for settings beside a config, and for two models.
+    """
+    if isinstance(given, EngineConfig):
+        name, remedy = next(iter(settings), ""), "write EngineConfig(...) with it"
+        check(not settings, name, "stand in the EngineConfig", "it beside one", remedy)
+        return given
+    if given is None:
+        return EngineConfig(**settings)
+    got = f"{given} and {settings.get('model')}"
+    check("model" not in settings, "model", "be given once", got, "leave one out")
+    return EngineConfig(**settings, model=given)
+
+
 def _explain(error: Mapping[str, Any]) -> str:
     """One of pydantic's errors in our form."""
     if error["type"] == "value_error":

@@ -69,6 +69,13 @@ def test_an_engine_goes_on_with_the_front_and_sets_its_limits(checkpoint: Path) 
     assert front.limits.num_blocks == 9
 
 
+def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
+    with Engine(checkpoint, **SMALL | {"mtp_step": 3}) as engine:
+        assert engine.config == EngineConfig(model=checkpoint, **SMALL | {"mtp_step": 3})
+    with pytest.raises(ValueError, match="^mtp_step must stand in the EngineConfig"):
+        Engine(EngineConfig(model=checkpoint), mtp_step=3)
+
+
 def test_run_refuses_before_the_weights_are_loaded(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

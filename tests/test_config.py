@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.tiny import tiny_config
@@ -420,6 +420,24 @@ def test_a_bool_is_no_number(name: str) -> None:
     for value in (True, [True]) if name == "batch_sizes" else (True,):
         with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; write out what"):
             EngineConfig(**{name: value})
+
+
+def test_an_engine_takes_the_settings_as_they_are() -> None:
+    path = Path("somewhere")
+    assert as_config(None, {}) == EngineConfig()
+    assert as_config("somewhere", {"mtp_step": 3}) == EngineConfig(model=path, mtp_step=3)
+    assert as_config(path, {}) == EngineConfig(model=path)
+    assert as_config(None, {"model": path, "max_batch": 2}) == EngineConfig(model=path, max_batch=2)
+    config = EngineConfig(mtp_step=1)
+    assert as_config(config, {}) is config
+    for given, settings, message in (
+        (config, {"mtp_step": 3}, r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC"),
+        (path, {"model": "x"}, "model must be given once, got somewhere and x; leave one out"),
+        (None, {"mtp_stepp": 3}, "config must name settings only, got mtp_stepp; known are"),
+        (None, {"mtp_step": 9}, "mtp_step must be auto or 0 to 7, got 9; choose one"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            as_config(given, settings)
 
 
 def test_frozen() -> None:
