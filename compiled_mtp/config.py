@@ -265,6 +265,11 @@ class EngineConfig(BaseSettings):
         default=False,
         description="True to look for NaN and infinity in every weight at load; on a GPU that is always done",
     )
+    allow_extra_tensors: bool = Field(
+        default=False,
+        description="True to skip tensors of the checkpoint that the model has no use for, which the log then "
+        "names; else they are refused by name",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=0,
@@ -305,10 +310,8 @@ class EngineConfig(BaseSettings):
     def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
         # To pydantic, as to Python, True is the number 1.
         entries = value if isinstance(value, list | tuple) else (value,)
-        if info.field_name not in ("prefix_cache", "check_weights", "offline") and any(
-            isinstance(entry, bool) for entry in entries
-        ):
-            name = str(info.field_name)
+        name = str(info.field_name)
+        if cls.model_fields[name].annotation is not bool and any(isinstance(one, bool) for one in entries):
             raise fail(name, "not be a bool", value, "write out what it is to be")
         return value
 

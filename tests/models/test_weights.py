@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
-from compiled_mtp.models.weights import load_weights, read_formats
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
+from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
 from tests.models.stored_files import file_of, layout_of, rewrite
 
@@ -307,6 +309,43 @@ def load_error(directory: Path) -> str:
         load_weights(config, directory, parameters, with_mtp=True)
     assert all(p.isnan().all() for p in parameters.values())
     return str(error.value)
+
+
+def test_an_extra_tensor_is_named_and_skipped_if_told_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_checkpoint(tmp_path)
+    extra = ["model.language_model.layers.0.mlp.gate_proj.bias", "value_head.weight"]
+    rewrite(directory, {name: torch.zeros(3) for name in extra})
+    message = load_error(directory)
+    assert all(name in message for name in extra)
+    assert message.endswith("; remove them, or pass allow_extra_tensors to skip them")
+    config = read_model_config(directory)
+    parameters = allocate(config)
+    check_weights(config, directory, {}, torch.float32, with_mtp=True, free_bytes=2**40, allow_extra=True)
+    (record,) = caplog.records
+    assert "skipped tensors" in record.getMessage()
+    assert all(name in record.getMessage() for name in extra)
+    load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
+    assert all(p.isfinite().all() for p in parameters.values())
+    # What the model needs is still due.
+    rewrite(directory, {"mtp.norm.weight": None})
+    with pytest.raises(ValueError, match=r"got missing tensors: mtp\.norm\.weight in "):
+        load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
+
+
+def test_an_engine_skips_extra_tensors_if_told_to(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    options: dict[str, Any] = {"model": directory, "device": "cpu", "max_model_len": 64, "mtp_step": 0}
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    with Engine(**options) as engine:
+        (before,) = engine.generate([[1, 2, 3]], params)
+    rewrite(directory, {"value_head.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"unused tensors: value_head\.weight in "):
+        Engine(**options)
+    with Engine(**options, allow_extra_tensors=True) as engine:
+        (after,) = engine.generate([[1, 2, 3]], params)
+    assert after.new_token_ids == before.new_token_ids
 
 
 def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
