@@ -267,8 +267,8 @@ class EngineConfig(BaseSettings):
     )
     allow_extra_tensors: bool = Field(
         default=False,
-        description="True to skip tensors of the checkpoint that the model has no use for, which the log then "
-        "names; else they are refused by name",
+        description="True to skip tensors of the checkpoint that the model has no use for, and a warning "
+        "names them; else they are refused",
     )
     max_in_flight: int | None = Field(
         default=None,

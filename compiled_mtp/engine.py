@@ -93,8 +93,8 @@ class Engine:
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. In the place of an
     EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
-    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front` gave for
-    the same config; it is the engine's from then on. `fill` writes the weights in the place of the
+    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front`
+    gave for the same config; it is the engine's from then on. `fill` writes the weights in the place of the
     checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
     end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """

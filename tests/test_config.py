@@ -431,7 +431,11 @@ def test_an_engine_takes_the_settings_as_they_are() -> None:
     config = EngineConfig(mtp_step=1)
     assert as_config(config, {}) is config
     for given, settings, message in (
-        (config, {"mtp_step": 3}, r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC"),
+        (
+            config,
+            {"mtp_step": 3},
+            r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC",
+        ),
         (path, {"model": "x"}, "model must be given once, got somewhere and x; leave one out"),
         (None, {"mtp_stepp": 3}, "config must name settings only, got mtp_stepp; known are"),
         (None, {"mtp_step": 9}, "mtp_step must be auto or 0 to 7, got 9; choose one"),
@@ -450,7 +454,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"mtp_step": -1}, "mtp_step must be auto or 0 to 7, got -1; choose one"),
     ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; raise it"),
     ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; choose one of them"),
-    ({"dtype": "float16"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; choose one of them"),
+    (
+        {"dtype": "float16"},
+        "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; choose one of them",
+    ),
     (
         {"kv_dtype": "bfloat16"},
         "kv_dtype must be 'auto' or 'float8_e4m3fn', got 'bfloat16'; choose one of them",
@@ -489,7 +496,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"graph_mode": "x"},
         "graph_mode must be 'auto', 'reduce-overhead', 'replay' or 'off', got 'x'; choose one of them",
     ),
-    ({"draft_vocab": 0}, "draft_vocab must be a number of ids, at least 1, or a file of ids, got 0; leave it out for all ids"),
+    (
+        {"draft_vocab": 0},
+        "draft_vocab must be a number of ids, at least 1, or a file of ids, got 0; leave it out for all ids",
+    ),
     ({"seed": 2**63}, f"seed must be less than {2**63}, got {2**63}; lower it"),
     (
         {"synthetic_acceptance": 1.5},
@@ -504,9 +514,18 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         f"num_threads must be at most {os.cpu_count()}, the cores of this machine, got 1000000; lower it",
     ),
     ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; raise it"),
-    ({"max_batch": "x"}, "max_batch must be a valid integer, unable to parse string as an integer, got 'x'; give a"),
-    ({"offload_gb": "x"}, "offload_gb must be a valid number, unable to parse string as a number, got 'x'; give a"),
-    ({"prefix_cache": 3}, "prefix_cache must be a valid boolean, unable to interpret input, got 3; give true or"),
+    (
+        {"max_batch": "x"},
+        "max_batch must be a valid integer, unable to parse string as an integer, got 'x'; give a",
+    ),
+    (
+        {"offload_gb": "x"},
+        "offload_gb must be a valid number, unable to parse string as a number, got 'x'; give a",
+    ),
+    (
+        {"prefix_cache": 3},
+        "prefix_cache must be a valid boolean, unable to interpret input, got 3; give true or",
+    ),
     ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['batch_sizes',"),
 ]
 

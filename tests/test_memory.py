@@ -206,7 +206,9 @@ def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
 
 def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"^offload_gb must be at most the \d+\.\d\d GiB of host mem.* got 99999"):
+    with pytest.raises(
+        ValueError, match=r"^offload_gb must be at most the \d+\.\d\d GiB of host mem.* got 99999"
+    ):
         make_engine(directory, offload_gb=99999)
 
 

@@ -21,7 +21,7 @@ from compiled_mtp.cli.console import (
     say,
     start_engine,
 )
-from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.flags import Parser, add_fields, add_output, given
 from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
 from compiled_mtp.cli.printer import Printer
 from compiled_mtp.cli.signals import leaving
@@ -91,11 +91,8 @@ def make_parser() -> Parser:
         help="text (one prompt, - is standard input), or .jsonl: one request a line, an object with prompt, "
         "messages or prompt_token_ids, any sampling field, and an id, which its result has too",
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE.jsonl",
-        help="write one line a result, when it ends: id, text, tokens, metrics",
-    )
+    said = "write one line a result, when it ends: id, text, tokens, metrics"
+    add_output(parser, metavar="FILE.jsonl", help=said)
     parser.add_argument(
         "--in-order", action="store_true", help="print and write results in the order of the requests"
     )

@@ -25,8 +25,9 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     """Return `config` as the tensors in `root` have it; a folder without *.safetensors changes nothing.
 
     mtp_num_layers is 1 where an MTP head is stored, else 0: a draft changes no token, so a head that
-    config.json denies is used, and transformers saves fine-tunes without the one that it names. tie_word_embeddings is False where the head that is stored differs from the embedding,
-    as transformers 5 has it. Raises ValueError for an adapter.
+    config.json denies is used, and transformers saves fine-tunes without the one that it names.
+    tie_word_embeddings is False where the head that is stored differs from the embedding, as transformers 5
+    has it. Raises ValueError for an adapter.
     """
     adapter = root / "adapter_config.json"
     remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"

@@ -163,8 +163,8 @@ def _not_finite(
         if find_not_finite(dict(enumerate(parts))):
             names.append(f"{header.name} ({header.file.name})")
     return ValueError(
-        f"weights must be finite, got NaN or infinity in {first_few(names)}; check the checkpoint's files, or "
-        "whether its numbers fit dtype"
+        f"weights must be finite, got NaN or infinity in {first_few(names)}; check the checkpoint's files, "
+        "or whether its numbers fit dtype"
     )
 
 

@@ -154,6 +154,11 @@ class Terminal(io.StringIO):
         return True
 
 
+def without_labels(printed: str) -> str:
+    """Standard output without the line before each of several texts that says whose it is."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("--- "))
+
+
 def run_main(*flags: object) -> int:
     try:
         return run.main([str(flag) for flag in flags])

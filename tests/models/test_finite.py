@@ -55,7 +55,9 @@ def test_an_engine_names_the_tensors_of_the_file(
     for name in names:
         tensors[name].view(-1)[-1] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"^weights must be finite, got NaN or infinity in .*; check") as error:
+    with pytest.raises(
+        ValueError, match=r"^weights must be finite, got NaN or infinity in .*; check"
+    ) as error:
         make_engine(tmp_path, check_weights=True)
     told = str(error.value).partition(" infinity in ")[2].partition(";")[0].split(", ")
     assert sorted(told) == sorted(f"{name.removesuffix('_scale_inv')} ({file.name})" for name in names)

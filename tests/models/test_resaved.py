@@ -38,7 +38,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Resaved:
-    """base: the checkpoint with its head; path: what transformers saved of it; token_ids: what it generates."""
+    """base: the checkpoint with its head; path: what transformers saved of it, which gives token_ids."""
 
     base: Path
     path: Path
@@ -114,8 +114,6 @@ def test_the_head_of_the_base_beside_it_brings_drafts_back(resaved: Resaved, tmp
         assert decode(engine) == resaved.token_ids
     with Engine(EngineConfig(model=tmp_path / "whole", **SMALL, mtp_step=3)) as engine:
         assert decode(engine) == resaved.token_ids
-        # Not by luck: the head that was loaded drafts.
-        assert engine.stats().speculation.mean_new_tokens >= 1
         assert sum(engine.stats().speculation.drafted_by_index) > 0
 
 
@@ -128,4 +126,8 @@ def test_an_explicit_depth_stays_an_error(resaved: Resaved) -> None:
 
 def test_compare_has_nothing_to_compare(resaved: Resaved, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([f"--model={resaved.path}", "--prompt=x", "--device=cpu", "--compare"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: mtp_step must be at least 1 with --compare")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: mtp_step must be at least 1 with --compare")
+    )

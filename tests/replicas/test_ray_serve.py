@@ -69,7 +69,7 @@ def test_each_argument_has_its_config() -> None:
         ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
         (
             {"autoscaling_config": '{"max_replicas": null}'},
-            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; correct",
+            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; corr",
         ),
         ({"autoscaling_config": {"max_replicas": "x"}}, "autoscaling_config must hold a whole number"),
         ({"autoscaling_config": {"max_replicas": 0}}, "autoscaling_config must hold a whole number"),
