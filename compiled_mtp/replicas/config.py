@@ -37,7 +37,8 @@ class ReplicaConfig(BaseModel):
     gpus: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs of a replica, 0 for a CPU; default: 1 if the cluster has some, unless device=cpu",
+        description="GPUs of a replica, 0 for a CPU; default: tensor_parallel if the cluster has some, "
+        "unless device=cpu",
     )
     cpus: float = Field(default=1, ge=0, description="CPU cores of a replica; threads too on a CPU")
     ingress_replicas: int = Field(default=1, ge=1, description="processes that talk to clients")

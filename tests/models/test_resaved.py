@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.cli import run
@@ -79,9 +78,13 @@ def decode(engine: Engine) -> list[int]:
 
 
 def bring_back_the_head(resaved: Resaved, path: Path) -> None:
+    """As docs/command-line.md says."""
     shutil.copytree(resaved.path, path)
-    head = {name: w for name, w in read_stored(resaved.base).items() if name.startswith("mtp.")}
-    save_file(head, path / "mtp.safetensors", metadata={"format": "pt"})
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    block = page.split("```python\n")[1].split("```")[0]
+    assert block.count('Path("base-model")') == block.count('Path("fine-tune")') == 1
+    block = block.replace('"base-model"', repr(str(resaved.base))).replace('"fine-tune"', repr(str(path)))
+    exec(block, {})
 
 
 def test_an_engine_decodes_as_transformers_does_and_says_why_it_drafts_nothing(

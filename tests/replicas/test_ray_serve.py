@@ -116,6 +116,9 @@ def test_a_gpu_each_where_the_cluster_has_some(
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
+    # Every rank of an engine has a GPU of its own.
+    _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
+    assert gpus == 2 * min(1, num_gpus)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
     assert (engine.device, gpus) == ("cpu", 0)
 
