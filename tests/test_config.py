@@ -526,7 +526,7 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"prefix_cache": 3},
         "prefix_cache must be a valid boolean, unable to interpret input, got 3; give true or",
     ),
-    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['batch_sizes',"),
+    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['allow_extra_tensors',"),
 ]
 
 

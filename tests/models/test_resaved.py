@@ -134,3 +134,24 @@ def test_compare_has_nothing_to_compare(resaved: Resaved, capsys: pytest.Capture
         .err.splitlines()[-1]
         .startswith("error: mtp_step must be at least 1 with --compare")
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_least_that_is_saved_is_enough(tmp_path: Path, dtype: torch.dtype) -> None:
+    """One file, another dtype, other names, tokenizer.json alone, no generation_config.json."""
+    from transformers import AutoModelForCausalLM
+
+    base, path = write_checkpoint(tmp_path / "base", "qwen3_5_moe", tokenizer=True), tmp_path / "saved"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model.save_pretrained(path, save_original_format=False)
+    (path / "generation_config.json").unlink()
+    shutil.copy(base / "tokenizer.json", path)
+    assert sorted(file.name for file in path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    with Engine(base, **SMALL, mtp_step=0) as engine:
+        expected = decode(engine)
+    with Engine(path, **SMALL) as engine:
+        assert decode(engine) == expected
