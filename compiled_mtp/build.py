@@ -45,12 +45,12 @@ from compiled_mtp.memory import (
     HostPlan,
     MemoryPlan,
     available_bytes,
+    check_offload,
     plan_memory,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
@@ -140,6 +140,7 @@ def build(
             rank=0 if exchange is None else exchange.rank,
             world=settings.world,
             prompt_rows=settings.prompt_rows,
+            allow_extra=config.allow_extra_tensors,
         )
     target, draft = _load(settings, progress, fill)
     if settings.device.type == "cpu":
@@ -323,11 +324,11 @@ def _load(
             rank=0 if exchange is None else exchange.rank,
             world=settings.world,
             prompt_rows=settings.prompt_rows,
+            allow_extra=settings.config.allow_extra_tensors,
+            # Of the time that reading from the page cache takes, it adds a third on a CPU, a 25th on a GPU.
+            is_checked=settings.device.type == "cuda" or settings.config.check_weights,
             progress=report,
         )
-        # Of the time that reading from the page cache takes, it adds a third on a CPU, and a 25th on a GPU.
-        if settings.device.type == "cuda" or settings.config.check_weights:
-            check_finite(parameters)
     return target, draft
 
 
@@ -412,7 +413,9 @@ def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most
         host_bytes += settings.features.host_records * shape.state_row_bytes()
         host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            host_bytes += int(config.offload_gb * 2**30) // settings.world
+            offload_bytes = int(config.offload_gb * 2**30) // settings.world
+            check_offload(offload_bytes, free_bytes)
+            host_bytes += offload_bytes
         elif not settings.features.host_records:
             host_bytes += int(free_bytes * OFFLOAD_SHARE)
         if settings.cache is None and further_depths(config, is_compiled=settings.is_compiled):

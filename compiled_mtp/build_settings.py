@@ -53,7 +53,7 @@ _CONFIG_APART = frozenset(
     (
         *("model", "offline", "compile", "graph_cache", "mtp_depths", "seed", "max_in_flight"),
         *("reference_ops", "prefix_cache", "prefix_cache_gb", "check_weights", "offload_gb", "mask_threads"),
-        "exchange",
+        *("exchange", "allow_extra_tensors"),
         *("draft_vocab", "device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode"),
         *("num_threads", "weight_recipe", "draft_head_dtype", "prefill_chunk"),
     )

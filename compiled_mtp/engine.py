@@ -16,7 +16,7 @@ import torch
 from compiled_mtp.build import Fill, Progress
 from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import open_front
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.errors import check_type
 from compiled_mtp.front import Front
 from compiled_mtp.graphs.later import LaterDepths
@@ -91,9 +91,10 @@ class Engine:
 
     One thread at a time steps, generates or closes; `add_request`, `abort`, `has_unfinished_requests` and
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
-    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
-    model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
-    the same config; it is the engine's from then on. `fill` writes the weights in the place of the
+    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. In the place of an
+    EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
+    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front`
+    gave for the same config; it is the engine's from then on. `fill` writes the weights in the place of the
     checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
     end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
@@ -106,17 +107,17 @@ class Engine:
         front: Front | None = None,
         fill: Fill | None = None,
         features: Features | None = None,
+        **settings: Any,
     ) -> None:
-        if not isinstance(config, EngineConfig):
-            config = EngineConfig() if config is None else EngineConfig(model=config)
+        config = as_config(config, settings)
         if config.tensor_parallel > 1:
             # Where torchrun has started this process as another rank, it ends here.
             from compiled_mtp.parallel.follower import follow_rank_0
 
             follow_rank_0()
         self.front = front if front is not None else open_front(config)
-        self.config = config.model_copy(update={"model": self.front.path})
         self.model_config = self.front.model_config
+        self.config = config.settle(self.model_config, self.front.path)
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
@@ -315,7 +316,7 @@ class Engine:
         self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None
     ) -> list[RequestOutput]:
         """Decode all prompts (texts, token ids or chats) to their end; one output for each choice, in order,
-        with all its tokens.
+        with all its tokens. A text alone is a list of one.
 
         `messages`, given in the place of prompts, is one chat or a list of chats. Outputs of other requests
         come from the next `step`. Raises ValueError before anything is decoded if one of the prompts is not

@@ -102,7 +102,8 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
     if gpus is None:
         ray = _import_ray("ray")
         has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-        gpus = 1.0 if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0.0
+        is_on_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpus)
+        gpus = float(engine.tensor_parallel) if is_on_gpu else 0.0
     if engine.device == "cuda" and not gpus:
         raise ValueError("gpus must be above 0 with device=cuda, got 0; raise it, or set device=cpu")
     if engine.device == "cpu" and gpus:

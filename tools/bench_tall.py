@@ -1,7 +1,7 @@
 """Find the tiles of products of 17 to 256 rows on this GPU, beside the kernel without descriptors and cuBLAS.
 
     python tools/bench_tall.py --shape 27b --rows 128,32                   # some two minutes
-    python tools/bench_tall.py --shape 27b --weights gdn_out --out FILE    # write what was faster
+    python tools/bench_tall.py --shape 27b --weights gdn_out --output FILE    # write what was faster
     python tools/bench_tall.py --shape 27b --specialized                   # warps of their own fetch, too
 
 Each tile is checked at the number of rows and at 4, against the bits of the operator, before it is timed.
@@ -394,7 +394,9 @@ def main() -> None:
         help="time these tiles of one number of rows alone, e.g. down:4=128,128,32,64,8,6,512",
     )
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
-    parser.add_argument("--out", type=Path, help="write the table with what was faster")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, help="write the table with what was faster"
+    )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=110, help="start no further job after this long")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Find the tiles of FP8 products on this GPU, with the rows or the weight as left operand, beside cuBLAS.
 
     python tools/bench_w8a8.py --shape 27b --rows 4,32,128 --weights "qkvz,gate|up"
-    python tools/bench_w8a8.py --shape 27b --rows 128 --out FILE    # write what was faster
+    python tools/bench_w8a8.py --shape 27b --rows 128 --output FILE    # write what was faster
 
 Each way is checked against the bits of the operator before it is timed, at the number of rows and at fewer.
 Kernels are first compiled without a GPU, in many processes, then run in one that is killed when a kernel
@@ -243,7 +243,9 @@ def main() -> None:
     parser.add_argument("--shape", default="27b", choices=[name for name in SHAPES if name != "35b-a3b"])
     parser.add_argument("--rows", default="4,32,128", help="comma-separated row counts")
     parser.add_argument("--weights", default="", help="comma-separated names; all by rule")
-    parser.add_argument("--out", type=Path, help="write the table with what was faster")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, help="write the table with what was faster"
+    )
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=110, help="start no further job after this long")

@@ -116,7 +116,12 @@ def main() -> int:
     """Write both pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/page.png"), help="the light one; -dark is beside it"
+        "--output",
+        "--out",
+        dest="out",
+        type=Path,
+        default=Path("docs/page.png"),
+        help="the light one; -dark is beside it",
     )
     out = parser.parse_args().out
     load, most = os.getloadavg()[0], (os.cpu_count() or 1) / 2

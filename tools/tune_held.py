@@ -1,7 +1,7 @@
 """Choose how products of few rows hold their weights, inside a stack of a model's layers; write the table.
 
     python tools/tune_held.py --shape 0.8b                # some minute
-    python tools/tune_held.py --shape 0.8b --out FILE
+    python tools/tune_held.py --shape 0.8b --output FILE
 
 What one product gains by taking its weight early its neighbours may lose, so that the time of the whole
 stack decides. Every tile's bits are compared with those of the operator as it is before it is timed; no tile
@@ -123,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="0.8b", choices=sorted(STACK_LAYERS))
     parser.add_argument("--rows", type=int, default=4, help="rows while timing (1 to 16 share a tile)")
-    parser.add_argument("--out", type=Path, default=HELD_TABLE)
+    parser.add_argument("--output", "--out", dest="out", type=Path, default=HELD_TABLE)
     parser.add_argument("--seconds", type=float, default=300, help="start no further tile after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():

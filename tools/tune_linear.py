@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows while timing (1 to 16 share a kernel)")
     parser.add_argument("--dtypes", default="bf16,fp8", help="comma-separated dtypes of weights")
     parser.add_argument("--weights", default="", help="comma-separated names, as down,gdn_out; all by rule")
-    parser.add_argument("--out", type=Path, default=TABLE)
+    parser.add_argument("--output", "--out", dest="out", type=Path, default=TABLE)
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long and write what is known"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import fail, shown
+from compiled_mtp.errors import fail, remedy_of, shown
 from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
 # Ray's own: how its proxy listens. A key in the arguments would be on Ray's dashboard.
@@ -37,7 +37,8 @@ class ReplicaConfig(BaseModel):
     gpus: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs of a replica, 0 for a CPU; default: 1 if the cluster has some, unless device=cpu",
+        description="GPUs of a replica, 0 for a CPU; default: tensor_parallel if the cluster has some, "
+        "unless device=cpu",
     )
     cpus: float = Field(default=1, ge=0, description="CPU cores of a replica; threads too on a CPU")
     ingress_replicas: int = Field(default=1, ge=1, description="processes that talk to clients")
@@ -157,6 +158,4 @@ def check_proxy(host: str | None) -> None:
 def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"]) or "args"
     rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should ")
-    field = ReplicaConfig.model_fields.get(name.split(".")[0])
-    remedy = f"give {field.description}" if field is not None and field.description else "leave it out"
-    return str(fail(name, rule, shown(problem["input"], repr), remedy))
+    return str(fail(name, rule, shown(problem["input"], repr), remedy_of(problem["type"])))

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
+from compiled_mtp.errors import remedy_of
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -144,5 +145,4 @@ def _explain(problem: Any) -> str:
         return f"config must name settings only, got {name}; known are {sorted(ServerConfig.model_fields)}"
     rule = problem["msg"].removeprefix("Input should ")
     got = "a secret" if name == "api_key" else repr(problem["input"])
-    field = ServerConfig.model_fields.get(name.split(".")[0])
-    return f"{name} must {rule}, got {got}; give {field.description if field else 'another'}"
+    return f"{name} must {rule}, got {got}; {remedy_of(problem['type'])}"

@@ -65,11 +65,11 @@ def test_each_argument_has_its_config() -> None:
         ({"modle": "x"}, "args must name settings only, got modle; known are"),
         ({"port": 1}, "args must leave out what is Ray's or secret, got port; set Ray's http_options.port"),
         ({"api_key": "k"}, "got api_key; set COMPILED_MTP_SERVER_API_KEY where Ray runs"),
-        ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; give engines"),
+        ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; raise it"),
         ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
         (
             {"autoscaling_config": '{"max_replicas": null}'},
-            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; give",
+            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; corr",
         ),
         ({"autoscaling_config": {"max_replicas": "x"}}, "autoscaling_config must hold a whole number"),
         ({"autoscaling_config": {"max_replicas": 0}}, "autoscaling_config must hold a whole number"),
@@ -116,6 +116,9 @@ def test_a_gpu_each_where_the_cluster_has_some(
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
+    # Every rank of an engine has a GPU of its own.
+    _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
+    assert gpus == 2 * min(1, num_gpus)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
     assert (engine.device, gpus) == ("cpu", 0)
 

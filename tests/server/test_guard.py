@@ -549,7 +549,7 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
     for name, message in (("empty", "must hold a key"), ("none", "must be readable")):
         with pytest.raises(ValueError, match=message):
             ServerConfig(api_key_file=tmp_path / name).read_keys()
-    with pytest.raises(ValueError, match="port must be less than or equal to 65535, got 99999; give port"):
+    with pytest.raises(ValueError, match="port must be less than or equal to 65535, got 99999; lower it"):
         ServerConfig(port=99999)
 
 
