@@ -22,6 +22,7 @@ FLOORS = {
     "compiled_mtp.config": 0,
     "compiled_mtp.memory": 0,
     "compiled_mtp.tokenizer": 0,
+    "compiled_mtp.reasoning": 0,
     "compiled_mtp.graphs": 0,
     "compiled_mtp.graphs.buckets": 0,
     "compiled_mtp.cache": 0,
