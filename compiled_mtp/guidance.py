@@ -54,5 +54,11 @@ class Guidance:
         if name == "guided_grammar":
             return grammar_source.from_lark(params.guided_grammar)
         if name == "tool_choice":
-            return from_tools(params.tools, params.tool_choice, CALL_FORMS[self._family], self._added)
+            return from_tools(
+                params.tools,
+                params.tool_choice,
+                CALL_FORMS[self._family],
+                self._added,
+                parallel_tool_calls=params.parallel_tool_calls,
+            )
         return None

@@ -53,6 +53,7 @@ FLOORS = {
     "compiled_mtp.sampling.logprobs": 0,
     "compiled_mtp.sampling.grammar_source": 0,
     "compiled_mtp.sampling.schema_types": 0,
+    "compiled_mtp.sampling.string_schemas": 0,
     "compiled_mtp.sampling.tool_calls": 0,
     "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.parallel": 0,
