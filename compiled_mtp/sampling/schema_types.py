@@ -23,7 +23,7 @@ def check_types(place: str, schema: Schema) -> None:
 
 
 def with_null_types(schema: Schema) -> Schema:
-    """Return a schema in whose parts OpenAPI's `nullable` is a type null beside others, as JSON Schema has it."""
+    """Return a schema in which OpenAPI's `nullable` is a type null beside others."""
     wider: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
