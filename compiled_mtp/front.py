@@ -90,7 +90,8 @@ class Front:
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 index=index,
                 bad_word_ids=bad_words,
-                guide=guide.fork() if guide is not None else None,
+                # Each compiles a grammar of its own.
+                guide=guide.fork() if guide is not None and index else guide,
                 priority=priority,
             )
             for index in range(params.n)

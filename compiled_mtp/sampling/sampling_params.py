@@ -22,7 +22,7 @@ _GENERATION_FIELDS = (
 )
 
 _ELSE = "default: the checkpoint's, else"
-_FLAGS = ("ignore_eos", "include_stop", "include_drafts")
+_FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls")
 
 # Each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
@@ -113,6 +113,9 @@ class SamplingParams(BaseModel):
     )
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="none, auto, required, or a function of tools that is to be called"
+    )
+    parallel_tool_calls: bool = Field(
+        default=True, description="whether tool_choice required may give several calls"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description='variables of the chat template: {"enable_thinking": false}'

@@ -87,7 +87,7 @@ class ToolChoice(Body):
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
-    disable_parallel_tool_use: Ignored = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
@@ -189,6 +189,7 @@ class AnthropicHandlers:
             # The answer says which one it was: it is looked for at the end, and cut there.
             "include_stop": True if stops else None,
             "tool_choice": forced,
+            "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             # The prompt has shown the tools: the engine needs them for a call that is forced.
             "tools": [_to_function(tool) for tool in body.tools or ()] if forced is not None else None,
         }

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
+from compiled_mtp.reasoning import ReasoningTokens
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, refusal
@@ -59,7 +60,7 @@ class Service:
     names: tuple[str, ...]
     max_model_len: int
     call_form: CallForm | None
-    has_reasoning: bool
+    reasoning: ReasoningTokens | None
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,8 +78,8 @@ class Service:
         """Return what parts an answer to `prompt`; tools None: calls are not looked for."""
         return OutputParser(
             form=self.call_form if tools is not None else None,
-            has_reasoning=self.has_reasoning,
-            is_thinking=prompt.tail.rstrip().endswith("<think>"),
+            has_reasoning=self.reasoning is not None,
+            is_thinking=self.reasoning is not None and self.reasoning.is_open(prompt.token_ids),
             tools=tools,
         )
 

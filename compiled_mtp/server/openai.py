@@ -222,6 +222,7 @@ class OpenAIHandlers:
             max_tokens=getattr(body, given[0]) if given else None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_choice=forced if isinstance(forced, str | None) else forced.model_dump(),
+            parallel_tool_calls=body.parallel_tool_calls,
             **fields,
         )
 

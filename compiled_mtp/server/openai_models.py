@@ -180,7 +180,7 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: Ignored = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -27,10 +27,9 @@ _CODE = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the end of a chat's rendered text: it says whether a reasoning part is open."""
+    """The token ids of a text or a chat."""
 
     token_ids: list[int]
-    tail: str = ""
 
 
 class PromptPool:
@@ -96,7 +95,7 @@ class PromptPool:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"], answer["tail"])
+        return Prompt(answer["ids"])
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
         """One job's answer; the worker is idle again afterwards, or another one in its place."""

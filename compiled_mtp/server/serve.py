@@ -29,6 +29,7 @@ from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.hub import is_repository
+from compiled_mtp.reasoning import find_reasoning
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
@@ -84,7 +85,7 @@ def assemble_service(
         names=config.served_model_name or (model.resolve().name,),
         max_model_len=max_model_len,
         call_form=find_call_form(tokenizer),
-        has_reasoning=len(tokenizer.encode("<think>")) == len(tokenizer.encode("</think>")) == 1,
+        reasoning=find_reasoning(tokenizer),
         metrics=metrics,
     )
 
