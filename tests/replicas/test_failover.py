@@ -368,11 +368,11 @@ def test_the_queue_and_the_end() -> None:
         (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT}])
         with pytest.raises(QueueFullError):
             await engine.add_all([{"prompt_token_ids": PROMPT}])
-        assert engine.is_accepting
+        assert engine.status == "ok"
         ended = asyncio.create_task(engine.drain(5))
         assert [one async for one in stream][-1].finish_reason == "stop"
         assert await ended
-        assert not engine.is_alive
+        assert engine.status == "stopped"
         with pytest.raises(EngineStoppedError, match="shutting down"):
             await engine.add_all([{"prompt_token_ids": PROMPT}])
 
