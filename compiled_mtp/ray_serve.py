@@ -70,7 +70,7 @@ def app(args: Mapping[str, Any]) -> Any:
             "request_router_kwargs": {"max_imbalance": settings.max_imbalance},
         },
         **scale,
-    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer)
+    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer, server.step_timeout_s)
     return serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
@@ -119,7 +119,9 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
 class EngineReplica:
     """One engine, stepped in a thread of its own: the deployment that decodes."""
 
-    def __init__(self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int) -> None:
+    def __init__(
+        self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int, step_timeout_s: float
+    ) -> None:
         from compiled_mtp.engine import Engine
 
         config = EngineConfig(**engine_fields)
@@ -129,7 +131,13 @@ class EngineReplica:
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
         self._identity = identify(config, engine)
         self._max_model_len = engine.runner.max_model_len
-        self._engine = AsyncEngine(engine, max_open=max_open, stream_buffer=stream_buffer, observer=metrics)
+        self._engine = AsyncEngine(
+            engine,
+            max_open=max_open,
+            stream_buffer=stream_buffer,
+            step_timeout_s=step_timeout_s,
+            observer=metrics,
+        )
         self._gauges = RayGauges(metrics.collect)
         settle_interpreter()
 
@@ -154,9 +162,11 @@ class EngineReplica:
         return self._engine.stats
 
     def check_health(self) -> None:
-        """Raise for an engine that died: Ray puts another replica in the place of this one."""
-        if not self._engine.is_alive:
+        """Raise for an engine that died or whose step hangs: Ray puts another replica in the place of this
+        one."""
+        if self._engine.status == "stopped":
             raise RuntimeError("the engine died; its log says why")
+        self._engine.check_step()
 
     def __del__(self) -> None:
         """End the engine with its replica."""
@@ -212,7 +222,7 @@ class Ingress:
         self._engine = ReplicatedEngine(
             lambda call: _follow(streaming, call),
             self._metrics,
-            RelayLimits(settings.max_failovers, settings.start_timeout_s),
+            RelayLimits(settings.max_failovers, settings.start_timeout_s, settings.silence_timeout_s),
             seed=config.seed,
             # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
             chunk=config.resolve_prefill_chunk("cpu", front.model_config),

@@ -48,6 +48,11 @@ class ReplicaConfig(BaseModel):
     start_timeout_s: float = Field(
         default=600.0, gt=0, description="seconds in which a replica must take a request"
     )
+    silence_timeout_s: float = Field(
+        default=30.0,
+        ge=5,
+        description="seconds without a word after which a replica loses its streams to another",
+    )
     prefix_chunks: int = Field(
         default=1, ge=1, description="chunks of a prompt that decide which replica is preferred"
     )

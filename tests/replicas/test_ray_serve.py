@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 
 from compiled_mtp import ray_serve
+from compiled_mtp.async_engine import AsyncEngine, EngineHungError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
 from compiled_mtp.replicas.identity import identify
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.tokenizer import Tokenizer
+from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 PACKAGE = Path(__file__).parents[2] / "compiled_mtp"
 
@@ -239,6 +243,31 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     weights.write_bytes(bytes(3 << 20)[:-1] + b"x")
     found.append(identity(config))
     assert len(set(found)) == len(found)
+
+
+def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:
+    replica = object.__new__(ray_serve.EngineReplica)
+    may_step = threading.Event()
+    engine = ScriptedEngine(Tokenizer(CHECKPOINT))
+    engine.say("one two")
+    engine.before_step = may_step.wait
+    replica._gauges = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    replica._engine = AsyncEngine(engine, step_timeout_s=0.1)
+    try:
+        replica.check_health()
+
+        async def add() -> None:
+            await replica._engine.add(prompt_token_ids=[1])
+            await asyncio.sleep(0.3)
+
+        asyncio.run(add())
+        with pytest.raises(EngineHungError, match=r"a step must end within 0\.1 s"):
+            replica.check_health()
+    finally:
+        may_step.set()
+    replica._engine.close()
+    with pytest.raises(RuntimeError, match="the engine died; its log says why"):
+        replica.check_health()
 
 
 class FakeMetric:
