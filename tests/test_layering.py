@@ -85,6 +85,7 @@ FLOORS = {
     "compiled_mtp.scheduler": 7,
     "compiled_mtp.guidance": 7,
     "compiled_mtp.masks": 8,
+    "compiled_mtp.numeric_settings": 1,
     "compiled_mtp.front": 8,
     "compiled_mtp.checkpoint": 9,
     "compiled_mtp.prompts": 1,
