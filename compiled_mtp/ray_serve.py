@@ -24,7 +24,7 @@ from compiled_mtp.replicas.config import ReplicaConfig, check_door, check_proxy,
 from compiled_mtp.replicas.connection import WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
-from compiled_mtp.replicas.identity import identify
+from compiled_mtp.replicas.identity import identify, list_files
 from compiled_mtp.replicas.messages import Call, Message
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
@@ -125,11 +125,13 @@ class EngineReplica:
         from compiled_mtp.engine import Engine
 
         config = EngineConfig(**engine_fields)
-        engine = Engine(config)
+        front = open_front(config)
+        files = list_files(front.path)
+        engine = Engine(config, front=front)
         metrics = Metrics()
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
-        self._identity = identify(config, engine)
+        self._identity = identify(config, engine, files)
         self._max_model_len = engine.runner.max_model_len
         self._engine = AsyncEngine(
             engine,

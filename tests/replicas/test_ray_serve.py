@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
+import os
+import random
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +19,9 @@ import pytest
 from compiled_mtp import ray_serve
 from compiled_mtp.async_engine import AsyncEngine, EngineHungError
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.numeric_settings import NumericSettings
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
-from compiled_mtp.replicas.identity import identify
+from compiled_mtp.replicas.identity import digest_files, identify, list_files
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.tokenizer import Tokenizer
@@ -214,20 +219,19 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     (package / "graphs").mkdir()
     monkeypatch.setattr("compiled_mtp.replicas.identity._PACKAGE", package)
 
-    def identity(config: EngineConfig, longest: int = 9) -> str:
-        engine: Any = SimpleNamespace(
-            num_threads=1,
-            runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
-            front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
-        )
-        return identify(config, engine)
+    def identity(config: EngineConfig, longest: int = 9, num_threads: int | None = 1) -> str:
+        return identify(config, fake_engine(model, longest, num_threads), list_files(model))
 
     weights = model / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     config = EngineConfig(device="cpu")
     found = [identity(config)]
     assert identity(config) == found[0]
-    found += [identity(config, longest=8), identity(config.model_copy(update={"prefill_chunk": 64}))]
+    found += [
+        identity(config, longest=8),
+        identity(config, num_threads=2),
+        identity(config.model_copy(update={"prefill_chunk": 64})),
+    ]
     for name, value in (
         ("compiled_mtp.__version__", "0"),
         ("compiled_mtp.graphs.artifacts._triton_version", lambda: "0"),
@@ -237,12 +241,100 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             found.append(identity(config))
+    real = metadata.version
+    for package_name in ("llguidance", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                metadata, "version", lambda name, own=package_name: "0" if name == own else real(name)
+            )
+            found.append(identity(config))
+
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", missing)
+        found.append(identity(config))
+    # What a caller has told torch, and with what it was built.
+    settings = NumericSettings.read()
+    for changed in ({"mkldnn_enabled": not settings.mkldnn_enabled}, {"float32_matmul_precision": "medium"}):
+        told = dataclasses.replace(settings, **changed)
+        with monkeypatch.context() as patch:
+            patch.setattr(NumericSettings, "read", lambda told=told: told)
+            found.append(identity(config))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.__config__.show", lambda: "another BLAS")
+        found.append(identity(config))
+    # Of a GPU's replicas one may be on a machine with more cores.
+    on_gpu = identity(config, num_threads=None)
+    more = dataclasses.replace(settings, num_threads=settings.num_threads + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(NumericSettings, "read", lambda: more)
+        assert identity(config, num_threads=None) == on_gpu
     for name in ("engine.py", "ops/table.json", "graphs/buckets.py"):
         (package / name).write_text("1", encoding="utf-8")
         found.append(identity(config))
-    weights.write_bytes(bytes(3 << 20)[:-1] + b"x")
-    found.append(identity(config))
+    for at in (0, 1 << 20, 3 << 19, (2 << 20) - 1, (3 << 20) - 1):
+        content = bytearray(3 << 20)
+        content[at] = 1
+        weights.write_bytes(content)
+        found.append(identity(config))
     assert len(set(found)) == len(found)
+
+
+def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> Any:
+    return SimpleNamespace(
+        num_threads=num_threads,
+        runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
+        front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
+    )
+
+
+def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Parts and buffers of sizes that no file is a multiple of.
+    monkeypatch.setattr("compiled_mtp.replicas.identity._PART_BYTES", 700)
+    monkeypatch.setattr("compiled_mtp.replicas.identity._BUFFER_BYTES", 96)
+    sizes = {"model-1.safetensors": 2000, "model-2.safetensors": 700, "config.json": 1, "empty.json": 0}
+    content = {name: random.Random(size).randbytes(size) for name, size in sizes.items()}
+
+    def digest() -> str:
+        for name, data in content.items():
+            (tmp_path / name).write_bytes(data)
+        return digest_files(list_files(tmp_path))
+
+    found = [digest()]
+    (tmp_path / "README.md").write_text("not read", encoding="utf-8")
+    assert digest() == found[0]
+    for name, data in list(content.items()):
+        for at in {0, len(data) // 2, len(data) - 1, *range(0, len(data), 97)} - {-1}:
+            content[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"x"
+            found.append(digest())
+        content[name] = data
+    # A byte that moves from one file to the next, and two files that change names.
+    one, two = content["model-1.safetensors"], content["model-2.safetensors"]
+    content |= {"model-1.safetensors": one[:-1], "model-2.safetensors": one[-1:] + two}
+    found.append(digest())
+    content |= {"model-1.safetensors": two, "model-2.safetensors": one}
+    found.append(digest())
+    assert len(set(found)) == len(found)
+
+
+def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    loaded = list_files(tmp_path)
+    # Another file of the same size at the same place, with the old one's time, as a copy would have it.
+    other = tmp_path / "other"
+    other.write_bytes(b"new")
+    os.utime(other, ns=(loaded[0].mtime_ns, loaded[0].mtime_ns))
+    other.rename(weights)
+    with pytest.raises(
+        ValueError, match=r"model must stay as it is while it is loaded, got .*safetensors'\] changed"
+    ):
+        identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"got \['config.json'\] changed; start the replica again"):
+        identify(EngineConfig(device="cpu"), fake_engine(tmp_path), list_files(tmp_path)[1:])
 
 
 def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:
