@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp import ray_serve
-from compiled_mtp.async_engine import AsyncEngine, EngineHungError
+from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.numeric_settings import NumericSettings
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
@@ -25,6 +25,7 @@ from compiled_mtp.replicas.identity import digest_files, identify, list_files
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.tokenizer import Tokenizer
+from tests.replicas.scripted import Replica, Truth, in_turn, make_engine
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 PACKAGE = Path(__file__).parents[2] / "compiled_mtp"
@@ -58,13 +59,12 @@ def test_each_argument_has_its_config() -> None:
             "autoscaling_config": '{"min_replicas": 1, "max_replicas": 4}',
         }
     )
-    assert (settings.gpus, settings.most_replicas) == (0.5, 4)
+    assert settings.gpus == 0.5
+    assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 4}
     # What the ingress makes again of what was given.
     again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
-    assert ReplicaConfig(replicas=3).most_replicas == 3
-    assert ReplicaConfig(autoscaling_config={}).most_replicas == 1
     assert split_args({"seed": 3})[2].seed == 3
 
 
@@ -210,6 +210,81 @@ def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> 
         assert ingress._gauges._is_closed.is_set()
 
     asyncio.run(run())
+
+
+def details(**deployments: Any) -> dict[str, Any]:
+    """What Ray tells of its applications, as its REST interface has it."""
+    return {"applications": {"other": {"deployments": {}}, "mtp": {"deployments": deployments}}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"),
+    [
+        ({"target_num_replicas": 2, "deployment_config": {"num_replicas": 2}}, 2),
+        # A bound, and where the scaler is within it.
+        ({"target_num_replicas": 1, "deployment_config": {"autoscaling_config": {"max_replicas": 4}}}, 4),
+        ({"target_num_replicas": 3, "deployment_config": {"num_replicas": 1}}, 3),
+        ({"target_num_replicas": 0, "deployment_config": {"num_replicas": 0}}, 0),
+    ],
+)
+def test_ray_tells_how_many_replicas_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], most: int
+) -> None:
+    ingress = {"target_num_replicas": 1, "deployment_config": {"num_replicas": 1}}
+    said = details(Engine=engine, Ingress=ingress)
+    client = SimpleNamespace(get_serve_details=lambda: said)
+    context = SimpleNamespace(app_name="mtp")
+    ray = SimpleNamespace(_get_global_client=lambda: client, get_replica_context=lambda: context)
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+    assert ray_serve._count_replicas() == {"Engine": most, "Ingress": 1}
+
+
+def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Any] = [{"Engine": 2}, OSError("no controller"), KeyError("mtp"), {"Engine": 3}, {"Engine": 0}]
+    shown: list[int] = []
+    one = replica_of_tests()
+    engine = make_engine(in_turn(one), max_open=12)
+    prompts: Any = SimpleNamespace(max_waiting=12)
+
+    def count() -> dict[str, int]:
+        shown.append(engine.max_open)
+        assert prompts.max_waiting == engine.max_open
+        if not told:
+            raise asyncio.CancelledError
+        answer = told.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    async def run() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await ray_serve._keep_bounds(count, engine, prompts, 12, 0.0)
+        # At rest it takes what one replica does, for the requests that start one.
+        await engine.add_all([{"prompt_token_ids": [1]}] * 12)
+        with pytest.raises(QueueFullError):
+            await engine.add_all([{"prompt_token_ids": [1]}])
+        engine.max_open = 24
+        await engine.add_all([{"prompt_token_ids": [1]}] * 12)
+        engine.close()
+
+    asyncio.run(run())
+    assert shown == [12, 24, 24, 24, 36, 12]
+    # Two failures in a row are one line.
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def replica_of_tests() -> Replica:
+    return Replica("a", [Truth([1] * 500, "x" * 500, list(range(501)))], random.Random(1))
+
+
+def test_a_seed_is_for_one_ingress_in_a_config_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "_proxy_host", lambda: "127.0.0.1")
+    ray = SimpleNamespace(Gauge=FakeMetric, Counter=FakeMetric)
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+    monkeypatch.setattr(ray_serve, "_count_replicas", lambda: {"Engine": 1, "Ingress": 2})
+    ingress = ray_serve.Ingress(None, {}, {}, {"seed": 3}, has_keys=False)
+    with pytest.raises(ValueError, match="seed must be left out with more than one ingress, got 3"):
+        asyncio.run(ingress.__serve_build_asgi_app__())
 
 
 def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
