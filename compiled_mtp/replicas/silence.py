@@ -35,9 +35,9 @@ class SilenceWatch:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool | None:
+    ) -> None:
         self._timer.cancel()
-        return await self._clock.__aexit__(kind, error, traceback)
+        await self._clock.__aexit__(kind, error, traceback)
 
     def _tick(self) -> None:
         self._num_silent += 1
