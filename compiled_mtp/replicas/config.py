@@ -49,6 +49,11 @@ class ReplicaConfig(BaseModel):
     start_timeout_s: float = Field(
         default=600.0, gt=0, description="seconds in which a replica must take a request"
     )
+    silence_timeout_s: float = Field(
+        default=30.0,
+        ge=5,
+        description="seconds without a word after which a replica loses its streams to another",
+    )
     prefix_chunks: int = Field(
         default=1, ge=1, description="chunks of a prompt that decide which replica is preferred"
     )
@@ -90,13 +95,6 @@ class ReplicaConfig(BaseModel):
             raise ValueError("hold a whole number of at least 1 as max_replicas")
         return value
 
-    @property
-    def most_replicas(self) -> int:
-        """Replicas that there may be at a time."""
-        if self.autoscaling_config is None:
-            return self.replicas
-        return int(self.autoscaling_config.get("max_replicas", 1))
-
 
 def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, EngineConfig]:
     """Return the three configs that the arguments of an app mean; each name belongs to one of them.
@@ -116,12 +114,17 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
     server = ServerConfig(**fields[ServerConfig])
     check_door(server)
     settings, engine = ReplicaConfig(**fields[ReplicaConfig]), EngineConfig(**fields[EngineConfig])
-    if engine.seed is not None and settings.ingress_replicas > 1:
-        # Each would count its own requests from the first, and give two of them one seed.
+    check_seed(engine, settings.ingress_replicas)
+    return settings, server, engine
+
+
+def check_seed(engine: EngineConfig, num_ingresses: int) -> None:
+    """Raise ValueError for a seed that several ingresses would give: each counts its own requests from the
+    first, and two of them would have one seed."""
+    if engine.seed is not None and num_ingresses > 1:
         raise fail(
             "seed", "be left out with more than one ingress", engine.seed, "send one with each request"
         )
-    return settings, server, engine
 
 
 def check_door(server: ServerConfig) -> None:

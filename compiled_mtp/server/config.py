@@ -55,6 +55,11 @@ class ServerConfig(BaseSettings):
         default=1024, ge=1, description="outputs of a request that nobody has read, before it is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
+    step_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="seconds that a step of the engine may take before /health says that it hangs",
+    )
     prompt_workers: int = Field(default=2, ge=1, le=16, description="processes that render and tokenise")
     prompt_timeout_s: float = Field(default=10.0, gt=0, description="seconds to render and tokenise a prompt")
     max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")

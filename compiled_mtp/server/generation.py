@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Status, Stream
 from compiled_mtp.reasoning import ReasoningTokens
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
@@ -31,10 +31,7 @@ class ServedEngine(Protocol):
     """What the service needs of an engine: an AsyncEngine here, or many elsewhere. Closed by its maker."""
 
     @property
-    def is_alive(self) -> bool: ...
-
-    @property
-    def is_accepting(self) -> bool: ...
+    def status(self) -> Status: ...
 
     @property
     def num_open(self) -> int: ...

@@ -45,7 +45,7 @@ class PromptPool:
         self._path = path
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._num_workers = num_workers
         # None is in the place of a process that could not be started again.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
@@ -76,10 +76,10 @@ class PromptPool:
         return await self._run({"messages": list(messages), "variables": dict(variables)})
 
     async def _run(self, job: Mapping[str, Any]) -> Prompt:
-        if self._num_jobs >= self._num_workers + self._max_waiting:
+        if self._num_jobs >= self._num_workers + self.max_waiting:
             raise ApiError(
                 429,
-                f"prompts that wait must be at most {self._max_waiting}, got one more; try again later",
+                f"prompts that wait must be at most {self.max_waiting}, got one more; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )

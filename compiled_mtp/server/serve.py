@@ -57,7 +57,11 @@ def make_service(
     metrics = Metrics()
     metrics.set_stats(engine.stats())
     stepped = AsyncEngine(
-        engine, max_open=config.max_open, stream_buffer=config.stream_buffer, observer=metrics
+        engine,
+        max_open=config.max_open,
+        stream_buffer=config.stream_buffer,
+        step_timeout_s=config.step_timeout_s,
+        observer=metrics,
     )
     return assemble_service(stepped, metrics, tokenizer, model, max_model_len, config)
 

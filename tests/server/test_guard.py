@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -499,6 +501,35 @@ def test_death_is_unhealthy_and_told(engine: Any) -> None:
             assert client.post("/v1/completions", json=BODY).status_code == 503
     finally:
         engine.before_step, engine.script, engine.step_s = (lambda: None), script, 0.0
+
+
+def test_a_step_that_hangs_is_unhealthy_until_it_ends(engine: Any) -> None:
+    may_step = threading.Event()
+    engine.before_step = may_step.wait
+
+    def until(client: httpx.Client, status: str, code: int) -> None:
+        deadline = time.monotonic() + 20
+        while (answer := client.get("/health")).json() != {"status": status}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert answer.status_code == code
+
+    try:
+        with (
+            running(engine, engine.model, step_timeout_s=0.2) as server,
+            httpx.Client(base_url=server.url, timeout=20) as client,
+            ThreadPoolExecutor(1) as other,
+        ):
+            answer = other.submit(httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=20)
+            until(client, "hung", 503)
+            refused = client.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "hung")
+            may_step.set()
+            assert answer.result().status_code == 200
+            until(client, "ok", 200)
+    finally:
+        may_step.set()
+        engine.before_step = lambda: None
 
 
 def test_draining_finishes_and_then_says_why(engine: Any) -> None:
