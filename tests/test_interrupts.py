@@ -8,8 +8,10 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,20 +198,15 @@ def test_an_interrupt_at_any_line_loses_nothing(
         check(engine, told, expected, target)
 
 
+HANDING_OVER = ("hand_over", "add", "enter", "put", "discard", "forget", "_tidy", "_queue_all", "generate")
+STEPPING = ("step", "take", "leave", "is_over", "_tidy", "_advance", "_take_outputs")
+LAUNCHING = ("accept", "_write_masks", "verify", "set_masks", "first")
 FEW = {
     "keys of a prompt": (by_steps, ("scheduler/prefix.py",), ("_keys_of",)),
-    "hand-over": (by_generate, ("inbox.py", "scheduler"), ("hand_over", "add", "enter", "put", "discard")),
-    "step": (
-        by_steps,
-        ("engine.py", "turn.py"),
-        ("step", "take", "leave", "is_over", "_tidy", "_take_outputs"),
-    ),
-    "stream": (by_stream, ("engine.py",), ("stream", "_next_outputs")),
-    "accept": (
-        by_steps,
-        ("programs.py", "runner.py"),
-        ("accept", "_write_masks", "verify", "set_masks", "first"),
-    ),
+    "hand-over": (by_generate, ("inbox.py", "engine.py", "scheduler"), HANDING_OVER),
+    "step": (by_steps, ("engine.py", "turn.py"), STEPPING),
+    "stream": (by_stream, ("engine.py",), ("_stream", "_next_outputs")),
+    "accept": (by_steps, ("programs.py", "runner.py"), LAUNCHING),
 }
 
 
@@ -227,6 +224,94 @@ def test_an_interrupt_at_each_line_of_what_is_shared(
         aim, told = Aim(files, functions, target=target), Told()
         attack(engine, scenario, aim, told)
         check(engine, told, expected, target)
+
+
+def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
+    """Wherever it comes: for this thread and for another."""
+    watch = Aim(("engine.py", "turn.py", "inbox.py"))
+    with watch.watching():
+        engine.step()
+    for target in watch.targets():
+        aim = Aim(("engine.py", "turn.py", "inbox.py"), target=target)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            engine.step()
+        stepped: list[list[RequestOutput]] = []
+        thread = threading.Thread(target=lambda found=stepped: found.append(engine.step()))
+        thread.start()
+        thread.join()
+        assert stepped == [[]], target
+        assert engine.step() == []
+
+
+def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) -> None:
+    """Of `generate`, whose caller has no name to end them by."""
+    files = ("inbox.py", "engine.py", "scheduler/scheduler.py", "scheduler/line.py", "scheduler/planner.py")
+    functions = {"hand_over", "add", "enter", "put", "discard", "_queue_all", "_advance"}
+    prompts = [prompt_of(20, 1, VOCAB), prompt_of(9, 2, VOCAB)]
+    params = [PLAIN, SCORED.model_copy(update={"max_tokens": 1, "n": 3})]
+    watch = Aim(files, functions)
+    with watch.watching():
+        engine.generate(prompts, params)
+    for target in watch.targets():
+        aim = Aim(files, functions, target=target)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, params)
+        assert not engine.has_unfinished_requests(), target
+        assert engine.step() == []
+        assert engine.stats().waiting == engine.stats().running == 0, target
+        engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_grammar_s_mask_does_not_outlive_its_round(
+    engine: Engine,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    is_late: bool,
+) -> None:
+    """Neither where the launch fails nor where it is interrupted; and no round without masks writes any."""
+    programs = engine.runner.programs
+    call = programs._call_half
+
+    def failing(halves: dict[Any, Any], *given: Any) -> Any:
+        if halves is programs._accept:
+            if is_late:
+                call(halves, *given)
+            raise error
+        return call(halves, *given)
+
+    prompt, params = REQUESTS["guided"]
+    engine.add_request(prompt_token_ids=prompt, params=salted(params, str(next(NAMES))))
+    monkeypatch.setattr(programs, "_call_half", failing)
+    told = Told()
+    with suppress(KeyboardInterrupt):
+        drain(engine, told)
+    monkeypatch.undo()
+    drain(engine, told)
+    assert list(told.reasons.values()) == ["error"]
+    prompt, params = REQUESTS["scored"]
+    outputs = engine.generate([prompt], salted(params, str(next(NAMES))))
+    assert [output.new_token_ids for output in outputs] == expected["scored"]
+    assert bool((engine.runner.step.masks == -1).all())
+
+
+def test_what_lies_between_halves_is_made_as_a_whole_or_again(engine: Engine) -> None:
+    """Interrupted in the midst, the next verify finds too few rows: of the logits, which come last."""
+    step = engine.runner.step
+    rows = step.verified_logits.shape[0]
+    watch = Aim(("step.py",), ("reserve_halves",))
+    with watch.watching():
+        step.reserve_halves(rows)
+    for target in watch.targets():
+        aim = Aim(("step.py",), ("reserve_halves",), target=target)
+        step.reserve_halves(0)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            step.reserve_halves(rows)
+        lengths = {getattr(step, name).shape[0] for name in step.between_halves}
+        assert step.verified_logits.shape[0] == 0 or lengths == {rows}, target
+    step.reserve_halves(rows)
 
 
 def out_of_memory() -> RuntimeError:
