@@ -226,6 +226,25 @@ def test_an_interrupt_at_each_line_of_what_is_shared(
         check(engine, told, expected, target)
 
 
+def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
+    """A prompt that waits keeps its keys: some of them alone would end every request later."""
+    files, prompt = ("scheduler/prefix.py",), prompt_of(300, 9, VOCAB)
+    wanted = [output.new_token_ids for output in engine.generate([prompt], salted(PLAIN, "keys"))]
+    for time in range(1, 6):
+        salt = f"keys {next(NAMES)}"
+        watch = Aim(files, ("_keys_of",))
+        with watch.watching():
+            engine.generate([prompt], salted(PLAIN, f"keys {next(NAMES)}"))
+        for key in [key for key, count in watch.lines.items() if count >= time]:
+            name, told = f"{salt} {key[2]}", Told()
+            engine.add_request(prompt_token_ids=prompt, params=salted(PLAIN, name), request_id=name)
+            with Aim(files, ("_keys_of",), target=Line(*key, time)).watching(), suppress(KeyboardInterrupt):
+                told.take(engine.step())
+            drain(engine, told)
+            assert told.reasons == {(name, 0): "length"}, key
+            assert list(told.tokens.values()) == wanted, key
+
+
 def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
     """Wherever it comes: for this thread and for another."""
     watch = Aim(("engine.py", "turn.py", "inbox.py"))
