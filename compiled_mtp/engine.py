@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -501,7 +502,7 @@ class Engine:
         """End the requests whose streams were left, without an output."""
         for request_id, reference in list(self._streams.items()):
             stream = reference()
-            if stream is None or stream.gi_frame is None:
+            if stream is None or inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
                 self._inbox.forget((request_id,))
                 self.scheduler.forget((request_id,))
                 self._streams.pop(request_id, None)
