@@ -146,6 +146,8 @@ class Programs:
         )
         # The slots and depth whose forward the buffers between the halves hold.
         self._verified: tuple[tuple[int, ...], int] | None = None
+        # Rows of step.masks that may forbid ids: those behind them allow all.
+        self._masked_rows = 0
 
     @property
     def count(self) -> int:
@@ -169,6 +171,8 @@ class Programs:
 
     def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
+        # Fails it half way, nobody accepts what the buffers then hold.
+        self._verified = None
         bucket = pick(self.buckets, len(slots), verify_step, draft_step)
         if self.step.verified_logits.shape[0] < bucket.rows:
             self.step.reserve_halves(max(bucket.rows for bucket in self.buckets))
@@ -201,13 +205,10 @@ class Programs:
         self._verified = None
         bucket, step = pick(self.buckets, len(slots), verify_step, draft_step), self.step
         state_index = self._upload_slots(bucket, slots)
-        if masks is not None:
-            step.masks[: masks.shape[0]] = masks
+        self._write_masks(masks)
         # What the tokens are drawn from; the slots' own state has moved on once they are.
         filtered = step.filter_half(state_index, verify_step) if with_logprobs and with_processed else None
         packed = self._call_half(self._accept, bucket, (state_index, verify_step, draft_step))
-        if masks is not None:
-            step.masks[: masks.shape[0]] = -1
         if not with_logprobs:
             return packed
         return step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
@@ -395,11 +396,11 @@ class Programs:
     @torch.no_grad()
     def adopt(self, shape: Shape, program: Program) -> None:
         """Make a loaded program ready, on padding rows alone, while requests are decoded in other shapes."""
+        # What was uploaded last is not what they hold from here on.
+        self._batches.clear()
         for tensor in shape.inputs:
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()
-        # They are not what was uploaded last.
-        self._batches.clear()
         self._make_ready(shape, program)
         self.step.slots.clear_padding_row()
 
@@ -514,6 +515,22 @@ class Programs:
             self._upload(state_index, slots + (0,) * (size - len(slots)))
             self._batches[size] = slots
         return state_index
+
+    def _write_masks(self, masks: torch.Tensor | None) -> None:
+        """Have the accept that is launched next masked by `masks` [rows, words], its other rows by none.
+
+        Every accept says so for itself: one that failed, or was interrupted, leaves its masks behind. What
+        the rows hold is known here, so that a round without masks launches nothing more unless the one
+        before it had some.
+        """
+        rows, num_stale = 0 if masks is None else masks.shape[0], self._masked_rows
+        # Rather too many than too few: an error or an interrupt may come between any two lines.
+        self._masked_rows = max(rows, num_stale)
+        if masks is not None:
+            self.step.masks[:rows] = masks
+        if num_stale > rows:
+            self.step.masks[rows:num_stale] = -1
+        self._masked_rows = rows
 
     def _call_half(
         self, programs: dict[Any, Program], key: Hashable, inputs: tuple[torch.Tensor | int, ...]

@@ -205,6 +205,7 @@ class Runner:
     def _fail(self, plan: StepPlan, error: Exception) -> StepResult:
         """The result of a launch that failed, none of whose copies is under way any more."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
+        self._masks.pop(plan.step_id, None)
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 

@@ -118,13 +118,14 @@ class Step(nn.Module):
         hidden_size = like.shape[1]
         made = {
             "verified_hidden": like.new_zeros((rows, hidden_size)),
-            "verified_logits": like.new_zeros((rows, vocab_size), dtype=torch.float32),
-            # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
+            # A bit an id, as `sample` takes them; whoever launches an accept writes the rows that it reads.
             "masks": like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32),
         }
         for name in Window._fields:
             row = self.slots.block_table if name == "block_table" else self.slots.pos
             made[f"verified_{name}"] = row.new_zeros((rows, *row.shape[1:]))
+        # Whether there are enough rows is asked of the logits: they come last, an interrupt may come between.
+        made["verified_logits"] = like.new_zeros((rows, vocab_size), dtype=torch.float32)
         # All or none: memory may have run out.
         for name, buffer in made.items():
             self.register_buffer(name, buffer)

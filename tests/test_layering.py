@@ -93,6 +93,7 @@ FLOORS = {
     "compiled_mtp.prompts": 1,
     "compiled_mtp.hub": 0,
     "compiled_mtp.inbox": 8,
+    "compiled_mtp.turn": 0,
     "compiled_mtp.engine": 11,
     "compiled_mtp.async_engine": 12,
     "compiled_mtp.cli": 14,

@@ -144,9 +144,8 @@ class Planner:
         self.look_again()
 
     def enter(self, holding: Holding) -> None:
-        """A request waits. Interrupted anywhere it can be called again with another of the same key."""
-        if (old := self.waiting.get(holding.request.key)) is not None:
-            self.line.discard(old)
+        """A request waits. Interrupted anywhere it can be called again."""
+        self.line.discard(holding)
         self.waiting[holding.request.key] = holding
         self.line.add(holding)
 
@@ -169,7 +168,7 @@ class Planner:
         """A request ends: nothing more is planned for it."""
         self.line.discard(holding)
         if holding.phase is RequestPhase.WAITING:
-            del self.waiting[holding.request.key]
+            self.waiting.pop(holding.request.key, None)  # It was being entered when an interrupt came.
         elif not self.prompts.leave(holding):
             self.look_again()
 

@@ -85,19 +85,22 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
 
     def add(self, *choices: Request) -> None:
-        """Queue a request, given as all of its choices; mutates their output limits. Raises ValueError if its
-        id is in use or if it could never run (`Limits.fit`).
+        """Queue a request, given as all of its choices; mutates their output limits. Interrupted anywhere it
+        can be called again with the same ones. Raises ValueError if its id is in use or if it could never run
+        (`Limits.fit`).
         """
         name = choices[0].request_id
-        if self.has_id(name):
-            raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
-        for request in choices:
-            self.limits.fit(request)
-        holdings = [Holding(request, next(self._arrivals)) for request in choices]
-        # In this order: interrupted in between, the request can be added again.
+        holdings = self._live.get(name)
+        if holdings is None or holdings[0].request is not choices[0]:
+            if self.has_id(name):
+                raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
+            for request in choices:
+                self.limits.fit(request)
+            # Known by one store, with all its choices, before any of them stands in line.
+            holdings = [Holding(request, next(self._arrivals)) for request in choices]
+            self._live[name] = holdings
         for holding in holdings:
             self._planner.enter(holding)
-        self._live[name] = holdings
 
     def abort(self, request_id: str) -> None:
         """End a request, all choices of it, now. Raises ValueError for an id that names none that is live.
@@ -129,21 +132,22 @@ class Scheduler:
         """Start over after a step that stopped anywhere (Ctrl-C): of its bookkeeping nothing is believed.
 
         Requests that were no longer waiting end with `error`; the others go on. Nothing that was launched may
-        still be under way.
+        still be under way. Interrupted anywhere it is to be called again, before anything else is: until then
+        `_live` is what it was, and whoever has a last output is not given another.
         """
-        waiting = self._planner.waiting
         settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
-        for key in settled & waiting.keys():
-            del waiting[key]
-        known = waiting.keys() | settled
-        ended = [one for choices in self._live.values() for one in choices if one.request.key not in known]
-        self._live = {}
-        for (name, _), holding in waiting.items():
-            self._live.setdefault(name, []).append(holding)
+        unsettled = [h for choices in self._live.values() for h in choices if h.request.key not in settled]
+        live: dict[str, list[Holding]] = {}
+        for holding in unsettled:
+            # By its phase alone: `waiting` and the line may be half written.
+            if holding.phase is RequestPhase.WAITING:
+                live.setdefault(holding.request.request_id, []).append(holding)
+            else:
+                self._outputs.append(_last_output(holding.request, "error", error))
+        self._planner.waiting = {one.request.key: one for choices in live.values() for one in choices}
         self._planner.reset()
         self._holdings.reset()
-        for holding in ended:
-            self._outputs.append(_last_output(holding.request, "error", error))
+        self._live = live
 
     def move(self, request_id: str, target: int) -> None:
         """Bring a request that decodes to the slot `target`; it goes on there with the same tokens.
@@ -212,23 +216,37 @@ class Scheduler:
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
-    def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """Return the outputs that nobody has taken yet, of these requests or of all; the others stay."""
-        outputs = self._outputs
-        if request_ids is None:
-            self._outputs = []
-            return outputs
-        taken = [output for output in outputs if output.request_id in request_ids]
-        self._outputs = [output for output in outputs if output.request_id not in request_ids]
+    def take_outputs(
+        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+    ) -> list[RequestOutput]:
+        """Return the outputs that nobody has taken yet, of these requests or of all but some; the others
+        stay.
+        """
+        taken, left = self._outputs, list[RequestOutput]()
+        if request_ids is not None or but:
+            is_taken = [
+                output.request_id not in but if request_ids is None else output.request_id in request_ids
+                for output in self._outputs
+            ]
+            taken = [output for output, is_one in zip(self._outputs, is_taken, strict=True) if is_one]
+            left = [output for output, is_one in zip(self._outputs, is_taken, strict=True) if not is_one]
+        self._outputs = left
         return taken
 
-    def put_back(self, outputs: list[RequestOutput]) -> None:
-        """Keep outputs that were taken, and reached nobody, for the next `take_outputs`."""
-        self._outputs = outputs + self._outputs
+    @property
+    def outputs(self) -> Sequence[RequestOutput]:
+        """Those that nobody has taken yet."""
+        return self._outputs
 
-    def has_unfinished(self) -> bool:
-        """Return whether a request, or an output that nobody has taken, is still to come."""
-        return bool(self._live or self._outputs)
+    def put_back(self, outputs: Sequence[RequestOutput]) -> None:
+        """Let `outputs`, all that there were before some were taken and reached nobody, be taken again."""
+        self._outputs = list(outputs)
+
+    def has_unfinished(self, but: Collection[str] = ()) -> bool:
+        """Return whether a request is still to end, or an output to be taken; of some requests only the
+        first counts.
+        """
+        return bool(self._live) or any(output.request_id not in but for output in self._outputs)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the id names a request that has not finished."""
