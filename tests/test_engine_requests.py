@@ -390,3 +390,4 @@ def test_a_row_without_a_legal_id_is_an_error_that_names_the_parameters(checkpoi
     assert bad.error is not None
     assert bad.error.startswith("allowed_token_ids, min_tokens must leave a token to draw, got none for pos")
     assert len(good.new_token_ids) == 4
+    assert (bad.error_kind, good.error_kind) == ("parameters", None)
