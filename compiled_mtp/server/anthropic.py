@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.generation import Service, Usage, check_limits, make_params, merged, parse
 from compiled_mtp.server.fields import Body, Ignored, Unread
+from compiled_mtp.server.generation import Service, Usage, check_limits, make_params, merged, parse
 from compiled_mtp.server.openai_models import CacheSalt, Priority
 from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.sse import EventStream, unless_gone

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
 from compiled_mtp.request import RequestOutput, SamplingParams
-from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.sampling.params import MAX_BAD_WORDS, REFUSED
+from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, param_of, refusal
 from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
 from compiled_mtp.server.metrics import Metrics

@@ -418,7 +418,7 @@ def test_errors_of_a_request_that_runs(scripted: Any) -> None:
 
 def test_parameters_that_leave_no_token_are_the_clients_mistake(real: Running, alone: Engine) -> None:
     """min_tokens forbids the eos ids, the grammar whatever is not `a`, and the rest the ids of `a`."""
-    eos = sorted(alone.eos_token_ids)
+    eos = sorted(alone.tokenizer.eos_token_ids)  # type: ignore[union-attr]
     for fields in (
         {"guided_regex": "a", "min_tokens": 2, "stop_token_ids": alone.tokenizer.encode("a")},  # type: ignore[union-attr]
         {"allowed_token_ids": eos, "min_tokens": 2},
