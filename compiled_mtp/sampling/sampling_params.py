@@ -72,8 +72,8 @@ class SamplingParams(BaseModel):
     )
     bad_words: tuple[str, ...] = Field(
         default=(),
-        description="banned as the ids that the tokenizer writes for each alone and behind a space, at most 64 "
-        "sequences; inside other tokens (Error in TypeError) the letters are not banned",
+        description="banned as the ids that the tokenizer writes for each alone and behind a space, at most "
+        "64 sequences; inside other tokens (Error in TypeError) the letters are not banned",
     )
     stop: tuple[str, ...] = Field(
         default=(), description="strings that end the text, at most 64 of at most 256 characters each"

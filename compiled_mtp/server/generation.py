@@ -181,7 +181,7 @@ def _as_sent(error: ApiError, sent: Mapping[str, str] = MappingProxyType({})) ->
     """Blame the field that the client knows."""
     if error.param == "prompt_token_ids":
         error.param = "prompt"
-    elif error.param in sent:
+    elif error.param is not None and error.param in sent:
         message = sent[error.param] + error.message.removeprefix(error.param)
         return ApiError(error.status, message, param=sent[error.param], code=error.code)
     return error
