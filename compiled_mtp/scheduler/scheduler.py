@@ -10,7 +10,15 @@ from typing import NamedTuple
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, RoundDrafts, new_tuple
+from compiled_mtp.request import (
+    ErrorKind,
+    FinishReason,
+    Guide,
+    Request,
+    RequestOutput,
+    RoundDrafts,
+    new_tuple,
+)
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -375,6 +383,8 @@ class Scheduler:
                 *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
                 # Nobody asks for them where the plan does not.
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
+                # `append` ends a request with an error only where its grammar cannot go on.
+                "parameters" if reason == "error" else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
@@ -401,10 +411,12 @@ class Scheduler:
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
             drafts = request.list_drafts(holding.drafts, num_known)
         if request.finish_reason is None:
-            error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
-            self._end(holding, "error", error, kept, text, drafts)
+            is_masked = index in result.all_masked
+            error = _describe_masks(request) if is_masked else _describe_logits(request)
+            kind: ErrorKind = "parameters" if is_masked else "engine"
+            self._end(holding, "error", error, kept, text, drafts, kind)
         else:
-            self._end(holding, request.finish_reason, request.error, kept, text, drafts)
+            self._end(holding, request.finish_reason, request.error, kept, text, drafts, "parameters")
 
     def _drop_known(
         self,
@@ -457,8 +469,10 @@ class Scheduler:
         token_ids: Sequence[int] = (),
         text: str = "",
         drafts: list[RoundDrafts] | None = None,
+        error_kind: ErrorKind = "engine",
     ) -> None:
-        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text, drafts))
+        output = _last_output(holding.request, reason, error, token_ids, text, drafts, error_kind)
+        self._outputs.append(output)
         self._finish(holding)
 
     def _finish(self, holding: Holding) -> None:
@@ -478,6 +492,7 @@ def _last_output(
     token_ids: Sequence[int] = (),
     text: str = "",
     drafts: list[RoundDrafts] | None = None,
+    error_kind: ErrorKind = "engine",
 ) -> RequestOutput:
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)
@@ -493,6 +508,7 @@ def _last_output(
         request.index,
         request.take_prompt_logprobs(),
         request.list_drafts() if drafts is None else drafts,
+        error_kind if reason == "error" else None,
     )
 
 
