@@ -6,7 +6,6 @@ Whatever can be refused without the weights is refused before they are loaded.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.build_order import Features, Order
+from compiled_mtp.build_order import Features
 from compiled_mtp.build_settings import Settings, early_key, late_key, resolve
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.moves import Moves
@@ -28,7 +27,7 @@ from compiled_mtp.cache_sizes import (
     staging_bytes,
 )
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import further_depths, split_further_depths
+from compiled_mtp.depth_choice import further_depths
 from compiled_mtp.graph_choice import choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
@@ -36,10 +35,8 @@ from compiled_mtp.graphs.artifacts import (
     load,
     read_key,
 )
-from compiled_mtp.graphs.buckets import Bucket, ladders
-from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.graphs.buckets import ladders
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
-from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.host_memory import OFFLOAD_SHARE, plan_host_memory
 from compiled_mtp.memory import (
     HostPlan,
@@ -69,13 +66,6 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
-# The process that compiles further depths. Not `-m`: the package is found wherever this one came from.
-_MAKER_CODE = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
-    "from compiled_mtp.make_depths import main; main()"
-)
-# Of the host's memory, and the most of what is free.
-_MAKER_BYTES, _MAKER_SHARE = 1 << 30, 0.1
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
@@ -166,10 +156,22 @@ def build(
     saved = _find_programs(settings, key)
     step = _make_step(settings, target, draft, num_blocks, max_model_len, half_rows)
     moves = _make_moves(settings, step, memory, host, shelf)
-    later, plain = _split_further_depths(settings, saved)
-    programs = _make_programs(settings, step, buckets, graph_mode, plain)
+    # All that is saved is compiled.
+    is_export = features.save_to is not None
+    further = () if is_export else further_depths(config, is_compiled=settings.is_compiled)
+    programs = Programs(
+        step,
+        buckets,
+        config.resolve_prefill_chunk(settings.device.type, model_config),
+        is_compiled=settings.is_compiled,
+        graph_mode=graph_mode,
+        with_halves=features.with_halves,
+        plain_depths=() if saved is not None else further,
+        exchange=exchange,
+    )
+    # Ranks would adopt what comes later each at its own time.
+    later = further if saved is not None and exchange is None else ()
     if settings.has_shapes:
-        # A start compiles no more than with the first depth alone.
         first = first_depth(config.depths) if later else None
         told = None if progress is None else partial(progress, "compiled shapes")
         save_to = None if features.save_to is None else settings.own_folder(features.save_to)
@@ -177,19 +179,6 @@ def build(
     else:
         for model in (target, *([draft] if draft is not None else [])):
             reach_directly(model)
-    order = Order(
-        config=config,
-        model=model_config,
-        num_valid_ids=num_valid_ids,
-        features=features,
-        is_checkpoint=fill is None,
-        depths=later,
-        buckets=buckets,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        half_rows=half_rows,
-        num_threads=torch.get_num_threads(),
-    )
     return Assembly(
         device=settings.device,
         max_model_len=max_model_len,
@@ -202,41 +191,7 @@ def build(
         programs=programs,
         moves=moves,
         cache_key=key,
-        later=_later(settings, order, programs, saved),
-    )
-
-
-def lay_out(order: Order) -> Programs:
-    """The programs of an engine, to be saved: its tensors have their shapes and strides, and no values."""
-    settings = resolve(
-        order.config,
-        order.model,
-        order.features,
-        order.num_valid_ids,
-        is_checkpoint=order.is_checkpoint,
-    )
-    target, draft = _load(settings, None, lambda parameters: None)
-    sizes = (order.num_blocks, order.max_model_len)
-    step = _make_step(settings, target, draft, *sizes, order.half_rows)
-    return _make_programs(settings, step, order.buckets, None)
-
-
-def _make_programs(
-    settings: Settings,
-    step: Step,
-    buckets: Sequence[Bucket],
-    graph_mode: GraphMode | None,
-    plain_depths: Sequence[int] = (),
-) -> Programs:
-    return Programs(
-        step,
-        buckets,
-        settings.config.resolve_prefill_chunk(settings.device.type, settings.model),
-        is_compiled=settings.is_compiled,
-        graph_mode=graph_mode,
-        with_halves=settings.features.with_halves,
-        plain_depths=plain_depths,
-        exchange=settings.exchange,
+        later=_later(programs, later, saved),
     )
 
 
@@ -275,27 +230,16 @@ def _make_moves(settings: Settings, step: Step, memory: MemoryPlan, host: HostPl
     return moves
 
 
-def _split_further_depths(settings: Settings, saved: Path | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # Ranks would adopt what comes later each at its own time.
-    if settings.features.save_to is not None or (settings.exchange is not None and saved is not None):
-        return (), ()
-    how = {"is_compiled": settings.is_compiled, "is_saved": saved is not None}
-    return split_further_depths(settings.config, settings.device.type, **how)
-
-
-def _later(settings: Settings, order: Order, programs: Programs, saved: Path | None) -> LaterDepths | None:
-    """What makes the other depths of mtp_step "auto" ready: from a cache, or compiled in a process."""
-    if not order.depths:
+def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> LaterDepths | None:
+    """What loads the programs of these depths from a cache while the engine works."""
+    if not depths:
         return None
-    maker = None
-    if saved is None:
-        maker = ProgramMaker(_MAKER_CODE, pickle.dumps(order), programs.check_layout)
-        saved = maker.folder
+    assert saved is not None
     later = [
         LaterProgram(shape.depth or 0, saved / shape.name, partial(programs.adopt, shape))
-        for shape in programs.shapes_of(order.depths)
+        for shape in programs.shapes_of(depths)
     ]
-    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds, maker)
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
 
 
 def _load(
@@ -415,8 +359,6 @@ def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most
             host_bytes += int(config.offload_gb * 2**30) // settings.world
         elif not settings.features.host_records:
             host_bytes += int(free_bytes * OFFLOAD_SHARE)
-        if settings.cache is None and further_depths(config, is_compiled=settings.is_compiled):
-            host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
     else:
         other_bytes += staging_bytes(config, shape)
     # No request is longer than all free memory, or than the blocks that are asked for.

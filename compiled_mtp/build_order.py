@@ -1,16 +1,9 @@
-"""What a runner's device side is asked for beside its config, and what another process needs to lay it out.
-
-No torch.
-"""
+"""What a runner's device side is asked for beside its config. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.buckets import Bucket
-from compiled_mtp.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -31,21 +24,3 @@ class Features:
     host_records: int = 0
     host_blocks: int = 0
     save_to: Path | None = None
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the programs of `depths` depend on: `build`'s arguments, and what it found out from the weights
-    and the memory that are not there where the programs are made."""
-
-    config: EngineConfig
-    model: ModelConfig
-    num_valid_ids: int
-    features: Features
-    is_checkpoint: bool
-    depths: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-    num_blocks: int
-    max_model_len: int
-    half_rows: int
-    num_threads: int

@@ -22,14 +22,3 @@ def further_depths(config: EngineConfig, *, is_compiled: bool) -> tuple[int, ...
     if config.mtp_step != "auto" or not is_compiled:
         return ()
     return tuple(depth for depth in config.depths if depth != first_depth(config.depths))
-
-
-def split_further_depths(
-    config: EngineConfig, device_type: str, *, is_compiled: bool, is_saved: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those that become ready beside the steps, and those that the start captures as they are.
-
-    To compile beside an engine on a GPU would take its memory, and to capture takes no time.
-    """
-    further = further_depths(config, is_compiled=is_compiled)
-    return (further, ()) if is_saved or device_type == "cpu" else ((), further)

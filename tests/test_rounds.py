@@ -254,7 +254,6 @@ def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rou
     assert {getattr(step, name).shape[0] for name in step.between_halves} == {0}
     step.reserve_halves(8)
     assert {getattr(step, name).shape[0] for name in step.between_halves} == {8}
-    # A process that compiles whole rounds alone laid them out before.
     programs.check_layout(tmp_path)
 
 

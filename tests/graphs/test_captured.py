@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import split_further_depths
+from compiled_mtp.depth_choice import further_depths
 from compiled_mtp.graphs.compile import GraphMode, capture
 from compiled_mtp.programs import Programs
 from compiled_mtp.step import Step
@@ -202,27 +202,14 @@ def test_depths_beside_the_first_are_captured_as_they_are(checkpoint: Path, comp
 
 
 @pytest.mark.parametrize(
-    "mtp_step, device, is_compiled, is_saved, later, plain",
-    [
-        ("auto", "cuda", True, False, (), (0, 1)),
-        ("auto", "cuda", True, True, (0, 1), ()),
-        ("auto", "cpu", True, False, (0, 1), ()),
-        ("auto", "cuda", False, False, (), ()),
-        (1, "cuda", True, False, (), ()),
-    ],
+    "mtp_step, is_compiled, further", [("auto", True, (0, 1)), ("auto", False, ()), (1, True, ())]
 )
-def test_a_gpu_without_a_cache_captures_further_depths(
-    mtp_step: int | str,
-    device: str,
-    is_compiled: bool,
-    is_saved: bool,
-    later: tuple[int, ...],
-    plain: tuple[int, ...],
+def test_all_depths_but_the_first_are_further_ones(
+    mtp_step: int | str, is_compiled: bool, further: tuple[int, ...]
 ) -> None:
-    """The process that compiles beside the engine is for CPUs."""
+    """Without a cache a GPU captures them as they are."""
     config = EngineConfig(mtp_step=mtp_step, mtp_depths=(0, 1, 3))
-    how = {"is_compiled": is_compiled, "is_saved": is_saved}
-    assert split_further_depths(config, device, **how) == (later, plain)
+    assert further_depths(config, is_compiled=is_compiled) == further
 
 
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

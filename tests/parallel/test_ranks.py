@@ -418,7 +418,6 @@ def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: 
     [
         ({"world": 8}, "^tensor_parallel must be at most 4 on a CPU, got 8; use fewer ranks"),
         ({"world": 4}, "^num_q_heads must be a multiple of 4 ranks, got 2; use another number of ranks"),
-        ({"mtp_step": "auto", "compile": "on"}, "^mtp_step must be a number with several ranks that compile"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_before_any_starts(
