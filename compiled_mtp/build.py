@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.build_settings import Settings, early_key, late_key, resolve
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.moves import Moves
@@ -101,18 +100,19 @@ def build(
     config: EngineConfig,
     model_config: ModelConfig,
     num_valid_ids: int,
-    features: Features,
     progress: Progress | None = None,
     fill: Fill | None = None,
     exchange: Exchange | None = None,
+    save_to: Path | None = None,
 ) -> Assembly:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
     at hand). `exchange`: several ranks hold the model, of which this is one; all call `build` alike.
+    save_to: a directory that does not exist yet, into which every compiled program is written.
     Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
-    settings = resolve(config, model_config, features, num_valid_ids, exchange, is_checkpoint=fill is None)
+    settings = resolve(config, model_config, num_valid_ids, exchange, is_checkpoint=fill is None)
     key = early_key(settings)
     if settings.cache is not None:
         stored = read_key(settings.cache)
@@ -137,12 +137,11 @@ def build(
     unit = _row_unit(settings, target)
     buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
     most_rows = max(bucket.rows for bucket in buckets)
-    half_rows = most_rows if features.with_halves else 0
     draft_head_bytes = settings.draft_head.num_bytes(target.head_weight)
-    memory = _plan_memory(settings, draft_head_bytes, half_rows, most_rows)
+    memory = _plan_memory(settings, draft_head_bytes, most_rows)
     num_blocks = memory.num_blocks
     host_bytes = _host_bytes(settings)
-    host, shelf = plan_host_memory(config, features, settings.device.type, memory, host_bytes, settings.world)
+    host, shelf = plan_host_memory(config, settings.device.type, memory, host_bytes, settings.world)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
@@ -154,18 +153,16 @@ def build(
         graph_mode = "replay"
     key |= late_key(settings, buckets, num_blocks, graph_mode)
     saved = _find_programs(settings, key)
-    step = _make_step(settings, target, draft, num_blocks, max_model_len, half_rows)
+    step = _make_step(settings, target, draft, num_blocks, max_model_len)
     moves = _make_moves(settings, step, memory, host, shelf)
     # All that is saved is compiled.
-    is_export = features.save_to is not None
-    further = () if is_export else further_depths(config, is_compiled=settings.is_compiled)
+    further = () if save_to is not None else further_depths(config, is_compiled=settings.is_compiled)
     programs = Programs(
         step,
         buckets,
         config.resolve_prefill_chunk(settings.device.type, model_config),
         is_compiled=settings.is_compiled,
         graph_mode=graph_mode,
-        with_halves=features.with_halves,
         plain_depths=() if saved is not None else further,
         exchange=exchange,
     )
@@ -174,8 +171,8 @@ def build(
     if settings.has_shapes:
         first = first_depth(config.depths) if later else None
         told = None if progress is None else partial(progress, "compiled shapes")
-        save_to = None if features.save_to is None else settings.own_folder(features.save_to)
-        programs.warm_up(told, saved, depth=first, save_to=save_to)
+        made = None if save_to is None else settings.own_folder(save_to)
+        programs.warm_up(told, saved, depth=first, save_to=made)
     else:
         for model in (target, *([draft] if draft is not None else [])):
             reach_directly(model)
@@ -282,7 +279,6 @@ def _make_step(
     draft: DraftModel | None,
     num_blocks: int,
     max_model_len: int,
-    half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.part, settings.device
     slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, settings.mtp_step
@@ -310,7 +306,6 @@ def _make_step(
         max_model_len,
         config.synthetic_acceptance,
         draft_head,
-        half_rows,
     )
 
 
@@ -335,16 +330,15 @@ def _row_unit(settings: Settings, target: TargetModel) -> int:
     return unit
 
 
-def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most_rows: int) -> MemoryPlan:
-    """What fits beside the weights, a draft head of its own, the rows of halves, a slice of a prompt's
+def _plan_memory(settings: Settings, draft_head_bytes: int, most_rows: int) -> MemoryPlan:
+    """What fits beside the weights, a draft head of its own, a slice of a prompt's
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.part, settings.dtype, settings.kv_dtype
     shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
-    other_bytes = draft_head_bytes + half_rows * model.hidden_size * dtype.itemsize
-    other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
+    other_bytes = draft_head_bytes + SLICE_ROWS * model.vocab_size * torch.float32.itemsize
     # What rounds of depth 0 keep for the draft.
     other_bytes += (
         (config.max_batch + SPARE_SLOTS) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
@@ -353,12 +347,10 @@ def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most
     host_bytes = 0
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
-        host_bytes += settings.features.host_records * shape.state_row_bytes()
-        host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            host_bytes += int(config.offload_gb * 2**30) // settings.world
-        elif not settings.features.host_records:
-            host_bytes += int(free_bytes * OFFLOAD_SHARE)
+            host_bytes = int(config.offload_gb * 2**30) // settings.world
+        else:
+            host_bytes = int(free_bytes * OFFLOAD_SHARE)
     else:
         other_bytes += staging_bytes(config, shape)
     # No request is longer than all free memory, or than the blocks that are asked for.

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import depth_pairs
 from compiled_mtp.draft_choice import plan_draft_head
 from compiled_mtp.graph_choice import choose_compiled, has_graphs
 from compiled_mtp.graphs.artifacts import machine_key, source_digest
@@ -73,7 +71,6 @@ class Settings:
     config: EngineConfig
     model: ModelConfig
     part: ModelConfig
-    features: Features
     is_compiled: bool
     has_shapes: bool
     depths: tuple[tuple[int, int], ...]
@@ -118,7 +115,6 @@ class Settings:
 def resolve(
     config: EngineConfig,
     model_config: ModelConfig,
-    features: Features,
     num_valid_ids: int,
     exchange: Exchange | None = None,
     *,
@@ -141,7 +137,7 @@ def resolve(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     has_shapes = is_compiled or has_graphs(config, device)
-    depths = depth_pairs(config, features, has_shapes=has_shapes)
+    depths = tuple((depth, depth) for depth in config.depths)
     use_reference(config.reference_ops)
     if config.reference_ops:
         logger.warning("on their reference: %s", ", ".join(config.reference_ops))
@@ -157,7 +153,6 @@ def resolve(
         config=config,
         model=model_config,
         part=part,
-        features=features,
         is_compiled=is_compiled,
         has_shapes=has_shapes,
         depths=depths,
@@ -200,7 +195,6 @@ def early_key(settings: Settings) -> dict[str, Any]:
         "draft_ids": settings.draft_head.num_ids,
         "draft_head_is_fp8": settings.draft_head.is_fp8,
         "prefill_chunk": settings.config.resolve_prefill_chunk(settings.device.type, settings.model),
-        "with_halves": settings.features.with_halves,
         "exchange": None if settings.exchange is None else settings.exchange.kind,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,

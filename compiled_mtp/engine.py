@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 
 from compiled_mtp.build import Fill, Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check_type
@@ -94,7 +93,7 @@ class Engine:
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
     model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
     the same config; it is the engine's from then on. `fill` writes the weights in the place of the
-    checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
+    checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine at its
     end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -105,7 +104,7 @@ class Engine:
         progress: Progress | None = None,
         front: Front | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
+        save_to: Path | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig() if config is None else EngineConfig(model=config)
@@ -126,7 +125,9 @@ class Engine:
             from compiled_mtp.parallel.leader import LeadRunner
 
             make_runner = LeadRunner
-        self.runner = make_runner(self.config, self.model_config, num_valid_ids, progress, fill, features)
+        self.runner = make_runner(
+            self.config, self.model_config, num_valid_ids, progress, fill, save_to=save_to
+        )
         self._depths = self._make_depths()
         device, model = self.runner.device.type, self.model_config
         self._prefill_chunk = self.config.resolve_prefill_chunk(device, model)

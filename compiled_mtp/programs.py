@@ -78,9 +78,9 @@ class Programs:
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
     plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
     requests on have their program in common, unless there is an exchange between ranks: it asks for the
-    number of rows, so each size has a program. with_halves: rounds as two halves are
-    made ready too; without it, where there are graphs, a half's code is captured as it is behind its
-    first run, which costs the start nothing. Inputs are copied to the device only when they change.
+    number of rows, so each size has a program. Where there are graphs, the code of a half round is
+    captured as it is behind its first run, which costs the start nothing. Inputs are copied to the device
+    only when they change.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Programs:
         *,
         is_compiled: bool,
         graph_mode: GraphMode | None,
-        with_halves: bool = False,
         plain_depths: Collection[int] = (),
         exchange: Exchange | None = None,
     ) -> None:
@@ -106,7 +105,6 @@ class Programs:
         self._save_to: Path | None = None
         # What was made for a shape and is for others too, while they are made ready.
         self._made: dict[str, Program] = {}
-        self.with_halves = with_halves
         self.device = step.slots.pos.device
         self._batches: dict[int, tuple[int, ...]] = {}
         # Of the CUDA graphs; the seconds that it took to capture them by hand.
@@ -136,8 +134,7 @@ class Programs:
             without_gradients(step.first_token),
         )
         # Halves whose graph is still to come.
-        has_graphs = graph_mode is not None and not with_halves
-        self._uncaptured: set[Hashable] = {*self._verify, *self._accept} if has_graphs else set()
+        self._uncaptured: set[Hashable] = set() if graph_mode is None else {*self._verify, *self._accept}
         # What rounds without drafts keep has the shape of the deepest round.
         widest = {b.groups: b for b in self.buckets if b.verify_step == b.draft_step == step.mtp_step}
         has_kept = step.mtp_step > 0 and any(b.verify_step == b.draft_step == 0 for b in self.buckets)
@@ -150,8 +147,7 @@ class Programs:
     @property
     def count(self) -> int:
         """Number of shapes that `warm_up` makes ready unless it is told a depth."""
-        halves = len(self._verify) + len(self._accept) if self.with_halves else 0
-        rounds = len(self._decode) + halves + len(self._catch_up)
+        rounds = len(self._decode) + len(self._catch_up)
         return rounds + len(self._prefill) + len(self._first_token)
 
     def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
@@ -431,18 +427,10 @@ class Programs:
             name, depth = f"{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
             name = self._of_batch(name, bucket.groups)
             yield Shape(depth, f"decode_{name}", Step.decode, inputs, self._decode, bucket)
-            if self.with_halves:
-                yield Shape(depth, f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
         for groups in sorted(self._catch_up, reverse=True):
             index = (self._state_indices[groups],)
             name = self._of_batch("catch_up", groups)
             yield Shape(0, name, Step.catch_up, index, self._catch_up, groups)
-        for key in sorted(self._verify, reverse=True) if self.with_halves else ():
-            rows, verify_step = key
-            groups = rows // (verify_step + 1)
-            half = (self._state_indices[groups], verify_step)
-            name = self._of_batch(f"verify_{verify_step}_drafts", groups)
-            yield Shape(verify_step, name, Step.verify_half, half, self._verify, key)
         for first in self._first_token:
             draft_step, count = first
             name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)
@@ -484,8 +472,7 @@ class Programs:
         """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
         between halves, which is made when the first half needs it."""
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
-        left_out = frozenset[str]() if self.with_halves else self.step.between_halves
-        kept = [(name, tensor) for name, tensor in tensors if name not in left_out]
+        kept = [(name, tensor) for name, tensor in tensors if name not in self.step.between_halves]
         return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in kept}
 
     def check_layout(self, saved: Path) -> None:

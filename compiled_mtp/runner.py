@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from compiled_mtp.build import Fill, Progress, build
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.exchange import Exchange
@@ -34,10 +34,10 @@ class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
     `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
-    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `features` are those that
-    EngineConfig does not know. `exchange`: the model is held by several ranks, each of which runs the same
-    plans. Raises ValueError while it is created for a checkpoint that does not fit its
-    config.
+    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `exchange`: the model is
+    held by several ranks, each of which runs the same plans. `save_to`: a directory that does not exist yet,
+    into which every compiled program is written, for a graph_cache. Raises ValueError while it is created for
+    a checkpoint that does not fit its config.
     """
 
     def __init__(
@@ -47,13 +47,12 @@ class Runner:
         num_valid_ids: int,
         progress: Progress | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
         exchange: Exchange | None = None,
+        save_to: Path | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
-        self.features = features if features is not None else Features()
-        assembly = build(config, model_config, num_valid_ids, self.features, progress, fill, exchange)
+        assembly = build(config, model_config, num_valid_ids, progress, fill, exchange, save_to)
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
@@ -231,9 +230,8 @@ class Runner:
         # Of a prefill those whose prompts have ended have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
         output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(owners)
-        wants_drafts = plan.wants_drafts or self.features.with_drafts
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
-        drafts = output.drafts(count) if wants_drafts else []
+        drafts = output.drafts(count) if plan.wants_drafts else []
         if count < len(plan.slots):
             tokens, drafts = (_spread(found, owners, len(plan.slots)) for found in (tokens, drafts))
         return StepResult(

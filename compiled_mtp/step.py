@@ -50,8 +50,8 @@ class Step(nn.Module):
     """Models, caches and slot rows, bound together so that the compiler sees their buffers at static
     addresses.
 
-    mtp_step is the most drafts that a round verifies or makes. half_rows is the most rows of a round that
-    runs as two halves, 0 for none: the buffers between the halves are as long.
+    mtp_step is the most drafts that a round verifies or makes. The buffers between the halves of rounds are
+    empty until `reserve_halves`.
     """
 
     cos_sin: torch.Tensor
@@ -76,7 +76,6 @@ class Step(nn.Module):
         max_model_len: int,
         synthetic_acceptance: float | None = None,
         draft_head: DraftHead | None = None,
-        half_rows: int = 0,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -102,7 +101,7 @@ class Step(nn.Module):
         self.register_buffer("draft_head", head.weight)
         self.register_buffer("draft_head_scale", head.scale)
         self.register_buffer("draft_ids", head.ids)
-        self.reserve_halves(half_rows)
+        self.reserve_halves(0)
 
     def accept_at(self, rate: float | None) -> None:
         """Keep drafts at another synthetic rate, None for what they are worth, from the next launch on.

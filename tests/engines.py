@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from compiled_mtp.build import Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -22,7 +21,7 @@ from tests import tiny
 
 
 def make_engine(
-    directory: Path, progress: Progress | None = None, features: Features | None = None, **options: Any
+    directory: Path, progress: Progress | None = None, save_to: Path | None = None, **options: Any
 ) -> Engine:
     """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
     defaults: dict[str, Any] = {
@@ -34,7 +33,7 @@ def make_engine(
         "max_batch": 8,
     }
     config = EngineConfig(model=directory, **(defaults | options))
-    engine = Engine(config, progress=progress, features=features)
+    engine = Engine(config, progress=progress, save_to=save_to)
     step = engine.runner.step
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out

@@ -505,6 +505,18 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
     return scheduler.take_outputs()
 
 
+def send_away(scheduler: Scheduler, name: str) -> bool:
+    """As where blocks run short: a request leaves, to the host if there is room; False where none would."""
+    planner, choices = scheduler._planner, scheduler._live.get(name, [])
+    leaving = [one for one in choices if one in scheduler._holdings.staying() and one.transfer is None]
+    if planner._open_round is not None or not leaving:
+        return False
+    planner._preempt(leaving[0])
+    planner.look_again()
+    scheduler.check_integrity()
+    return True
+
+
 def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[RequestOutput]]:
     """Step to the end; the outputs by request."""
     outputs: dict[str, list[RequestOutput]] = {}

@@ -321,7 +321,8 @@ def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: bool) -> None:
-    step = tiny.build_step(tiny.tiny_config(), 3, half_rows=12)
+    step = tiny.build_step(tiny.tiny_config(), 3)
+    step.reserve_halves(12)
     if held:
         hold_all(step)
     recorder = Recorder(embedding=step.target.embed.weight)

@@ -71,7 +71,6 @@ FLOORS = {
     "compiled_mtp.prompt_logprobs": 6,
     "compiled_mtp.step": 6,
     "compiled_mtp.programs": 7,
-    "compiled_mtp.build_order": 1,
     "compiled_mtp.draft_vocabulary": 0,
     "compiled_mtp.draft_choice": 5,
     "compiled_mtp.depth_choice": 6,

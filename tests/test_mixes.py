@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from compiled_mtp.plan import SlotSampling, StepPlan, StepResult
 from compiled_mtp.runner import Runner
 from tests.checkpoints import write_checkpoint
-from tests.drivers import BLOCKS_EACH, Driver, make_runner
+from tests.drivers import BLOCKS_EACH, Driver, make_runner, with_rounds
 from tests.engines import prompt_of
 from tests.ops.sample_cases import pack_masks
 
@@ -31,7 +31,8 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runner]:
     """Of depth 0 alone, and of up to 3."""
     directory: Path = tmp_path_factory.mktemp("mixes")
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64)
-    return {mtp_step: make_runner(directory, mtp_step=mtp_step) for mtp_step in (0, 3)}
+    deep = with_rounds(make_runner(directory), product((0, 1, 3), repeat=2))
+    return {0: make_runner(directory, mtp_step=0), 3: deep}
 
 
 @st.composite

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from tests.checkpoints import write_checkpoint
-from tests.drivers import Driver, make_runner
+from tests.drivers import Driver, make_runner, with_rounds
 from tests.engines import prompt_of
 
 VOCAB = 512
@@ -75,7 +74,7 @@ def mixed_rounds(driver: Driver) -> None:
 def test_whole_and_halved_rounds_by_turns(
     checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
 ) -> None:
-    runner = make_runner(checkpoint, Features(with_halves=True), max_in_flight=max_in_flight)
+    runner = make_runner(checkpoint, max_in_flight=max_in_flight)
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
@@ -83,11 +82,10 @@ def test_whole_and_halved_rounds_by_turns(
 
 
 def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
-    features = Features(with_halves=True)
-    runner = make_runner(checkpoint, features, compile="on", batch_sizes=(2,))
-    # Two and three requests have theirs in common.
+    runner = make_runner(checkpoint, compile="on", batch_sizes=(2,))
+    # Two and three requests have theirs in common; halves run as they are.
     names = {shape.name for shape in runner.programs.shapes()}
-    assert (runner.programs.count, len(names)) == (9, 6)
+    assert (runner.programs.count, len(names)) == (5, 4)
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
         mixed_rounds(driver)
@@ -108,7 +106,8 @@ def deep_and_shallow(driver: Driver) -> None:
 def test_depth_changes_from_round_to_round(
     checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
 ) -> None:
-    driver = Driver(make_runner(checkpoint, mtp_step=7, max_in_flight=max_in_flight))
+    runner = make_runner(checkpoint, mtp_step=7, max_in_flight=max_in_flight)
+    driver = Driver(with_rounds(runner, product({*DEPTHS}, repeat=2)))
     deep_and_shallow(driver)
     check(driver, streams)
 
@@ -116,8 +115,8 @@ def test_depth_changes_from_round_to_round(
 def test_compiled_programs_have_the_depths_they_were_made_for(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:
-    features = Features(depths=(0, 2))
-    runner = make_runner(checkpoint, features, mtp_step=2, compile="on", batch_sizes=(3,))
+    runner = make_runner(checkpoint, mtp_step=2, batch_sizes=(3,))
+    with_rounds(runner, product((0, 2), repeat=2), is_compiled=True)
     # Four rounds, first tokens of one and of two prompts, a chunk, and what a round without drafts keeps.
     assert runner.programs.count == 4 + 4 + 1 + 1
     driver = Driver(runner)
@@ -135,18 +134,17 @@ def test_compiled_programs_have_the_depths_they_were_made_for(
 
 def test_drafts_are_told_where_they_are_asked_for(checkpoint: Path) -> None:
     for with_drafts in (False, True):
-        driver = Driver(make_runner(checkpoint, Features(with_drafts=with_drafts)))
+        driver = Driver(with_rounds(make_runner(checkpoint), product((0, 2, 3), repeat=2)))
         driver.start("a", 1, PROMPTS["a"], draft_step=2)
         slots = driver.runner.step.slots
         for draft_step in (2, 3, 0):
-            if draft_step != 2:
-                driver.decode("a", verify_step=3, draft_step=draft_step)
+            driver.decode("a", verify_step=3, draft_step=draft_step, wants_drafts=with_drafts)
             expected = [slots.drafts[1, :draft_step].tolist()] if with_drafts else []
             assert list(driver.results[-1].drafts) == expected
 
 
 def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
-    driver = Driver(make_runner(checkpoint, Features(with_halves=True)))
+    driver = Driver(make_runner(checkpoint))
     driver.start("a", 1, PROMPTS["a"])
     driver.start("b", 2, PROMPTS["b"])
     driver.run("verify", ("a", "b"), verify_step=3, draft_step=3)
@@ -165,7 +163,7 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kernel of a round with masks and log probabilities, at every depth, and no request sees it."""
-    runner = make_runner(checkpoint)
+    runner = with_rounds(make_runner(checkpoint), product(range(4), repeat=2))
     rows: dict[str, list[int]] = {}
 
     def record(module: str, name: str) -> None:

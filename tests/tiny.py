@@ -103,7 +103,6 @@ def build_step(
     device: str = "cpu",
     ring_step: int | None = None,
     is_poisoned: bool = True,
-    half_rows: int = 0,
 ) -> Step:
     """A step over random weights (the same for the same config), its caches full of NaN unless told
     otherwise."""
@@ -125,7 +124,6 @@ def build_step(
         mtp_step,
         config.vocab_size,
         max_model_len,
-        half_rows=half_rows,
     )
     if is_poisoned:
         poison(step)

@@ -40,7 +40,6 @@ from saved_rows import Row, describe_beside, read_rows, rows_beside
 from torch._dynamo.utils import calculate_time_spent
 
 from compiled_mtp import __version__
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 from compiled_mtp.model_config import ModelConfig
@@ -530,8 +529,8 @@ def run(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    features = Features(save_to=directory / PROGRAMS_NAME if arguments.export else None)
-    runner = Runner(config, model, model.vocab_size, None, fill, features)
+    save_to = directory / PROGRAMS_NAME if arguments.export else None
+    runner = Runner(config, model, model.vocab_size, None, fill, save_to=save_to)
     startup_s = time.perf_counter() - loaded[0]
     phases = start_by_phase(startup_s, runner.programs.capture_s)
     mode = str(runner.programs.graph_mode) if mode == "auto" else mode

@@ -184,7 +184,6 @@ class Planner:
         assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
         away = [one for one in self.line if one.phase is not RequestPhase.WAITING]
         for one in away:
-            assert not one.is_parked
             assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
         assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *away)}
         owners = self.holdings.owners.values()

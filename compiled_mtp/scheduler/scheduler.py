@@ -145,36 +145,6 @@ class Scheduler:
         for holding in ended:
             self._outputs.append(_last_output(holding.request, "error", error))
 
-    def move(self, request_id: str, target: int) -> None:
-        """Bring a request that decodes to the slot `target`; it goes on there with the same tokens.
-
-        It leaves the plans, its last result is read, then its rows are copied; its blocks stay. Raises
-        ValueError for a request that does not decode and for a slot that is not free.
-        """
-        self._holdings.move(self._find(request_id, RequestPhase.RUNNING), target)
-        self._planner.look_again()
-
-    def offload(self, request_id: str) -> None:
-        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`,
-        unless there turns out to be no memory for it.
-
-        It leaves the plans, its last result is read, then it is copied. Raises ValueError for a request that
-        does not decode and where the host tier has no room.
-        """
-        holding = self._find(request_id, RequestPhase.RUNNING)
-        self._holdings.offload(holding)
-        holding.is_parked = True
-        self._planner.look_again()
-
-    def resume(self, request_id: str) -> None:
-        """Bring an offloaded request back into a slot and blocks. Raises ValueError for another request, and
-        while there is no room.
-        """
-        holding = self._find(request_id, RequestPhase.OFFLOADED)
-        self._holdings.resume(holding)
-        self._planner.line.discard(holding)
-        holding.is_parked = False
-
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         return self._planner.schedule()
@@ -275,8 +245,8 @@ class Scheduler:
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
     def phase(self, request_id: str) -> RequestPhase:
-        """Where a request stands. Raises ValueError for an id that names none that is live."""
-        return self._find(request_id).phase
+        """Where a request's first choice stands. Raises ValueError for an id that names none that is live."""
+        return self._find_choices(request_id)[0].phase
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
@@ -298,21 +268,6 @@ class Scheduler:
                 "live one"
             )
         return list(choices)
-
-    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
-        holding, *others = self._find_choices(request_id)
-        if others:
-            raise ValueError(
-                f"request_id must name a request of one choice, got {quote(request_id)} with "
-                f"{1 + len(others)}; wait until the others have ended"
-            )
-        if phase is not None and (holding.phase is not phase or holding.transfer is not None):
-            stands = holding.phase.value if holding.transfer is None else "on the move"
-            raise ValueError(
-                f"request_id must name a request that is {phase.value}, got {quote(request_id)}, which is "
-                f"{stands}; give another"
-            )
-        return holding
 
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
         holding = self._holdings.owners.get(plan.slots[0])

@@ -7,13 +7,13 @@ import random
 import subprocess
 import sys
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
@@ -21,7 +21,7 @@ from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
-from tests.drivers import BLOCKS_EACH, Driver, make_runner
+from tests.drivers import Driver, make_runner, with_rounds
 from tests.engines import collect, force_drafts, free_drafts, make_engine, prompt_of, run_to_end
 
 pytestmark = pytest.mark.gpu
@@ -313,7 +313,6 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     driver.decode("a", "b", "c")
     driver.offload("c", 1)
     driver.decode("b", "a")
-    driver.move("a", 3, with_blocks=True)
     driver.bring_back("c", 1, 1)
     driver.decode("a", "b")
     for _ in range(3):
@@ -332,14 +331,14 @@ def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, 
         for _ in range(50):
             plain.decode(name, verify_step=0, draft_step=0)
     expected = plain.drain()
-    if graph_mode == "off":
-        options |= {"compile": "off", "graph_mode": "off"}
-    elif graph_mode == "uncompiled":
-        options |= {"compile": "off", "batch_sizes": (3,)}
-    else:
-        options |= {"compile": "on", "graph_mode": graph_mode, "batch_sizes": (3,)}
-    features = Features(depths=(1, 3), with_halves=True, host_records=2, host_blocks=2 * BLOCKS_EACH)
-    driver = Driver(make_runner(directory, features, **options))
+    modes: dict[str, dict[str, Any]] = {
+        "off": {},
+        "uncompiled": {"graph_mode": "replay"},
+        "replay": {"is_compiled": True, "graph_mode": "replay"},
+        "reduce-overhead": {"is_compiled": True, "graph_mode": "reduce-overhead"},
+    }
+    runner = make_runner(directory, compile="off", graph_mode="off", batch_sizes=(3,), **options)
+    driver = Driver(with_rounds(runner, product((1, 3), repeat=2), **modes[graph_mode]))
     with torch.compiler.set_stance("fail_on_recompile"):
         tokens = depths_halves_and_moves(driver)
     for name, gained in tokens.items():

@@ -94,10 +94,9 @@ def driver_of(
     **options: Any,
 ) -> Driver:
     """A driver whose programs have graphs and are not ready yet."""
-    runner = make_runner(checkpoint, prefill_chunk=128, **options)
-    buckets = [b for b in runner.programs.buckets if b.verify_step == b.draft_step and b.draft_step in depths]
+    runner = make_runner(checkpoint, prefill_chunk=128, mtp_step="auto", mtp_depths=depths, **options)
     how: dict[str, Any] = {"is_compiled": is_compiled, "plain_depths": plain_depths}
-    runner.programs = Programs(runner.step, buckets, 128, graph_mode=graph_mode, **how)
+    runner.programs = Programs(runner.step, runner.programs.buckets, 128, graph_mode=graph_mode, **how)
     return Driver(runner)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
 from compiled_mtp.ops.registry import NAMESPACE
@@ -142,8 +141,7 @@ def test_batch_sizes_have_a_program_in_common_that_is_traced_and_saved_once(tmp_
     given: dict[str, Any] = {"mtp_step": 1, "max_batch": 3, "batch_sizes": (2,)}
     expected = make_engine(tmp_path, compile="off", **given).generate(prompts, params)
     torch._dynamo.reset()
-    features = Features(save_to=tmp_path / "saved")
-    engine = make_engine(tmp_path, compile="on", features=features, **given)
+    engine = make_engine(tmp_path, compile="on", save_to=tmp_path / "saved", **given)
     assert [bucket.groups for bucket in engine.runner.programs.buckets] == [2, 3]
     names = {"decode_1_to_1_drafts", "prefill_64", "first_token_1_drafts", "first_tokens_1_drafts"}
     assert {file.name for file in (tmp_path / "saved").iterdir()} == {"layout.json", *names}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
@@ -125,8 +124,7 @@ def test_depths_from_a_graph_cache(
     monkeypatch.setattr(tempfile, "tempdir", str(checkpoint))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(checkpoint / "made" / name))
-    features = Features(save_to=checkpoint / "made" / PROGRAMS_NAME)
-    compiled = make_engine(checkpoint, compile="on", features=features, **OPTIONS)
+    compiled = make_engine(checkpoint, compile="on", save_to=checkpoint / "made" / PROGRAMS_NAME, **OPTIONS)
     with torch.compiler.set_stance("fail_on_recompile"):
         (expected,) = compiled.generate([[1, 2, 3]], PARAMS)
     assert compiled.stats().rounds_by_depth.keys() == {0, 1}
