@@ -135,7 +135,7 @@ def build(
     if settings.device.type == "cpu":
         pack_weights(target, draft, model_config, settings.formats, exchange)
     unit = _row_unit(settings, target)
-    buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
+    buckets = ladders(unit, settings.shapes, config.max_batch, config.batch_sizes)
     most_rows = max(bucket.rows for bucket in buckets)
     draft_head_bytes = settings.draft_head.num_bytes(target.head_weight)
     memory = _plan_memory(settings, draft_head_bytes, most_rows)
@@ -315,7 +315,7 @@ def _row_unit(settings: Settings, target: TargetModel) -> int:
         return 1
     config = settings.config
     units = (1, 2, 4, 8)
-    each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
+    each = [ladders(unit, settings.shapes, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *shares_of(target.modules()), target.head_weight]
     found = find_row_unit(weights, row_counts)

@@ -419,7 +419,7 @@ class Engine:
             return None
         depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
-        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
+        sizes = [b.groups for b in programs.buckets if b.shape == (begin, begin)]
         return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:

@@ -102,10 +102,10 @@ class Runner:
         """Allow `plan`, of kind first or accept, which is launched next, no other ids than its masks do.
 
         masks [rows, ceil(vocab_size / 32)] int32 on the host, a bit an id, the lowest first; rows are those
-        of the plan's slots, verify_step + 1 each, or the one of a first token. It may be written again at
+        of the plan's slots, shape.verify + 1 each, or the one of a first token. It may be written again at
         once after the launch. Raises ValueError for another shape or kind.
         """
-        rows = 1 if plan.kind == "first" else len(plan.slots) * (plan.verify_step + 1)
+        rows = len(plan.slots) * (plan.shape.verify + 1)
         shape = (rows, -(-self.model_config.vocab_size // 32))
         if plan.kind not in ("first", "accept") or tuple(masks.shape) != shape:
             raise ValueError(
@@ -147,15 +147,15 @@ class Runner:
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""
-        programs, depth = self.programs, (plan.verify_step, plan.draft_step)
+        programs = self.programs
         if plan.catches_up:
             programs.catch_up(plan.slots)
         if plan.kind == "decode":
-            return programs.decode(plan.slots, *depth)
+            return programs.decode(plan.slots, plan.shape)
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.pieces)
             ended = [plan.slots[index] for index in plan.ended]
-            output = programs.first_token(ended, plan.draft_step) if ended else None
+            output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:
                 return output
             empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
@@ -163,11 +163,11 @@ class Runner:
         masks = self._masks.pop(plan.step_id, None)
         wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
         if plan.kind == "first":
-            return programs.first(plan.slots[0], plan.draft_step, masks, **wants)
+            return programs.first(plan.slots[0], plan.shape.chain, masks, **wants)
         if plan.kind == "accept":
-            return programs.accept(plan.slots, *depth, masks, **wants)
+            return programs.accept(plan.slots, plan.shape, masks, **wants)
         if plan.kind == "verify":
-            programs.verify(plan.slots, *depth)
+            programs.verify(plan.slots, plan.shape)
         return None
 
     def _fetch(self, output: torch.Tensor | None) -> _HostBuffer:
@@ -225,7 +225,7 @@ class Runner:
                 prompt_logprobs=prompt_logprobs,
                 is_late=is_late,
             )
-        num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
+        num_tokens = plan.shape.verify + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
         # Of a prefill those whose prompts have ended have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))

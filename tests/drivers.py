@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.buckets import ladders
+from compiled_mtp.graphs.buckets import RoundShape, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import (
@@ -55,15 +56,15 @@ def make_runner(directory: Path, **options: Any) -> Runner:
 
 def with_rounds(
     runner: Runner,
-    depths: Iterable[tuple[int, int]],
+    shapes: Iterable[tuple[int, int]],
     *,
     is_compiled: bool = False,
     graph_mode: GraphMode | None = None,
 ) -> Runner:
-    """A runner that was made uncompiled, with rounds of any of these numbers of drafts verified and left."""
+    """A runner that was made uncompiled, with rounds of any of these shapes."""
     config = runner.config
     assert config.prefill_chunk is not None
-    buckets = ladders(8, depths, config.max_batch, config.batch_sizes)
+    buckets = ladders(8, starmap(RoundShape, shapes), config.max_batch, config.batch_sizes)
     runner.programs = Programs(
         runner.step, buckets, config.prefill_chunk, is_compiled=is_compiled, graph_mode=graph_mode
     )
@@ -140,7 +141,7 @@ class Driver:
         prompt: list[int],
         *,
         temperature: float = 0.8,
-        draft_step: int = 3,
+        chain: int = 3,
         sampling: SlotSampling | None = None,
         is_first_apart: bool = False,
         chunk: int = 64,
@@ -161,12 +162,19 @@ class Driver:
             token_ids = tuple(prompt[begin : begin + chunk])
             is_last = begin + chunk >= len(prompt) and not is_first_apart
             pieces = (Piece(token_ids, begin, len(prompt), is_last),)
-            depth = draft_step if is_last else 0
-            self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, pieces=pieces)
+            shape = RoundShape(0, chain if is_last else 0)
+            self.run(
+                "prefill",
+                (name,),
+                moves=moves,
+                block_updates=updates,
+                shape=shape,
+                pieces=pieces,
+            )
             moves, updates = (), ()
 
-    def decode(self, *names: str, verify_step: int = 3, draft_step: int = 3, **fields: Any) -> None:
-        self.run("decode", names, verify_step=verify_step, draft_step=draft_step, **fields)
+    def decode(self, *names: str, verify: int = 3, chain: int = 3, **fields: Any) -> None:
+        self.run("decode", names, shape=RoundShape(verify, chain), **fields)
 
     def free_blocks(self) -> list[int]:
         """Blocks that no request owns or leaves, the lowest last: tables are not in order."""

@@ -177,8 +177,7 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
     check_tokens(requests, outputs)
     rounds = [plan for plan in runner.plans if plan.kind == "decode"]
     expected = list(itertools.islice(itertools.cycle(depths), len(rounds) + 1))
-    assert [plan.verify_step for plan in rounds] == expected[1:]
-    assert [plan.draft_step for plan in rounds] == expected[1:]
+    assert [plan.shape for plan in rounds] == [(depth, depth) for depth in expected[1:]]
     assert [plan.num_drafts for plan in rounds] == list(map(min, itertools.pairwise(expected)))
     assert any(plan.catches_up for plan in rounds)
     metrics = [output.metrics for output in outputs if output.finish_reason]
@@ -186,7 +185,7 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
         pairs = zip(one.accepted_by_index, one.drafted_by_index, strict=True)
         assert all(kept <= (had if accept else 0) or accept is None for kept, had in pairs)
     for slot, request in enumerate(requests.values(), start=1):
-        bounds = [(plan.num_drafts, plan.verify_step) for plan in rounds if slot in plan.slots]
+        bounds = [(plan.num_drafts, plan.shape.verify) for plan in rounds if slot in plan.slots]
         for (least, most), pair in zip(bounds, request.history.rounds, strict=False):
             assert pair // 16 == max(least, pair % 16) <= most
 

@@ -79,11 +79,11 @@ class Holding:
         replay = self.replay
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
-    def round_drafts(self, verify_step: int) -> Sequence[int]:
+    def round_drafts(self, verify: int) -> Sequence[int]:
         """The drafts of the round whose accept is planned, where they are asked for."""
         uploaded = () if self.replay is None else self.replay.uploaded
-        known = [*uploaded, *self.drafts[len(uploaded) : verify_step]]
-        return known + [NO_DRAFT] * (verify_step - len(known))
+        known = [*uploaded, *self.drafts[len(uploaded) : verify]]
+        return known + [NO_DRAFT] * (verify - len(known))
 
     def forget_place(self) -> None:
         """Know nothing of a slot or of what was computed there: begin, or begin again."""

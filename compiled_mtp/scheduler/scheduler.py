@@ -178,7 +178,8 @@ class Scheduler:
             holding = self._holdings.owners.get(owner[0])
             if holding is None or holding.generation != owner[1] or holding.request.guide is None:
                 continue
-            row, drafts = index * (plan.verify_step + 1), holding.round_drafts(plan.verify_step)
+            verify = plan.shape.verify
+            row, drafts = index * (verify + 1), holding.round_drafts(verify)
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
@@ -278,7 +279,7 @@ class Scheduler:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
         num_drafts = plan.num_drafts if is_round else None
-        most = plan.verify_step + 1
+        most = plan.shape.verify + 1
         now_s = time.monotonic()
         for index in (*result.not_finite, *result.all_masked):
             self._take_last_tokens(result, index, num_drafts, now_s)

@@ -16,6 +16,7 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -282,10 +283,10 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
     tiny.prefill(step, 1, [1, 2, 3])
     index = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        step.decode(index, 3, 3)
+        step.decode(index, RoundShape(3, 3))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step.decode(index, 3, 3)
+            step.decode(index, RoundShape(3, 3))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -296,16 +297,16 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     Behind every copy comes a round of the others, which runs beside it.
     """
     prompts = {name: prompt_of(length, length, 512) for name, length in (("a", 20), ("b", 70), ("c", 65))}
-    driver.start("a", 1, prompts["a"], draft_step=1)
-    driver.decode("a", verify_step=1, draft_step=3)
+    driver.start("a", 1, prompts["a"], chain=1)
+    driver.decode("a", verify=1, chain=3)
     driver.start("b", 2, prompts["b"])
-    for round_index, (verify_step, draft_step) in enumerate(((3, 3), (3, 1), (1, 3), (3, 3))):
-        depth = {"verify_step": verify_step, "draft_step": draft_step}
+    for round_index, (verify, chain) in enumerate(((3, 3), (3, 1), (1, 3), (3, 3))):
+        depth = {"shape": RoundShape(verify, chain)}
         driver.run("verify", ("a", "b"), **depth)
         if round_index == 1:
             driver.start("c", 3, prompts["c"])
         driver.run("accept", ("a", "b"), **depth)
-        driver.decode("b", "a", verify_step=draft_step, draft_step=3)
+        driver.decode("b", "a", verify=chain, chain=3)
     driver.offload("a", 0)
     driver.decode("c", "b")
     driver.bring_back("a", 0, 1)
@@ -327,9 +328,9 @@ def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, 
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_in_flight": max_in_flight}
     plain = Driver(make_runner(directory, mtp_step=0, compile="off", graph_mode="off", **options))
     for slot, (name, length) in enumerate((("a", 20), ("b", 70), ("c", 65)), start=1):
-        plain.start(name, slot, prompt_of(length, length, 512), draft_step=0)
+        plain.start(name, slot, prompt_of(length, length, 512), chain=0)
         for _ in range(50):
-            plain.decode(name, verify_step=0, draft_step=0)
+            plain.decode(name, verify=0, chain=0)
     expected = plain.drain()
     modes: dict[str, dict[str, Any]] = {
         "off": {},
@@ -372,6 +373,6 @@ def test_halves_become_graphs_behind_their_first_run(graph_mode: str) -> None:
         assert decode(engine) == expected
         assert decode(engine) == expected
     small = [bucket for bucket in programs.buckets if bucket.groups <= 3]
-    halves = {*small, *((bucket.rows, bucket.verify_step) for bucket in small)}
+    halves = {(name, bucket) for name in ("verify", "accept") for bucket in small}
     assert len(halves) == 4
     assert halves.isdisjoint(programs._uncaptured)

@@ -52,7 +52,9 @@ class Compiler:
         return compiled
 
     def capture(self, program: Any, inputs: tuple[Any, ...], pool: Any) -> Any:
-        name = "_".join([program.__name__, *(str(i if isinstance(i, int) else len(i)) for i in inputs)])
+        sizes = [len(i) if isinstance(i, torch.Tensor) else i for i in inputs]
+        flat = [size for i in sizes for size in (i if isinstance(i, tuple) else (i,))]
+        name = "_".join([program.__name__, *map(str, flat)])
         self.captured.append(name)
 
         def replay(*given: Any) -> Any:
