@@ -110,7 +110,7 @@ def test_as_many_requests_are_traced_as_were_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile([event("norm", 0.0, 2.0)]))
     launched: list[Any] = []
-    programs = SimpleNamespace(decode=lambda slots, *depth: launched.append((slots, depth)))
+    programs = SimpleNamespace(decode=lambda slots, shape: launched.append((slots, shape)))
     runner = SimpleNamespace(programs=programs, step=SimpleNamespace(mtp_step=3))
     loop = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(running={7: "a", 2: "b", 5: "c"}))
     assert tool.trace_kernels(loop, 2) == [("norm", 2.0)]
