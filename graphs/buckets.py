@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
+
 PREFILL_MULTIPLE = 64
 """Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
-MAX_PIECES = 16
-"""The most prompts that share a launch. Each costs programs that find nothing to do where there are fewer."""
-PIECE_MULTIPLE = 8
-"""The piece of a prompt begins at a multiple of so many rows of its launch."""
 _LEAST_ROWS_EACH = 32
 
 

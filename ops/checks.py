@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.graphs.buckets import MAX_PIECES
+from compiled_mtp.ops.pieces import MAX_PIECES
 
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.pieces import MAX_PIECES
 from compiled_mtp.ops.pieces_triton import pieces_of_rows
 
 OPTIONS = {"enable_fp_fusion": True}

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.gdn_prefill.cpu import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
+from compiled_mtp.ops.pieces import MAX_PIECES
 from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.

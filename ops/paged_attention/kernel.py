@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_mtp.graphs.buckets import MAX_PIECES
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 from compiled_mtp.ops.paged_attention.splits import GROUP_SPLITS, count_splits
@@ -28,6 +27,7 @@ from compiled_mtp.ops.paged_attention.verify_kernel import (
     combine_kernel,
     verify_kernel,
 )
+from compiled_mtp.ops.pieces import MAX_PIECES
 from compiled_mtp.ops.pieces_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.graphs.buckets import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.pieces_triton import piece_of_row
 from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 

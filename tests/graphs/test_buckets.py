@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_mtp.graphs.buckets import (
-    MAX_PIECES,
-    PIECE_MULTIPLE,
     Bucket,
     RoundShape,
     ladder,
@@ -23,6 +21,7 @@ from compiled_mtp.graphs.buckets import (
     prefill_lengths,
     sharing,
 )
+from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
 
 
 def test_sizes_from_two_on_share_a_program_if_they_are_several() -> None:

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from compiled_mtp.graphs.buckets import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
 from compiled_mtp.ops.spec_conv1d import conv_prefill
 from tests.ops.gdn_cases import Shape, torch_threads
 from tests.ops.piece_cases import CUTS, Cut, check_attention, check_conv, check_gdn, lay
