@@ -18,7 +18,7 @@ from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.frontend.processor import Front
 from compiled_mtp.frontend.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.graphs.later import LaterDepths
-from compiled_mtp.plan import StepPlan
+from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.masks import Masks
@@ -262,17 +262,26 @@ class Engine:
         if self._depths is not None and self.runner.later is not None:
             self._take_depth(self._depths, self.runner.later)
         plan = self.scheduler.schedule()
-        if plan is not None and plan.is_guided:
-            # The device is busy with the first half of the round meanwhile.
-            masks = self._masks.fill(plan, self.scheduler.windows(plan))
-            self.runner.set_masks(plan, masks)
-        if self._depths is not None and plan is not None:
-            self._depths.launch(plan)
-        result = self.runner.run(plan)
+        result = self._launch(plan)
         if self._depths is not None and result is not None:
             self._depths.read(result)
         self.scheduler.update(result)
         return plan
+
+    def _launch(self, plan: StepPlan | None) -> StepResult | None:
+        """Make the plan's masks and run it. Masks that cannot be had (memory) fail their launch alone."""
+        if plan is not None and plan.is_guided:
+            try:
+                # The device is busy with the first half of the round meanwhile.
+                masks = self._masks.fill(plan, self.scheduler.windows(plan))
+            except AssertionError:  # A bug of ours.
+                raise
+            except Exception as error:
+                return self.runner.fail(plan, error)
+            self.runner.set_masks(plan, masks)
+        if self._depths is not None and plan is not None:
+            self._depths.launch(plan)
+        return self.runner.run(plan)
 
     def _recover(self) -> None:
         """After a step that stopped somewhere; interrupted itself it is done again before the next one."""

@@ -72,7 +72,7 @@ class Runner:
         self._is_wait_due = False
         # Launched, and not yet read; with the copies that failed.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
-        # Of plans that are still to be launched, by step_id.
+        # On the host, of plans that are still to be launched, by step_id.
         self._masks: dict[int, torch.Tensor] = {}
         # Of each shape, those that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
@@ -94,7 +94,7 @@ class Runner:
             except AssertionError:  # A bug of ours.
                 raise
             except Exception as error:
-                return self._fail(plan, error)
+                return self.fail(plan, error)
         is_due = len(self._launches) > self.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
@@ -112,10 +112,7 @@ class Runner:
                 f"masks must have shape {shape} for a first or accept plan, got {tuple(masks.shape)} for "
                 f"{plan.kind}; give every row its own"
             )
-        if self.device.type == "cuda":
-            # The caching host allocator keeps a pinned block until the copy that reads it has run.
-            staged = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True).copy_(masks)
-            masks = staged.to(self.device, non_blocking=True)
+        # Copied by the launch, which may fail for want of memory.
         self._masks[plan.step_id] = masks
 
     def drop_launches(self) -> None:
@@ -160,7 +157,7 @@ class Runner:
                 return output
             empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
             return pack_logprobs(empty if output is None else output, scored)
-        masks = self._masks.pop(plan.step_id, None)
+        masks = self._upload_masks(plan)
         wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
         if plan.kind == "first":
             return programs.first(plan.slots[0], plan.shape.chain, masks, **wants)
@@ -169,6 +166,15 @@ class Runner:
         if plan.kind == "verify":
             programs.verify(plan.slots, plan.shape)
         return None
+
+    def _upload_masks(self, plan: StepPlan) -> torch.Tensor | None:
+        """The masks of a plan on the device, None where it has none."""
+        masks = self._masks.pop(plan.step_id, None)
+        if masks is None or self.device.type != "cuda":
+            return masks
+        # The caching host allocator keeps a pinned block until the copy that reads it has run.
+        staged = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True).copy_(masks)
+        return staged.to(self.device, non_blocking=True)
 
     def _fetch(self, output: torch.Tensor | None) -> _HostBuffer:
         """Start the copy of `output` to a host buffer that no unread launch uses."""
@@ -195,13 +201,13 @@ class Runner:
                 is_late = buffer.ready.query()
                 buffer.ready.synchronize()
             except Exception as error:
-                return self._fail(plan, error)
+                return self.fail(plan, error)
             self.waited_s += time.perf_counter() - begin
         result = self._read(plan, buffer.packed, failed, is_late)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
-    def _fail(self, plan: StepPlan, error: Exception) -> StepResult:
+    def fail(self, plan: StepPlan, error: Exception) -> StepResult:
         """The result of a launch that failed, none of whose copies is under way any more."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
         self._masks.pop(plan.step_id, None)

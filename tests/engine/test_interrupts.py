@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.scheduler.turn import Turn
 from tests.aimed import Aim, Line
@@ -47,7 +48,7 @@ HOST = (
     "sampling/grammar.py",
 )
 LAUNCHES = ("programs.py", "step.py", "cache/moves.py", "cache/slot_sampling.py")
-CHEAP, SOAK = 6, 4000
+CHEAP, SOAK = 2, 300
 NAMES = itertools.count()
 
 Scenario = Callable[[Engine, "Told"], None]
@@ -271,7 +272,7 @@ def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) ->
     watch = Aim(files, functions)
     with watch.watching():
         engine.generate(prompts, params)
-    for target in watch.targets():
+    for target in sample(watch.targets(), 30):
         aim = Aim(files, functions, target=target)
         with aim.watching(), pytest.raises(KeyboardInterrupt):
             engine.generate(prompts, params)
@@ -314,6 +315,35 @@ def test_a_grammar_s_mask_does_not_outlive_its_round(
     outputs = engine.generate([prompt], salted(params, str(next(NAMES))))
     assert [output.new_token_ids for output in outputs] == expected["scored"]
     assert bool((engine.runner.step.masks == -1).all())
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("making", RuntimeError("no memory")), ("copying", MemoryError("no memory"))]
+)
+def test_masks_that_cannot_be_had_end_their_own_requests_alone(
+    engine: Engine,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    error: Exception,
+) -> None:
+    """And leave no step: whoever serves would end with it."""
+    owner, name = (engine._masks, "fill") if what == "making" else (engine.runner, "_upload_masks")
+    work, calls = getattr(owner, name), itertools.count()
+
+    def failing(plan: StepPlan, *given: object) -> object:
+        if plan.is_guided and next(calls) < 2:
+            raise error
+        return work(plan, *given)
+
+    monkeypatch.setattr(owner, name, failing)
+    told = Told()
+    add_all(engine, told)
+    add_all(engine, told)
+    drain(engine, told)
+    assert next(calls) >= 2
+    assert 1 <= list(told.reasons.values()).count("error") < len(told.reasons)
+    check(engine, told, expected, what)
 
 
 def test_what_lies_between_halves_is_made_as_a_whole_or_again(engine: Engine) -> None:
