@@ -79,8 +79,9 @@ def check_writable(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=out.parent).cleanup()
-        if out.is_dir():
-            raise IsADirectoryError("it is a directory")
+        if out.exists() and not out.is_file():
+            # It would be replaced, /dev/null too.
+            raise OSError("it is no regular file")
     except OSError as error:
         raise ValueError(
             f"output must be a file that can be written, got {out}: {error}; name another"

@@ -78,7 +78,10 @@ def _rank(flags: argparse.Namespace) -> int:
     # Counting may take hours.
     check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
     config = EngineConfig(model=flags.model)
-    tokenizer = Tokenizer(find_checkpoint(config.model, is_offline=config.offline))
+    model = find_checkpoint(config.model, is_offline=config.offline)
+    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    check(model.is_dir(), "model", "be a directory", model, remedy)
+    tokenizer = Tokenizer(model)
     counts = count_ids(tokenizer, flags.paths, flags.suffix)
     got = f"none in {len(flags.paths)} paths"
     check(bool(counts), "paths", "hold text", got, f"directories are searched for *{flags.suffix}")

@@ -35,10 +35,9 @@ def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
         return [prompts]
     if prompts is None:
         return _as_chats(messages)
-    try:
-        return list(prompts)
-    except TypeError:
-        raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one") from None
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one")
+    return list(prompts)
 
 
 def _as_chats(messages: Any) -> list[Prompt]:

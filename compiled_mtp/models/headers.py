@@ -62,14 +62,18 @@ def _read_files(root: Path) -> list[Header]:
         listed = {root / name for name in _read_index(index)}
         absent = sorted(file.name for file in listed - set(files))
         if absent:
+            whole, remedy = root / "model.safetensors", "download them"
+            if whole in files:  # transformers leaves the index of an older save.
+                remedy = f"remove {index.name} if {whole.name} is the newer save, else download them"
             raise ValueError(
-                f"model must have the files its index names, got no {shown(absent)} in {root}; download them"
+                f"model must have the files its index names, got no {shown(absent)} in {root}; {remedy}"
             )
         # A head added to a released trunk may be missing from the index; other weights may not belong to it.
         stray = [f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f))]
         if stray:
             raise ValueError(
-                f"model must have no weights beside its index, got {shown(stray)} in {root}; remove them"
+                f"model must have no weights beside its index, got {shown(stray)} in {root}; remove what is "
+                "older: these files, or the index with the files that it names"
             )
     if not files:
         raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")

@@ -161,11 +161,20 @@ def _not_finite(
         pieces = layout[name].pieces if name in layout else ()
         parts = (p.place_in(parameters[p.parameter], header.shape) for p in pieces if p.parameter in wrong)
         if find_not_finite(dict(enumerate(parts))):
-            names.append(f"{header.name} ({header.file.name})")
+            # A weight that was multiplied out may have it from its factors.
+            factors = headers.get(name + FP8.scale_suffix)
+            named = header if factors is None or _is_finite(factors) else factors
+            names.append(f"{named.name} ({named.file.name})")
     return ValueError(
         f"weights must be finite, got NaN or infinity in {first_few(names)}; check the checkpoint's files, "
         "or whether its numbers fit dtype"
     )
+
+
+def _is_finite(header: Header) -> bool:
+    """Whether a stored tensor is, as it lies in its file."""
+    with safe_open(header.file, framework="pt", device="cpu") as tensors:
+        return not find_not_finite({header.name: tensors.get_tensor(header.name)})
 
 
 def _multiply_out(

@@ -198,6 +198,11 @@ def test_generate_takes_generators_and_messages(engine: Engine) -> None:
         ({}, "prompts and messages must be given exactly once, got neither; choose one"),
         ({"prompts": [], "messages": CHAT}, "prompts and messages must be given exactly once, got both"),
         ({"prompts": 5}, "prompts must be a list or a generator, got 5; make one"),
+        # Its keys would be prompts.
+        (
+            {"prompts": {"prompt": "a"}},
+            "prompts must be a list or a generator, got {'prompt': 'a'}; make one",
+        ),
         (
             {"prompts": CHAT},
             r"prompts\[0\]: prompt must be text, ids or a chat, got .*; give a chat as messa",

@@ -489,12 +489,13 @@ def test_an_interrupted_export_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["directory", "file/below"])
+@pytest.mark.parametrize("name", ["directory", "file/below", "device"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "device")
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("the engine was started")
@@ -502,5 +503,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(
     monkeypatch.setattr("compiled_mtp.engine.Engine", start)
     assert run_export(tmp_path / name) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: out must be a file that can be written, got {tmp_path / name}: ")
+    assert error.startswith(f"error: output must be a file that can be written, got {tmp_path / name}: ")
     assert error.count("\n") == 1

@@ -400,6 +400,27 @@ def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
         assert name in str(error.value)
 
 
+def test_two_saves_in_one_folder_say_which_to_remove(tmp_path: Path) -> None:
+    """transformers removes neither the index when it saves one file, nor the file when it saves shards."""
+    directory = write_checkpoint(tmp_path, sharded=True)
+    save_file({"model.language_model.norm.weight": torch.zeros(128)}, directory / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"got \['model.safetensors'\] in .*; remove what is older: "
+    ) as error:
+        read_headers(directory)
+    assert str(error.value).endswith("these files, or the index with the files that it names")
+    for shard in directory.glob("model-*.safetensors"):
+        shard.unlink()
+    with pytest.raises(ValueError, match=r"got no \['model-00001-of-00003.safetensors', ") as error:
+        read_headers(directory)
+    remedy = (
+        "; remove model.safetensors.index.json if model.safetensors is the newer save, else download them"
+    )
+    assert str(error.value).endswith(remedy)
+    (directory / "model.safetensors.index.json").unlink()
+    assert [header.file.name for header in read_headers(directory).values()] == ["model.safetensors"]
+
+
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, sharded=True)
     stray = directory / "other.safetensors"
