@@ -190,10 +190,9 @@ class Matcher:
             self.error = self._describe(self._live)
         return is_taken
 
-    def _describe(self, matcher: LLMatcher) -> str:
-        return (
-            f"the grammar cannot go on after {len(self._accepted)} tokens: {_one_line(matcher.get_error())}"
-        )
+    def _describe(self, matcher: LLMatcher, num_drafts: int = 0) -> str:
+        num_tokens = len(self._accepted) + num_drafts
+        return f"the grammar cannot go on after {num_tokens} tokens: {_one_line(matcher.get_error())}"
 
     def _replay(self, drafts: Sequence[int]) -> LLMatcher:
         """A new matcher that has taken the accepted tokens and `drafts`, and no others."""
@@ -236,7 +235,7 @@ class Matcher:
                 if row == 0:
                     self.error = self._describe(matcher)
                 else:
-                    self._dead_end = (list(drafts[:row]), self._describe(matcher))
+                    self._dead_end = (list(drafts[:row]), self._describe(matcher, row - first))
                 return
 
     def _lacks_a_row(self, words: NDArray[np.int32], drafts: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compiled_mtp.sampling.grammar import GrammarCompiler, MaskFiller
-from compiled_mtp.sampling.grammar_source import GrammarSource, from_regex, from_schema
+from compiled_mtp.sampling.grammar_source import GrammarSource, from_lark, from_regex, from_schema
 from tests.sampling.grammars import compiler, decode
 
 # Ambiguous repeats, long counts, classes that overlap, alternatives with common beginnings.
@@ -114,6 +114,14 @@ def test_depths_agree_on_long_runs(filler: MaskFiller, is_json: bool, max_lexer_
     print(max_lexer_states, is_json, {how: hows.count(how) for how in sorted(set(hows))})
     assert len(AWKWARD) == 40
     assert hows.count("cut") + hows.count("ended") >= 20
+
+
+def test_an_error_behind_drafts_counts_them(filler: MaskFiller) -> None:
+    """A mask with too many parser items ends the request in the same words, drafted up to there or not."""
+    source = from_lark("start: w{2,30}\nw: A | B\nA: /[a-z]{1,20} /\nB: /[a-z0-9]{1,25} ?/\n")
+    few = compiler(step_max_items=400)
+    hows = [check_depths(few, filler, source, limit=80, seed=seed) for seed in (0, 2)]
+    assert hows == ["error", "error"]
 
 
 def test_a_grammar_serves_again_what_it_served(filler: MaskFiller) -> None:
