@@ -58,7 +58,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
+    is_error: Ignored = None
     cache_control: Ignored = None
 
 
