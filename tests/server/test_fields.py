@@ -388,6 +388,25 @@ def test_an_error_names_the_field_that_was_sent(served: Any, path: str, fields: 
     assert error.get("param", param) == param
 
 
+def test_anthropics_errors_name_its_own_form_of_an_answer(served: Any) -> None:
+    server, engine = served
+    path, config = "/v1/messages", {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    forced = {"tools": [TOOL], "tool_choice": {"type": "any"}, "output_config": config}
+    answer = post(server, path, BODIES[path] | forced)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("output_config.format must be left out where tool_ch")
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise ValueError("response_format.json_schema.schema must be a grammar, got: what; simplify it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "add_request", refuse)
+        answer = post(server, path, BODIES[path] | {"output_config": config})
+    assert answer.status_code == 400
+    says = "output_config.format.schema must be a grammar, got: what; simplify it"
+    assert answer.json()["error"]["message"] == says
+
+
 def test_no_stream_begins_with_a_speculation_of_nought(served: Any) -> None:
     server, _ = served
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
