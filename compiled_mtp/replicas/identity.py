@@ -60,7 +60,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     import torch
 
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
-    from compiled_mtp.numeric_settings import NumericSettings
+    from compiled_mtp.runner.numeric_settings import NumericSettings
 
     _check_unchanged(engine.front.path, loaded)
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
