@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.replicas.config import (
     ReplicaConfig,
     check_door,
@@ -134,8 +136,9 @@ class EngineReplica:
         from compiled_mtp.engine import Engine
 
         config = EngineConfig(**engine_fields)
+        # Before anything of it is read: the front reads files too.
+        files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
         front = open_front(config)
-        files = list_files(front.path)
         engine = Engine(config, front=front)
         metrics = Metrics()
         metrics.set_stats(engine.stats())

@@ -29,21 +29,23 @@ _MOST_READERS = 16
 
 
 class CheckpointFile(NamedTuple):
-    """A file of a checkpoint as it was found: a file that took its place since has another stamp."""
+    """A file of a checkpoint as it was found: what took its place since, or its bytes', has another stamp."""
 
     path: Path
     size: int
-    mtime_ns: int
+    # Unlike mtime it is nobody's to set back.
+    ctime_ns: int
     inode: int
 
 
 def list_files(model: Path) -> list[CheckpointFile]:
-    """Return what decides tokens in the directory of a checkpoint, by name."""
+    """Return what decides tokens in the directory of a checkpoint, by name; nothing of one that is not
+    there."""
     found = []
-    for path in sorted(model.iterdir()):
+    for path in sorted(model.glob("*")):
         if path.suffix in _SUFFIXES:
             stat = path.stat()
-            found.append(CheckpointFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            found.append(CheckpointFile(path, stat.st_size, stat.st_ctime_ns, stat.st_ino))
     return found
 
 
@@ -60,6 +62,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
     from compiled_mtp.runner.numeric_settings import NumericSettings
 
+    _check_unchanged(engine.front.path, loaded)
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
     # On a GPU the threads of the CPU, which are those of the machine, decide nothing.
     told = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
@@ -67,12 +70,16 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     what += [torch.__config__.show(), told, [_version(name) for name in _LIBRARIES]]
     what += [compiled_mtp.__version__, sources, config.model_dump_json()]
     what += [engine.front.limits.longest, engine.runner.max_model_len, digest_files(loaded)]
-    if changed := {one.path.name for one in {*loaded} ^ {*list_files(engine.front.path)}}:
+    _check_unchanged(engine.front.path, loaded)
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+
+
+def _check_unchanged(model: Path, loaded: Sequence[CheckpointFile]) -> None:
+    if changed := {one.path.name for one in {*loaded} ^ {*list_files(model)}}:
         raise ValueError(
             f"model must stay as it is while it is loaded, got {sorted(changed)} changed; start the replica "
             "again"
         )
-    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
 def digest_files(files: Sequence[CheckpointFile]) -> str:

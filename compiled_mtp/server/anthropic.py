@@ -21,6 +21,8 @@ from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 
 _PING_S = 10.0
+# Names of the engine that clients of this API have another one for.
+_SENT = {"stop": "stop_sequences", "response_format.json_schema": "output_config.format"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -58,7 +60,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
+    is_error: Ignored = None
     cache_control: Ignored = None
 
 
@@ -172,7 +174,7 @@ class AnthropicHandlers:
         service.check_model(body.model)
         schemas, params = self._schemas(body), self._params(body)
         prompt = await self._render(body)
-        (stream,) = await service.start([prompt], params, body.priority)
+        (stream,) = await service.start([prompt], params, body.priority, _SENT)
         answer = _Answer(body, service.parser(prompt, schemas), len(prompt.token_ids))
         if body.stream:
             events = answer.events(merged([stream]))
@@ -202,6 +204,12 @@ class AnthropicHandlers:
         form = _response_format(body.output_config)
         check_limits(self._service.config, stops, (), (), stop_name="stop_sequences", output_config=form)
         forced = _forced_choice(body.tool_choice)
+        if forced is not None and form is not None:
+            raise ApiError(
+                400,
+                "output_config.format must be left out where tool_choice forces a call, got both; choose one",
+                param="output_config.format",
+            )
         if forced is not None and not body.tools:
             raise ApiError(
                 400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
@@ -221,7 +229,7 @@ class AnthropicHandlers:
             # The prompt has shown the tools: the engine needs them for a call that is forced.
             "tools": [_to_function(tool) for tool in body.tools or ()] if forced is not None else None,
         }
-        return make_params(fields, {"stop": "stop_sequences"})
+        return make_params(fields, _SENT)
 
     async def _render(self, body: CountBody) -> Prompt:
         variables: dict[str, Any] = {

@@ -92,9 +92,14 @@ class Service:
             )
 
     async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int | None = None,
+        sent: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Stream]:
-        """Add a request for each prompt, all or none. Raises ApiError for what is refused."""
+        """Add a request for each prompt, all or none. Raises ApiError for what is refused; sent: as in
+        `make_params`."""
         count = len(prompts) * params.n
         if count > self.config.max_choices:
             raise ApiError(
@@ -120,7 +125,7 @@ class Service:
                 ]
             )
         except (RuntimeError, ValueError) as error:
-            raise _as_sent(refusal(error)) from None
+            raise _as_sent(refusal(error), sent) from None
 
 
 def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
@@ -179,9 +184,12 @@ def _as_sent(error: ApiError, sent: Mapping[str, str] = MappingProxyType({})) ->
     """Blame the field that the client knows."""
     if error.param == "prompt_token_ids":
         error.param = "prompt"
-    elif error.param is not None and error.param in sent:
-        message = sent[error.param] + error.message.removeprefix(error.param)
-        return ApiError(error.status, message, param=sent[error.param], code=error.code)
+        return error
+    for name, own in sent.items():
+        if error.param is not None and f"{error.param}.".startswith(f"{name}."):
+            message = own + error.message.removeprefix(name)
+            param = own + error.param.removeprefix(name)
+            return ApiError(error.status, message, param=param, code=error.code)
     return error
 
 

@@ -263,7 +263,7 @@ class OpenAIHandlers:
             | {
                 "stop": tuple(stops) or None,
                 "stop_token_ids": tuple(stop_ids) or None,
-                "logit_bias": _as_ids(bias) or None,
+                "logit_bias": bias or None,
                 "response_format": None if form == {"type": "text"} else form,
             }
             | fields,
@@ -453,7 +453,7 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
         if message.reasoning is not None:
             fields.setdefault("reasoning_content", message.reasoning)
         if isinstance(message.content, list):
-            fields["content"] = [_plain_part(part) for part in message.content]
+            fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
         fields["role"] = "system" if message.role == "developer" else message.role
         if message.tool_calls is not None:
             fields["tool_calls"] = [
@@ -471,11 +471,6 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
             ]
         plain.append(fields)
     return plain
-
-
-def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part as chats have it; texts of the Responses API have types of their own."""
-    return part | {"type": "text"} if part.get("type") in ("input_text", "output_text") else part
 
 
 def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
@@ -507,15 +502,6 @@ def _prompts_of(
             400, f"prompt must be 1 to {most} prompts, got {len(prompts)}; send others", param="prompt"
         )
     return list(prompts)
-
-
-def _as_ids(bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(name): value for name, value in bias.items()}
-    except ValueError:
-        raise ApiError(
-            400, "logit_bias must have token ids as its names, got another; correct it", param="logit_bias"
-        ) from None
 
 
 def _count(prompts: Sequence[Prompt]) -> int:

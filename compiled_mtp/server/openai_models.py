@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from compiled_mtp.server.fields import Body, Ignored, Unread
+from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Unread
 
 CacheSalt = Annotated[
     str | None,
@@ -134,11 +135,30 @@ class ToolCall(Body):
     index: Ignored = None
 
 
+def _check_kind(kind: str) -> str:
+    # Texts of the Responses API have types of their own.
+    if kind not in ("text", "input_text", "output_text"):
+        context = {"rule": "be text", "remedy": "images and other media are not in this version"}
+        raise PydanticCustomError(UNREAD_FIELD, "must be text", context)
+    return kind
+
+
+class ContentPart(Body):
+    """A part of a message's text."""
+
+    type: Annotated[str, AfterValidator(_check_kind)]
+    text: str
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    logprobs: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
+
+
 class Message(Body):
-    """One message of a chat; parts of other types than text are refused where they are rendered."""
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -7,8 +7,10 @@ import asyncio
 import dataclasses
 import os
 import random
+import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +21,11 @@ import pytest
 from compiled_mtp import ray_serve
 from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
-from compiled_mtp.replicas.identity import digest_files, identify, list_files
-from compiled_mtp.replicas.metrics import ReplicaMetrics
+from compiled_mtp.replicas.identity import CheckpointFile, digest_files, identify, list_files
+from compiled_mtp.replicas.metrics import ReplicaMetrics, _empty_stats
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from tests.replicas.scripted import Replica, Truth, in_turn, make_engine
@@ -401,18 +404,55 @@ def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"old")
     loaded = list_files(tmp_path)
+    time_ns = weights.stat().st_mtime_ns
+    changed = r"model must stay as it is while it is loaded, got \['model.safetensors'\] changed"
+
+    def check(loaded: Sequence[CheckpointFile]) -> None:
+        with pytest.raises(ValueError, match=changed):
+            identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
+
     # Another file of the same size at the same place, with the old one's time, as a copy would have it.
     other = tmp_path / "other"
     other.write_bytes(b"new")
-    os.utime(other, ns=(loaded[0].mtime_ns, loaded[0].mtime_ns))
+    os.utime(other, ns=(time_ns, time_ns))
     other.rename(weights)
-    with pytest.raises(
-        ValueError, match=r"model must stay as it is while it is loaded, got .*safetensors'\] changed"
-    ):
-        identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
+    check(loaded)
+    # The same file with other bytes and the old time, as a tool that syncs in place would have it.
+    loaded = list_files(tmp_path)
+    weights.write_bytes(b"odd")
+    os.utime(weights, ns=(time_ns, time_ns))
+    check(loaded)
+    loaded = list_files(tmp_path)
+    weights.unlink()
+    check(loaded)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"got \['config.json'\] changed; start the replica again"):
         identify(EngineConfig(device="cpu"), fake_engine(tmp_path), list_files(tmp_path)[1:])
+
+
+def test_a_replica_knows_the_files_before_it_reads_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(CHECKPOINT, model)
+
+    def read_then_change(config: EngineConfig) -> Any:
+        front = open_front(config)
+        (model / "config.json").write_text("{}", encoding="utf-8")
+        return front
+
+    engine = SimpleNamespace(**vars(fake_engine(model)), stats=_empty_stats)
+    monkeypatch.setattr(ray_serve, "open_front", read_then_change)
+    monkeypatch.setattr("compiled_mtp.engine.Engine", lambda config, front: engine)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"))
+    monkeypatch.setattr(
+        ray_serve, "_import_ray", lambda _: SimpleNamespace(get_replica_context=lambda: context)
+    )
+    fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
+    with pytest.raises(ValueError, match=r"got \['config.json'\] changed"):
+        ray_serve.EngineReplica(fields, 8, 8, 300.0)
+    with pytest.raises(ValueError, match="missing"):
+        ray_serve.EngineReplica(fields | {"model": str(tmp_path / "missing")}, 8, 8, 300.0)
 
 
 def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:

@@ -177,8 +177,9 @@ class ScriptedEngine:
         return EngineStats(running, 0, 0, running, 64, 0, 0, none, {MTP_STEP: {"best": 5, "probe": 1}})
 
     def close(self) -> None:
-        """End."""
+        """End; who serves it again serves nobody's requests of before."""
         self.is_closed = True
+        self._running.clear()
 
 
 class Running:

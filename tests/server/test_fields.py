@@ -18,9 +18,16 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.server.anthropic import AnthropicTool, InputMessage, MessagesBody, TextBlock, ToolUseBlock
+from compiled_mtp.server.anthropic import (
+    AnthropicTool,
+    InputMessage,
+    MessagesBody,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from compiled_mtp.server.fields import Body, unread_fields
-from compiled_mtp.server.openai_models import ChatBody, CompletionBody, Message, StreamOptions
+from compiled_mtp.server.openai_models import ChatBody, CompletionBody, ContentPart, Message, StreamOptions
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
 CLIENT = httpx.Client(timeout=30)
@@ -218,6 +225,54 @@ def test_what_would_change_something_is_refused(served: Any, path: str, fields: 
     assert answer.json()["error"]["message"].startswith(says), answer.text
 
 
+PART: Any = {"type": "text", "text": "x"}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "block", "name", "value"),
+    [
+        ("/v1/chat/completions", PART, "prompt_cache_breakpoint", {"mode": "explicit"}),
+        ("/v1/chat/completions", PART | {"type": "output_text"}, "annotations", []),
+        ("/v1/messages", RESULT, "is_error", True),
+    ],
+)
+def test_the_parts_of_a_message_have_known_fields(
+    served: Any, strict: Running, path: str, block: Any, name: str, value: Any
+) -> None:
+    def answer(server: Running, fields: Any) -> Any:
+        body = BODIES[path] | {"messages": [{"role": "user", "content": [block | fields]}]}
+        return post(server, path, body)
+
+    for server in (served[0], strict):
+        assert answer(server, {name: None}).status_code == 200
+        unknown = answer(server, {"what": 1})
+        assert unknown.status_code == 400
+        assert "messages.0.content.0.what must be a field" in unknown.json()["error"]["message"]
+    assert answer(served[0], {name: value}).status_code == 200
+    refused = answer(strict, {name: value})
+    assert refused.status_code == 400
+    says = f"messages.0.content.0.{name} must be left out with strict_fields"
+    assert refused.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "refusal"}])
+def test_parts_without_text_are_refused_by_their_type(served: Any, part: Any) -> None:
+    path = "/v1/chat/completions"
+    answer = post(served[0], path, BODIES[path] | {"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400
+    says = f"messages.0.content.0.type must be text, got '{part['type']}'; images and other media are not"
+    assert answer.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("names", [["1_0"], [" 5"], ["+5"], ["\u0665"], ["5", "05"], ["9" * 5000]])
+def test_a_bias_has_one_name_for_each_id(served: Any, names: list[str]) -> None:
+    body = BODIES["/v1/completions"] | {"logit_bias": dict.fromkeys(names, 1)}
+    answer = post(served[0], "/v1/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("logit_bias must ")
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("name", "value", "taken"),
@@ -310,8 +365,8 @@ def test_anthropics_output_format_is_a_schema_of_the_engine(served: Any) -> None
 
 def test_the_docs_list_every_field_that_is_not_read() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    for body in (CompletionBody, ChatBody, MessagesBody, Message, StreamOptions, AnthropicTool, InputMessage,
-                 TextBlock, ToolUseBlock):  # fmt: skip
+    for body in (CompletionBody, ChatBody, MessagesBody, Message, ContentPart, StreamOptions, AnthropicTool,
+                 InputMessage, TextBlock, ToolUseBlock, ToolResultBlock):  # fmt: skip
         for name in unread_fields(body):
             assert f"`{name}`" in text, f"{body.__name__}.{name}"
 
@@ -331,6 +386,25 @@ def test_an_error_names_the_field_that_was_sent(served: Any, path: str, fields: 
     error = answer.json()["error"]
     assert error["message"].startswith(f"{param} must "), error
     assert error.get("param", param) == param
+
+
+def test_anthropics_errors_name_its_own_form_of_an_answer(served: Any) -> None:
+    server, engine = served
+    path, config = "/v1/messages", {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    forced = {"tools": [TOOL], "tool_choice": {"type": "any"}, "output_config": config}
+    answer = post(server, path, BODIES[path] | forced)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("output_config.format must be left out where tool_ch")
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise ValueError("response_format.json_schema.schema must be a grammar, got: what; simplify it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "add_request", refuse)
+        answer = post(server, path, BODIES[path] | {"output_config": config})
+    assert answer.status_code == 400
+    says = "output_config.format.schema must be a grammar, got: what; simplify it"
+    assert answer.json()["error"]["message"] == says
 
 
 def test_no_stream_begins_with_a_speculation_of_nought(served: Any) -> None:

@@ -384,7 +384,11 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
         ({"guided_json": {}}, 400, "guided_json"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.0.type",
+        ),
         ({"tools": [WEATHER]}, 400, "tools"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"n": 1000}, 400, "n"),
