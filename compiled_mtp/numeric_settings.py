@@ -9,6 +9,8 @@ from typing import Any, Self
 import torch
 from torch.backends import cuda
 
+# torch's stubs lack some of what it holds.
+_C: Any = torch._C
 # From the widest to the narrowest: a setting of the first is inherited where the others have none.
 _PRECISIONS = {
     "fp32_precision": ("generic", "all"),
@@ -63,7 +65,7 @@ class NumericSettings:
     def read(cls) -> Self:
         """Those of this process."""
         precisions: dict[str, Any] = {
-            name: torch._C._get_fp32_precision_getter(*of) for name, of in _PRECISIONS.items()
+            name: _C._get_fp32_precision_getter(*of) for name, of in _PRECISIONS.items()
         }
         return cls(
             num_threads=torch.get_num_threads(),
@@ -72,23 +74,21 @@ class NumericSettings:
             flush_denormal=sys.float_info.min / 2 == 0.0,
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             deterministic_algorithms_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            cpu_allow_fp16_reduced_precision_reduction=(
-                torch._C._get_cpu_allow_fp16_reduced_precision_reduction()
-            ),
+            cpu_allow_fp16_reduced_precision_reduction=_C._get_cpu_allow_fp16_reduced_precision_reduction(),
             float32_matmul_precision=_float32_matmul_precision(),
-            mkldnn_enabled=torch._C._get_mkldnn_enabled(),
-            mkldnn_deterministic=torch._C._get_mkldnn_deterministic(),
-            cuda_matmul_allow_fp16_accumulation=torch._C._get_cublas_allow_fp16_accumulation(),
+            mkldnn_enabled=_C._get_mkldnn_enabled(),
+            mkldnn_deterministic=_C._get_mkldnn_deterministic(),
+            cuda_matmul_allow_fp16_accumulation=_C._get_cublas_allow_fp16_accumulation(),
             cuda_matmul_allow_fp16_reduced_precision_reduction=(
-                torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
+                _C._get_cublas_allow_fp16_reduced_precision_reduction()
             ),
             cuda_matmul_allow_bf16_reduced_precision_reduction=(
-                torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+                _C._get_cublas_allow_bf16_reduced_precision_reduction()
             ),
-            cuda_preferred_blas_library=torch._C._get_blas_preferred_backend().name.lower(),
-            cudnn_enabled=torch._C._get_cudnn_enabled(),
-            cudnn_benchmark=torch._C._get_cudnn_benchmark(),
-            cudnn_deterministic=torch._C._get_cudnn_deterministic(),
+            cuda_preferred_blas_library=_C._get_blas_preferred_backend().name.lower(),
+            cudnn_enabled=_C._get_cudnn_enabled(),
+            cudnn_benchmark=_C._get_cudnn_benchmark(),
+            cudnn_deterministic=_C._get_cudnn_deterministic(),
             **precisions,
         )
 
@@ -103,11 +103,11 @@ class NumericSettings:
         if (before, torch.is_deterministic_algorithms_warn_only_enabled()) != (is_deterministic, warns):
             # It imports the compiler, for seconds.
             torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
-        torch._C._set_mkldnn_enabled(self.mkldnn_enabled)
-        torch._C._set_mkldnn_deterministic(self.mkldnn_deterministic)
-        torch._C._set_cudnn_enabled(self.cudnn_enabled)
-        torch._C._set_cudnn_benchmark(self.cudnn_benchmark)
-        torch._C._set_cudnn_deterministic(self.cudnn_deterministic)
+        _C._set_mkldnn_enabled(self.mkldnn_enabled)
+        _C._set_mkldnn_deterministic(self.mkldnn_deterministic)
+        _C._set_cudnn_enabled(self.cudnn_enabled)
+        _C._set_cudnn_benchmark(self.cudnn_benchmark)
+        _C._set_cudnn_deterministic(self.cudnn_deterministic)
         matmul = cuda.matmul
         matmul.allow_fp16_accumulation = self.cuda_matmul_allow_fp16_accumulation
         matmul.allow_fp16_reduced_precision_reduction = (
@@ -118,17 +118,17 @@ class NumericSettings:
         )
         # torch takes these two only where the hardware has a choice.
         reduces = self.cpu_allow_fp16_reduced_precision_reduction
-        if torch._C._get_cpu_allow_fp16_reduced_precision_reduction() != reduces:
-            torch._C._set_cpu_allow_fp16_reduced_precision_reduction(reduces)
-        if cuda.preferred_blas_library().name.lower() != self.cuda_preferred_blas_library:
+        if _C._get_cpu_allow_fp16_reduced_precision_reduction() != reduces:
+            _C._set_cpu_allow_fp16_reduced_precision_reduction(reduces)
+        if _C._get_blas_preferred_backend().name.lower() != self.cuda_preferred_blas_library:
             cuda.preferred_blas_library(self.cuda_preferred_blas_library)
         # It sets some of those below.
         if self.float32_matmul_precision is not None:
             torch.set_float32_matmul_precision(self.float32_matmul_precision)
         for name, of in _PRECISIONS.items():
             # What is inherited is left so: a backend may inherit what it would refuse.
-            if torch._C._get_fp32_precision_getter(*of) != getattr(self, name):
-                torch._C._set_fp32_precision_setter(*of, getattr(self, name))
+            if _C._get_fp32_precision_getter(*of) != getattr(self, name):
+                _C._set_fp32_precision_setter(*of, getattr(self, name))
 
     def difference(self, other: NumericSettings) -> str | None:
         """The name of the first setting in which `other` differs; None where none does."""
