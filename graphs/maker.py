@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 # Before anything else is imported. A compiler that is killed leaves its own temporary files: in the folder.
 # What Python keeps between runs stays where it was, since Python asks for its place once.
 _BEGIN = "import os, sys, tempfile; os.nice(19); tempfile.gettempdir(); os.environ['TMPDIR'] = sys.argv[1]; "
+# How often a process looks whether its parent lives.
+_LOOK_S = 1.0
 _REMEDY = "give a graph_cache made with `compiled-mtp export --mtp-step auto`, or free memory and start again"
 
 
@@ -23,15 +27,13 @@ class ProgramMaker:
     """Runs `code` in a Python process of the lowest priority, with a folder as its argument.
 
     It reads `order` from stdin, writes files into the folder, and names each on a line of stdout once it is
-    whole; `end_with_parent` ends it when stdin does. The folder is new and private, and lasts until `close`.
-    `check(folder)` raises ValueError if what is made there does not fit.
+    whole; `end_with_parent` ends it when this process ends. The folder is new and private, and lasts until
+    `close`. `check(folder)` raises ValueError if what is made there does not fit.
     """
 
     def __init__(self, code: str, order: bytes, check: Callable[[Path], None]) -> None:
-        self._temporary = tempfile.TemporaryDirectory(
-            prefix="compiled_mtp_depths_", ignore_cleanup_errors=True
-        )
-        self.folder = Path(self._temporary.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="compiled_mtp_depths_"))
+        self._remove = weakref.finalize(self, remove_own, self.folder, os.getpid())
         self._code, self._order, self._check = code, order, check
         self._process: subprocess.Popen[bytes] | None = None
         self._made: set[str] = set()
@@ -84,7 +86,7 @@ class ProgramMaker:
             self._is_closed = True
             if self._process is not None and self._process.returncode is None:
                 self._kill(self._process)
-        self._temporary.cleanup()
+        self._remove()
 
     def _cause(self) -> str:
         """How the process has ended."""
@@ -116,14 +118,30 @@ class ProgramMaker:
 
 
 def end_with_parent(folder: Path) -> None:
-    """In the process: end it and all that it has started, and remove the folder, once stdin ends."""
+    """In the process: end it and all that it has started, and remove the folder, once its parent ends."""
+    parent = os.getppid()
 
     def watch() -> None:
-        # Not by `sys.stdin`: whoever reads from that holds a lock, for want of which the interpreter aborts
-        # at an end of its own.
-        while os.read(0, 1 << 16):
-            pass
+        wait_for_parent_end(parent)
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def wait_for_parent_end(parent: int) -> None:
+    """Return once the process `parent`, at the other end of stdin, has closed it or ended.
+
+    A fork of it may hold the other end for longer, so its number is asked for too.
+    """
+    while os.getppid() == parent:
+        # Not by `sys.stdin`: a thread that reads from that holds a lock, for want of which the interpreter
+        # aborts at an end of its own.
+        if select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1 << 16):
+            return
+
+
+def remove_own(folder: Path, owner: int) -> None:
+    """Remove a folder in the process `owner`, which made it, and not in a fork that ends before."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -64,7 +64,7 @@ FLOORS = {
     "compiled_mtp.parallel.symmetric_kernel": 1,
     "compiled_mtp.parallel.symmetric": 5,
     "compiled_mtp.parallel.choose": 6,
-    "compiled_mtp.parallel.torchrun": 1,
+    "compiled_mtp.parallel.torchrun": 2,
     "compiled_mtp.parallel.ranks": 9,
     "compiled_mtp.parallel.follower": 10,
     "compiled_mtp.parallel.limits": 9,
