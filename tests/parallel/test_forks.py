@@ -87,7 +87,8 @@ def check_forks(process: subprocess.Popen[str], tmp_path: Path) -> None:
             os.kill(int(child), signal.SIGKILL)
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.wait(60)
+        process.stdout.close()
 
 
 def test_ranks_end_with_rank_0_whatever_it_has_forked(directory: Path, tmp_path: Path) -> None:
@@ -95,7 +96,6 @@ def test_ranks_end_with_rank_0_whatever_it_has_forked(directory: Path, tmp_path:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, config, str(ROOT)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )

@@ -1,4 +1,4 @@
-"""What the caller has told torch holds on every rank: the same tokens and log probabilities on one and two."""
+"""What the caller has told torch holds on every rank: one rank and two have the same log probabilities."""
 
 from __future__ import annotations
 
