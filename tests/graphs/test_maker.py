@@ -139,6 +139,24 @@ def test_it_ends_with_its_parent() -> None:
     wait_for_the_end(processes, Path(folder))
 
 
+def test_it_ends_with_its_parent_whatever_that_has_forked() -> None:
+    """One fork has ended as a script does, another lives on."""
+    forks = (
+        "import os\nchild = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\n"
+        "assert maker.folder.exists()\nchild = os.fork()\nif not child: time.sleep(60)\n"
+    )
+    code = PARENT.replace("print(maker.folder", f"{forks}print(child, maker.folder")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, folder, *numbers = parent.stdout.readline().split()
+        parent.kill()
+        try:
+            wait_for_the_end([int(number) for number in numbers[:2]], Path(folder))
+            assert is_alive(int(child))
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
 def test_it_imports_nothing_of_the_users_folder_and_leaves_no_file_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
