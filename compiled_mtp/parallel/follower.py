@@ -22,11 +22,11 @@ import torch
 
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
-from compiled_mtp.graphs.maker import wait_for_parent_end
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.numeric_settings import NumericSettings
 from compiled_mtp.parallel.choose import join
 from compiled_mtp.parallel.exchange import Exchange, ExchangeError
+from compiled_mtp.parallel.forks import wait_for_parent_end
 from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
@@ -93,9 +93,7 @@ def _build(order: RankOrder) -> tuple[Runner, Exchange]:
     order.settings.apply()
     _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
     exchange = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
-    runner = Runner(
-        order.config, order.model, order.num_valid_ids, None, order.fill, order.features, exchange
-    )
+    runner = Runner(order.config, order.model, order.num_valid_ids, None, order.fill, exchange, order.save_to)
     exchange.expect_steps()
     return runner, exchange
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.build import Fill
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape, fail
 from compiled_mtp.model_config import ModelConfig
@@ -73,7 +72,7 @@ class RankOrder:
     config: EngineConfig
     model: ModelConfig
     num_valid_ids: int
-    features: Features
+    save_to: Path | None
     device_type: str
     fill: Fill | None
     settings: NumericSettings
@@ -111,7 +110,7 @@ class Ranks:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str = "cpu",
         fill: Fill | None = None,
     ) -> None:
@@ -120,7 +119,7 @@ class Ranks:
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:
-            self._processes.start(config, model, num_valid_ids, features, device_type, fill)
+            self._processes.start(config, model, num_valid_ids, save_to, device_type, fill)
         except BaseException:
             self._end()
             raise
@@ -244,7 +243,7 @@ class _Processes:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str,
         fill: Fill | None,
     ) -> None:
@@ -259,7 +258,7 @@ class _Processes:
                 config,
                 model,
                 num_valid_ids,
-                features,
+                save_to,
                 device_type,
                 fill,
                 settings,

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from compiled_mtp.config import Torchrun
 from compiled_mtp.errors import fail
-from compiled_mtp.graphs.maker import remove_own
+from compiled_mtp.parallel.forks import remove_own
 
 # Until all are there: Python may be importing torch, or a script preparing something.
 MEET_S = 120.0
