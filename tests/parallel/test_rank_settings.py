@@ -11,10 +11,10 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.numeric_settings import NumericSettings
 from compiled_mtp.parallel import leader, ranks
 from compiled_mtp.parallel.ranks import RankError
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner.numeric_settings import NumericSettings
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
 
@@ -86,7 +86,7 @@ def test_a_rank_that_cannot_take_a_setting_is_named(directory: Path, monkeypatch
     """Here it takes the threads alone."""
     first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
     code = (
-        "import torch\nfrom compiled_mtp.numeric_settings import NumericSettings\n"
+        "import torch\nfrom compiled_mtp.runner.numeric_settings import NumericSettings\n"
         "NumericSettings.apply = lambda given: torch.set_num_threads(given.num_threads)\n"
     )
     monkeypatch.setattr(ranks, "_CODE", f"{first}\n{code}{import_main}{call}")
