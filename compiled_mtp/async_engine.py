@@ -35,6 +35,8 @@ DEFAULT_STREAM_BUFFER = 1024
 DEFAULT_STEP_TIMEOUT_S = 300.0
 # They hold the interpreter's lock but for the time in which they compile grammars and tokenise.
 _ADDING_THREADS = 2
+# How often an engine without requests is asked whether it lives.
+_CHECK_S = 1.0
 # How often `close` looks whether the step that it waits for hangs.
 _JOIN_S = 0.5
 
@@ -61,6 +63,8 @@ class SteppedEngine(Protocol):
     def has_unfinished_requests(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    def check(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -435,11 +439,18 @@ class AsyncEngine:
         """Run the commands of the inbox; wait for one if there is nothing to step."""
         if is_idle:
             self._turn_began_s = None
-            command = self._inbox.get()
+            command = self._wait_for_command()
             self._turn_began_s = time.monotonic()
             command()
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _wait_for_command(self) -> Callable[[], None]:
+        """The next command of the inbox. Raises what has ended the engine meanwhile."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=_CHECK_S)
+            self._engine.check()
 
     def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}

@@ -469,6 +469,13 @@ class Engine:
             withdrawals=self.scheduler.num_withdrawn,
         )
 
+    def check(self) -> None:
+        """Raise what has ended the engine between two steps, if anything has: RankError for a lost rank.
+
+        May be called from any thread.
+        """
+        self.runner.check()
+
     def close(self) -> None:
         """Wait for the device and end. Requests that are not finished are lost; nothing can be added.
 

@@ -134,6 +134,9 @@ class Exchange(ABC):
     def give_up(self) -> None:  # noqa: B027 - a host is told by its peers' end
         """End what waits for a rank on the device, from any thread."""
 
+    def release(self) -> None:  # noqa: B027 - of a host nothing is kept
+        """Let go of what `give_up` keeps, after the other ranks have ended."""
+
     @abstractmethod
     def expect_steps(self) -> None:
         """Until now ranks load and compile, each at its own pace; from now on all do the same at once, and

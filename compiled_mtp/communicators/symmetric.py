@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +30,7 @@ _WARPS = 8
 _TURNS = 4096
 # A key of torch's rendezvous: what it is about, the number of the exchange, and a rank or what belongs to it.
 _NUMBERED = re.compile(r"(.+?)/(\d+)((?:/[^/]*)?)")
-# Exchanges that were given up, kept for good.
+# Exchanges that were given up, until `release`: for good where their device has failed.
 _GIVEN_UP: set[SymmetricExchange] = set()
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
 _MANY_ROWS = 64
@@ -129,6 +130,13 @@ class SymmetricExchange(GlooExchange):
             self._control[0] = -1
         # Kernels may still look there, or wait for a while: what they read must not become another's.
         _GIVEN_UP.add(self)
+
+    def release(self) -> None:
+        """As `Exchange.release`: once every kernel has ended, and not where the device cannot say so."""
+        if self in _GIVEN_UP:
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self._memory.device)
+                _GIVEN_UP.discard(self)
 
     def adds(self, rows: int) -> bool:
         """As `Exchange.adds`."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,22 @@ from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
 from compiled_mtp.models.headers import read_headers
+from compiled_mtp.parallel.forks import wait_for_parent_end
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
 from compiled_mtp.parallel.torchrun import follow
 from compiled_mtp.plan import StepPlan
+from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
 
 # A report is written at once, or two threads' would mix: less than a pipe takes as a whole.
 _LONGEST_TEXT = 2000
 
 
-def main() -> None:
-    """Carry out the pickled `RankOrder` on stdin; ends with stdin, which is rank 0's end."""
+def main(parent: int) -> None:
+    """Carry out the pickled `RankOrder` on stdin; ends with rank 0, the process `parent`."""
     order: RankOrder = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_rank_0, args=(order.folder,), daemon=True).start()
+    threading.Thread(target=_end_with_rank_0, args=(order.folder, parent), daemon=True).start()
     silence()
     # Threads of libraries are not waited for.
     os._exit(carry_out(order))
@@ -87,6 +90,7 @@ def carry_out(order: RankOrder) -> int:
 
 def _build(order: RankOrder) -> tuple[Runner, Exchange]:
     """The rank's runner, ready, and its way to the others."""
+    order.settings.apply()
     _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
     exchange = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
     runner = Runner(order.config, order.model, order.num_valid_ids, None, order.fill, exchange, order.save_to)
@@ -108,6 +112,11 @@ def _follow(runner: Runner, exchange: Exchange, plans: PlanReader) -> None:
             if result.copies_failed:
                 # Rank 0 may have had the memory.
                 raise MemoryError("no host memory for a request that has to leave; lower offload_gb")
+        elif name == "set_masks":
+            masks, *fields = arguments
+            runner.set_masks(StepPlan(*fields), torch.from_numpy(masks))
+        elif name == "settings":
+            arguments[0].apply()
         elif name == "close":
             runner.close()
             return
@@ -116,7 +125,10 @@ def _follow(runner: Runner, exchange: Exchange, plans: PlanReader) -> None:
 
 
 def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
-    """What every rank must have alike, by name; has_files: weights are read from those of `model`."""
+    """What every rank must have alike, by name; has_files: weights are read from those of `model`.
+
+    Reads torch's settings of the thread that calls it.
+    """
     digest = hashlib.sha256()
     if has_files:
         digest.update((model / "config.json").read_bytes())
@@ -129,6 +141,8 @@ def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
         "torch": torch.__version__,
         "source of compiled-mtp": source_digest([*sorted(package.glob("*.py")), *folders]),
         "checkpoint": digest.hexdigest()[:16],
+        "instruction set of torch": torch.backends.cpu.get_cpu_capability(),
+        **{f"torch's {name}": str(value) for name, value in asdict(NumericSettings.read()).items()},
     }
 
 
@@ -141,8 +155,8 @@ def _report(to: int, **report: Any) -> None:
     os.write(to, json.dumps(report).encode() + b"\n")
 
 
-def _end_with_rank_0(folder: Path) -> None:
-    sys.stdin.buffer.read()
+def _end_with_rank_0(folder: Path, parent: int) -> None:
+    wait_for_parent_end(parent)
     # Where rank 0 was killed nobody else does.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

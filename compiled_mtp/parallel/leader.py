@@ -21,6 +21,7 @@ from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Ranks
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.runner.assemble import Fill, Progress
+from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.settings import resolve_device
 
@@ -70,12 +71,15 @@ class LeadRunner(Runner):
             fault = self._ranks.lose(f"{type(error).__name__}: {error}")
             raise fault.error(config.tensor_parallel) from error
         self._exchange = exchange
+        # What every rank has been told of torch's settings.
+        self._settings: NumericSettings | None = None
         exchange.expect_steps()
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """As `Runner.run`, on every rank. Raises RankError where one is lost."""
         with _interrupts_wait(), self._in_step():
             if plan is not None:
+                self._send_settings()
                 self._ranks.send("run", *_FIELDS(plan))
             result = super().run(plan)
             # An exchange on the device that was given up may have ended without a word.
@@ -88,14 +92,21 @@ class LeadRunner(Runner):
     def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
         """As `Runner.set_masks`, on every rank."""
         super().set_masks(plan, masks)
-        self._ranks.send("set_masks", plan, masks)
+        with _interrupts_wait(), self._in_step():
+            # The pickle of a tensor has all the memory of which it is a view.
+            self._ranks.send("set_masks", masks.numpy(), *_FIELDS(plan))
 
     def drop_launches(self) -> None:
         """As `Runner.drop_launches`, on every rank that is left."""
         with self._ranks.limited(self.num_launched):
             super().drop_launches()
         if self._ranks.is_whole:
-            self._ranks.send("drop_launches")
+            with _interrupts_wait(), self._in_step():
+                self._ranks.send("drop_launches")
+
+    def check(self) -> None:
+        """As `Runner.check`: raise RankError once a rank is lost."""
+        self._ranks.check()
 
     def close(self) -> None:
         """As `Runner.close`, and end the ranks."""
@@ -104,6 +115,13 @@ class LeadRunner(Runner):
         if self._exchange.waits_for_graphs:
             self.programs.drop()
         self._ranks.end()
+
+    def _send_settings(self) -> None:
+        """Tell every rank what this process has told torch, where that has changed."""
+        settings = NumericSettings.read()
+        if settings != self._settings:
+            self._ranks.send("settings", settings)
+            self._settings = settings
 
     def _finish(self, *launch: Any) -> StepResult:
         with self._ranks.limited(self.num_launched):

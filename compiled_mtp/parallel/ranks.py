@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,18 +29,20 @@ from compiled_mtp.communicators.choose import join
 from compiled_mtp.communicators.communicator import Exchange, ExchangeError
 from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import EngineConfig, Torchrun
-from compiled_mtp.errors import escape
+from compiled_mtp.errors import escape, fail
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.plans import PlanWriter
 from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
 from compiled_mtp.runner.assemble import Fill
+from compiled_mtp.runner.numeric_settings import NumericSettings
 
 logger = logging.getLogger(__name__)
 
-# The process of a rank. Not `-m`: the package is found wherever this one came from.
+# The process of a rank. Not `-m`: the package is found wherever this one came from. The parent is asked for
+# first: rank 0 may end while torch is imported.
 _CODE = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
-    "from compiled_mtp.parallel.follower import main; main()"
+    f"import os, sys; parent = os.getppid(); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from compiled_mtp.parallel.follower import main; main(parent)"
 )
 # A rank says that it is alive every so often, and is given up when nothing was heard for so long. The
 # second counts once it is ready: until then it may be reading, or compiling, for minutes in one call.
@@ -72,6 +75,7 @@ class RankOrder:
     save_to: Path | None
     device_type: str
     fill: Fill | None
+    settings: NumericSettings
     plans: int
     wake: int
     report: int
@@ -149,11 +153,14 @@ class Ranks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank still does what it is told."""
-        return self._end.alive and self._processes.fault is None
+        """Whether every rank still does what it is told, by this process."""
+        return self._end.alive and self._processes.fault is None and self._processes.is_own
 
     def check(self) -> None:
-        """Raise what has ended the ranks, if anything has."""
+        """Raise what has ended the ranks, if anything has; ValueError in a fork of their process."""
+        if not self._processes.is_own:
+            rule, remedy = "be used in the process that created it", "create another one there"
+            raise fail("engine", rule, "a fork of that process", remedy)
         if self._processes.fault is not None:
             raise self._processes.fault.error(self.world)
 
@@ -192,12 +199,14 @@ class Ranks:
 
     def end(self) -> None:
         """Let the ranks end by themselves, and end those that do not."""
-        if self.is_whole:
-            with suppress(RankError, ValueError):
-                self._processes.is_closing = True
-                self._processes.plans.send(("close",), self.check)
-                self._processes.wait(_END_S)
-        self._end()
+        try:
+            if self.is_whole:
+                with suppress(RankError, ValueError):
+                    self._processes.is_closing = True
+                    self._processes.plans.send(("close",), self.check)
+                    self._processes.wait(_END_S)
+        finally:
+            self._end()
 
 
 class _Processes:
@@ -218,10 +227,8 @@ class _Processes:
         # Once there is one.
         self.exchange: Exchange | None = None
         self.plans = PlanWriter(world)
-        self._temporary = tempfile.TemporaryDirectory(
-            prefix="compiled_mtp_ranks_", ignore_cleanup_errors=True
-        )
-        self.folder = Path(self._temporary.name)
+        # Removed by `end` alone: a TemporaryDirectory removes itself in a fork of this process too.
+        self.folder = Path(tempfile.mkdtemp(prefix="compiled_mtp_ranks_"))
         self._by_rank: dict[int, subprocess.Popen[bytes] | JoinedRank] = {}
         self._heard: dict[int, float] = {}
         self._reports: dict[int, int] = {}
@@ -240,7 +247,7 @@ class _Processes:
         device_type: str,
         fill: Fill | None,
     ) -> None:
-        torchrun = Torchrun()
+        torchrun, settings = Torchrun(), NumericSettings.read()
         for rank in range(1, self.world):
             self._reports[rank], report = os.pipe()
             wake = self.plans.pipes[rank][0]
@@ -254,6 +261,7 @@ class _Processes:
                 save_to,
                 device_type,
                 fill,
+                settings,
                 self.plans.file,
                 wake,
                 report,
@@ -376,9 +384,14 @@ class _Processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process started them; a fork of it did not."""
+        return os.getpid() == self._owner
+
     def end(self) -> None:
-        """Leave nothing behind. In a process that this one was copied to, nothing is done."""
-        if os.getpid() != self._owner:
+        """Leave nothing behind. In a fork of this process, nothing is done."""
+        if not self.is_own:
             return
         self.is_closing = True
         self._is_ended.set()
@@ -393,7 +406,9 @@ class _Processes:
         for report in self._reports.values():
             os.close(report)
         self.plans.close()
-        self._temporary.cleanup()
+        if self.exchange is not None:
+            self.exchange.release()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _kill(process: subprocess.Popen[bytes] | JoinedRank) -> None:

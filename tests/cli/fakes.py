@@ -88,6 +88,9 @@ class FakeEngine:
         self.params.append(params)
         return request_id
 
+    def check(self) -> None:
+        """Nothing ends it between two steps."""
+
     def has_unfinished_requests(self) -> bool:
         return any(request.finish_reason is None for request in self.requests.values())
 

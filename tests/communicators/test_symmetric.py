@@ -170,6 +170,17 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     with pytest.raises(ExchangeError, match="rank 1 did not come to an exchange within 7 s"):
         exchange.check()
 
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("the device failed")
+
+    # Kernels of a device that failed may still read it; those of another have ended.
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    exchange.release()
+    assert exchange in symmetric._GIVEN_UP
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    exchange.release()
+    assert exchange not in symmetric._GIVEN_UP
+
 
 def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
     """torch counts rendezvous in a process: in rank 0's there may have been some."""

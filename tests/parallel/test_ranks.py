@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.communicators.communicator import ExchangeError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -219,7 +221,8 @@ def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pyte
     alone = runner._ranks
     assert isinstance(alone, AloneRanks)
     decode(engine)
-    assert {*alone.told} == {"run", "set_masks"}
+    assert {*alone.told} == {"settings", "run", "set_masks"}
+    assert alone.told.count("settings") == 1
     upload = runner.programs._upload
 
     def interrupt(*arguments: Any) -> None:
@@ -245,6 +248,8 @@ def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pyte
         engine.step()
     assert not alone.is_whole
     assert alone.told[-1] == "run"
+    with pytest.raises(RankError, match="no room for the launch"):
+        engine.check()
     with pytest.raises(RankError, match="no room for the launch"):
         engine.step()
     engine.close()
@@ -362,12 +367,13 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
         alone._processes.counts |= counts
         assert alone.lose("ExchangeError: timed out", 7) == Fault(rank, text)
     # What waits on a device for whoever is lost is told to end, since nobody will come.
-    exchange, told = exchanges(1)[0], []
-    exchange.give_up = lambda: told.append(True)  # type: ignore[method-assign]
+    exchange, told = exchanges(1)[0], list[str]()
+    exchange.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
+    exchange.release = lambda: told.append("release")  # type: ignore[method-assign]
     alone = AloneRanks(config_of(directory))
     alone._processes.exchange = exchange
     alone.lose("RuntimeError: bad")
-    assert told == [True]
+    assert told == ["give_up", "release"]
     refusal = Fault(1, "model must be whole, got half; download it", is_refusal=True).error(2)
     assert isinstance(refusal, ValueError)
     assert str(refusal) == "rank 1: model must be whole, got half; download it"
@@ -540,3 +546,19 @@ def test_fills_that_ranks_cannot_import_are_refused(directory: Path, monkeypatch
     monkeypatch.setattr("__main__.fill_nothing", fill_nothing, raising=False)
     with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
         Engine(config_of(directory), fill=fill_nothing)
+
+
+def test_an_idle_service_notices_a_lost_rank(directory: Path) -> None:
+    engine = Engine(config_of(directory))
+    (pid,) = pids_of(processes_of(engine))
+    service = AsyncEngine(engine)
+    assert service.status == "ok"
+    os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + MOST_S
+    while service.status == "ok":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert service.status == "stopped"
+    with pytest.raises(EngineStoppedError, match=r"the engine died: RankError.*rank 1: process"):
+        asyncio.run(service.add(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS))
+    service.close()

@@ -133,6 +133,9 @@ class ScriptedEngine:
         self.aborted.append(request_id)
         self._running[request_id]["is_aborted"] = True
 
+    def check(self) -> None:
+        """Nothing ends it between two steps."""
+
     def has_unfinished_requests(self) -> bool:
         """Whether somebody has not heard all."""
         return bool(self._running)
