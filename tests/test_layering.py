@@ -58,6 +58,7 @@ FLOORS = {
     "compiled_mtp.sampling.grammar": 3,
     "compiled_mtp.parallel": 0,
     "compiled_mtp.parallel.plans": 0,
+    "compiled_mtp.parallel.patience": 0,
     "compiled_mtp.parallel.exchange": 3,
     "compiled_mtp.parallel.gloo": 4,
     "compiled_mtp.parallel.nccl": 5,

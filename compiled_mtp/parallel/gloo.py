@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 from compiled_mtp.parallel.exchange import Exchange, ExchangeError
 
 # While ranks load and compile, each at its own pace, and then within a step, which all do alike. The second
-# counts while rank 0 runs: it looks at the clock. By itself a wait in a step does not end, since rank 0 may be
-# paused for hours.
+# counts while rank 0 runs: it looks at the clock. By itself a wait in a step does not end, since rank 0 may
+# be paused for hours.
 START_S = 600.0
 STEP_S = 7.0
 ENDLESS_S = 365 * 86_400.0

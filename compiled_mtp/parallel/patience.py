@@ -11,8 +11,8 @@ _LONGEST_LOOK_S = 0.4
 class RunningClock:
     """Seconds in which the thread that looks at it ran.
 
-    A pause of the process (Ctrl-Z, a frozen container, a C call that holds the interpreter lock) counts as one
-    look, so that what others said in the meantime is read before they are judged.
+    A pause of the process (Ctrl-Z, a frozen container, a C call that holds the interpreter lock) counts as
+    one look, so that what others said in the meantime is read before they are judged.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pauses of rank 0 and of all ranks, longer than the limits, lose nothing; a rank that hangs is still named."""
+"""Pauses of rank 0 and of all ranks, longer than the limits, lose nothing; a rank that hangs is named."""
 
 from __future__ import annotations
 
