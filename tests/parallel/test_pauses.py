@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, hang: Path, limit: float = LIMIT
     code = SMALL.format(limit=limit, hang=str(hang))
     monkeypatch.setattr(ranks, "_CODE", f"{first}\n{code}\n{import_main}{call}")
     monkeypatch.setattr(ranks, "SILENCE_S", limit)
+    # Most looks hear nothing, as with the limits of the product.
+    monkeypatch.setattr(ranks, "_POLL_S", 0.02)
     monkeypatch.setattr(ranks, "STEP_S", limit)
     monkeypatch.setattr(gloo, "STEP_S", limit)
 
@@ -121,6 +124,8 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         engine.add_request(prompt_token_ids=prompt_of(5, 6, 300), params=LONG)
         outputs = engine.step()
         ctypes.PyDLL(None).sleep(PAUSE_S)
+        # Once between steps, and once within one: the other rank waits in an exchange.
+        threading.Thread(target=ctypes.PyDLL(None).sleep, args=(PAUSE_S,), daemon=True).start()
         while not any(output.finish_reason for output in outputs):
             outputs = engine.step()
         (output,) = engine.generate([prompt_of(5, 6, 300)], LONG)
