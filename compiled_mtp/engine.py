@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 
 from compiled_mtp.build import Fill, Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.errors import check_type
@@ -96,7 +95,7 @@ class Engine:
     EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
     `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front`
     gave for the same config; it is the engine's from then on. `fill` writes the weights in the place of the
-    checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
+    checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine at its
     end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -107,7 +106,7 @@ class Engine:
         progress: Progress | None = None,
         front: Front | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
+        save_to: Path | None = None,
         **settings: Any,
     ) -> None:
         config = as_config(config, settings)
@@ -128,7 +127,9 @@ class Engine:
             from compiled_mtp.parallel.leader import LeadRunner
 
             make_runner = LeadRunner
-        self.runner = make_runner(self.config, self.model_config, num_valid_ids, progress, fill, features)
+        self.runner = make_runner(
+            self.config, self.model_config, num_valid_ids, progress, fill, save_to=save_to
+        )
         self._depths = self._make_depths()
         device, model = self.runner.device.type, self.model_config
         self._prefill_chunk = self.config.resolve_prefill_chunk(device, model)
@@ -484,7 +485,7 @@ class Engine:
             return None
         depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
-        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
+        sizes = [b.groups for b in programs.buckets if b.shape == (begin, begin)]
         return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:

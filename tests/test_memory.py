@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache_sizes import length_bytes, shelf_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.host_memory import plan_host_memory
@@ -169,7 +168,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
     def sizes(**given: Any) -> list[float]:
         caplog.clear()
         config = EngineConfig(block_size=64, **given)
-        host, shelf = plan_host_memory(config, Features(), "cuda", plan, 40 * gib)
+        host, shelf = plan_host_memory(config, "cuda", plan, 40 * gib)
         host_bytes = host.num_records * plan.state_row_bytes + host.num_blocks * plan.block_bytes
         shelf_sum = shelf.num_records * plan.checkpoint_bytes + shelf.num_blocks * plan.block_bytes
         return [host_bytes / gib, shelf_sum / gib]
@@ -186,7 +185,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
     config, part = EngineConfig(block_size=64, offload_gb=12), EngineConfig(block_size=64, offload_gb=6)
-    places = (Features(), "cuda", plan, 20 * gib)
+    places = ("cuda", plan, 20 * gib)
     assert plan_host_memory(config, *places, world=2) == plan_host_memory(part, *places)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)

@@ -138,7 +138,7 @@ class Bench:
         self._add_depths(config)
         depths, first = config.depths, first_depth(config.depths)
         buckets = self.runner.programs.buckets
-        sizes = [b.groups for b in buckets if b.verify_step == b.draft_step == first]
+        sizes = [b.groups for b in buckets if b.shape == (first, first)]
         self._depths, self._sizes = depths, sizes
         self.clock = clock
         self.policy = DepthPolicy(depths, sizes, clock)

@@ -36,7 +36,6 @@ from bench_step import LAYERS, fill_random, model_config
 from llguidance import LLMatcher, LLTokenizer
 from synthetic_tokenizer import write_tokenizer
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import make_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -228,8 +227,7 @@ def make_engine(
         given["batch_sizes"] = tuple(batches)
     config = EngineConfig(**given)
     front = make_front(config, directory, model, Tokenizer(directory))
-    features = Features(with_halves=arguments.compile_halves)
-    return Engine(config, front=front, fill=fill_random, features=features)
+    return Engine(config, front=front, fill=fill_random)
 
 
 def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
@@ -296,7 +294,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or auto")
-    parser.add_argument("--compile-halves", action="store_true", help="compile the halves of rounds too")
     arguments = parser.parse_args(argv)
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
     ways = make_ways(batches, [int(count) for count in arguments.guided.split(",")])
@@ -318,7 +315,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "device": str(programs.device),
                 "mtp_step": arguments.mtp_step,
                 "graph_mode": programs.graph_mode,
-                "with_halves": programs.with_halves,
                 "start_s": round(bench.start_s, 1),
                 "rounds": arguments.rounds * arguments.turns,
                 "rows": rows,

@@ -83,7 +83,6 @@ def check_writable(out: Path) -> None:
 def export(config: EngineConfig, out: Path) -> tuple[int, int]:
     """Compile for `config`; return the bytes of `out` and how many shapes."""
     with leaving():
-        from compiled_mtp.build_order import Features
         from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 
         # As long as there is nothing to remove.
@@ -97,7 +96,7 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         use_directory(directory)
         # A compiler that is killed leaves its own temporary files.
         os.environ["TMPDIR"] = str(scratch)
-        engine = start_engine(config, features=Features(save_to=directory / PROGRAMS_NAME))
+        engine = start_engine(config, save_to=directory / PROGRAMS_NAME)
         size = save(out, directory, engine.runner.cache_key)
         shapes = engine.runner.programs.count
         engine.close()

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.build import Fill
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape
 from compiled_mtp.model_config import ModelConfig
@@ -72,7 +71,7 @@ class RankOrder:
     config: EngineConfig
     model: ModelConfig
     num_valid_ids: int
-    features: Features
+    save_to: Path | None
     device_type: str
     fill: Fill | None
     plans: int
@@ -109,7 +108,7 @@ class Ranks:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str = "cpu",
         fill: Fill | None = None,
     ) -> None:
@@ -118,7 +117,7 @@ class Ranks:
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:
-            self._processes.start(config, model, num_valid_ids, features, device_type, fill)
+            self._processes.start(config, model, num_valid_ids, save_to, device_type, fill)
         except BaseException:
             self._end()
             raise
@@ -241,7 +240,7 @@ class _Processes:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str,
         fill: Fill | None,
     ) -> None:
@@ -256,7 +255,7 @@ class _Processes:
                 config,
                 model,
                 num_valid_ids,
-                features,
+                save_to,
                 device_type,
                 fill,
                 self.plans.file,

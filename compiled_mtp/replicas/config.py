@@ -18,6 +18,7 @@ _NOT_HERE = {
     "port": "set Ray's http_options.port",
     "api_key": "set COMPILED_MTP_SERVER_API_KEY where Ray runs, or api_key_file",
     "header_timeout_s": "leave it out; Ray's proxy reads headers, and waits for them as it likes",
+    "keep_alive_timeout_s": "leave it out; Ray's proxy keeps connections as it likes",
     "write_timeout_s": "leave it out; Ray's proxy takes all that is written, however slow its client is",
 }
 

@@ -264,7 +264,13 @@ class Relay:
     def _check_end(self, said: RequestOutput) -> None:
         """Nobody asked for this abort; an error may be the device's, unless another replica says it too or
         none may be asked."""
-        is_doubted = said.finish_reason == "error" and not self._has_failed and self._may_begin_again()
+        # What parameters cause, every replica would say.
+        is_doubted = (
+            said.finish_reason == "error"
+            and said.error_kind != "parameters"
+            and not self._has_failed
+            and self._may_begin_again()
+        )
         if said.finish_reason == "abort" or is_doubted:
             self._has_failed = True
             raise _LostError(said.error or said.finish_reason)

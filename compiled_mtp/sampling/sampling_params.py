@@ -71,7 +71,9 @@ class SamplingParams(BaseModel):
         default=None, description="the only ids that may be drawn"
     )
     bad_words: tuple[str, ...] = Field(
-        default=(), description="strings that the output must not hold; they make at most 64 id sequences"
+        default=(),
+        description="banned as the ids that the tokenizer writes for each alone and behind a space, at most "
+        "64 sequences; inside other tokens (Error in TypeError) the letters are not banned",
     )
     stop: tuple[str, ...] = Field(
         default=(), description="strings that end the text, at most 64 of at most 256 characters each"

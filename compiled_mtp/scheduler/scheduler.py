@@ -10,7 +10,15 @@ from typing import NamedTuple
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, RoundDrafts, new_tuple
+from compiled_mtp.request import (
+    ErrorKind,
+    FinishReason,
+    Guide,
+    Request,
+    RequestOutput,
+    RoundDrafts,
+    new_tuple,
+)
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -149,36 +157,6 @@ class Scheduler:
         self._holdings.reset()
         self._live = live
 
-    def move(self, request_id: str, target: int) -> None:
-        """Bring a request that decodes to the slot `target`; it goes on there with the same tokens.
-
-        It leaves the plans, its last result is read, then its rows are copied; its blocks stay. Raises
-        ValueError for a request that does not decode and for a slot that is not free.
-        """
-        self._holdings.move(self._find(request_id, RequestPhase.RUNNING), target)
-        self._planner.look_again()
-
-    def offload(self, request_id: str) -> None:
-        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`,
-        unless there turns out to be no memory for it.
-
-        It leaves the plans, its last result is read, then it is copied. Raises ValueError for a request that
-        does not decode and where the host tier has no room.
-        """
-        holding = self._find(request_id, RequestPhase.RUNNING)
-        self._holdings.offload(holding)
-        holding.is_parked = True
-        self._planner.look_again()
-
-    def resume(self, request_id: str) -> None:
-        """Bring an offloaded request back into a slot and blocks. Raises ValueError for another request, and
-        while there is no room.
-        """
-        holding = self._find(request_id, RequestPhase.OFFLOADED)
-        self._holdings.resume(holding)
-        self._planner.line.discard(holding)
-        holding.is_parked = False
-
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         return self._planner.schedule()
@@ -212,7 +190,8 @@ class Scheduler:
             holding = self._holdings.owners.get(owner[0])
             if holding is None or holding.generation != owner[1] or holding.request.guide is None:
                 continue
-            row, drafts = index * (plan.verify_step + 1), holding.round_drafts(plan.verify_step)
+            verify = plan.shape.verify
+            row, drafts = index * (verify + 1), holding.round_drafts(verify)
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
@@ -293,8 +272,8 @@ class Scheduler:
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
     def phase(self, request_id: str) -> RequestPhase:
-        """Where a request stands. Raises ValueError for an id that names none that is live."""
-        return self._find(request_id).phase
+        """Where a request's first choice stands. Raises ValueError for an id that names none that is live."""
+        return self._find_choices(request_id)[0].phase
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
@@ -317,21 +296,6 @@ class Scheduler:
             )
         return list(choices)
 
-    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
-        holding, *others = self._find_choices(request_id)
-        if others:
-            raise ValueError(
-                f"request_id must name a request of one choice, got {quote(request_id)} with "
-                f"{1 + len(others)}; wait until the others have ended"
-            )
-        if phase is not None and (holding.phase is not phase or holding.transfer is not None):
-            stands = holding.phase.value if holding.transfer is None else "on the move"
-            raise ValueError(
-                f"request_id must name a request that is {phase.value}, got {quote(request_id)}, which is "
-                f"{stands}; give another"
-            )
-        return holding
-
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
         holding = self._holdings.owners.get(plan.slots[0])
         if holding is not None and holding.generation == plan.generations[0]:
@@ -341,7 +305,7 @@ class Scheduler:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
         num_drafts = plan.num_drafts if is_round else None
-        most = plan.verify_step + 1
+        most = plan.shape.verify + 1
         now_s = time.monotonic()
         for index in (*result.not_finite, *result.all_masked):
             self._take_last_tokens(result, index, num_drafts, now_s)
@@ -375,6 +339,8 @@ class Scheduler:
                 *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
                 # Nobody asks for them where the plan does not.
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
+                # `append` ends a request with an error only where its grammar cannot go on.
+                "parameters" if reason == "error" else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
@@ -401,10 +367,12 @@ class Scheduler:
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
             drafts = request.list_drafts(holding.drafts, num_known)
         if request.finish_reason is None:
-            error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
-            self._end(holding, "error", error, kept, text, drafts)
+            is_masked = index in result.all_masked
+            error = _describe_masks(request) if is_masked else _describe_logits(request)
+            kind: ErrorKind = "parameters" if is_masked else "engine"
+            self._end(holding, "error", error, kept, text, drafts, kind)
         else:
-            self._end(holding, request.finish_reason, request.error, kept, text, drafts)
+            self._end(holding, request.finish_reason, request.error, kept, text, drafts, "parameters")
 
     def _drop_known(
         self,
@@ -457,8 +425,10 @@ class Scheduler:
         token_ids: Sequence[int] = (),
         text: str = "",
         drafts: list[RoundDrafts] | None = None,
+        error_kind: ErrorKind = "engine",
     ) -> None:
-        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text, drafts))
+        output = _last_output(holding.request, reason, error, token_ids, text, drafts, error_kind)
+        self._outputs.append(output)
         self._finish(holding)
 
     def _finish(self, holding: Holding) -> None:
@@ -478,6 +448,7 @@ def _last_output(
     token_ids: Sequence[int] = (),
     text: str = "",
     drafts: list[RoundDrafts] | None = None,
+    error_kind: ErrorKind = "engine",
 ) -> RequestOutput:
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)
@@ -493,6 +464,7 @@ def _last_output(
         request.index,
         request.take_prompt_logprobs(),
         request.list_drafts() if drafts is None else drafts,
+        error_kind if reason == "error" else None,
     )
 
 

@@ -49,6 +49,12 @@ class ServerConfig(BaseSettings):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="seconds that a client may leave the connection full"
     )
+    keep_alive_timeout_s: int = Field(
+        # Proxies keep a connection idle for up to 60 s: whoever closes first must not be the server.
+        default=75,
+        ge=1,
+        description="seconds that a connection may be idle between requests",
+    )
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
     max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
     stream_buffer: int = Field(
@@ -73,6 +79,9 @@ class ServerConfig(BaseSettings):
     template_kwargs: _Names = Field(
         default=("enable_thinking", "preserve_thinking"),
         description="names that chat_template_kwargs may hold, separated by commas",
+    )
+    strict_fields: bool = Field(
+        default=False, description="refuse the fields of a request that the service does not read"
     )
     log_prompts: bool = Field(default=False, description="write prompts into the log")
 

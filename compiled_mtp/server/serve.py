@@ -196,6 +196,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 limit_concurrency=config.max_connections,
+                timeout_keep_alive=config.keep_alive_timeout_s,
                 timeout_graceful_shutdown=5,
             )
         )

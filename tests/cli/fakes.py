@@ -65,7 +65,7 @@ class FakeEngine:
     fail: str | None = None
     rounds_by_depth: Mapping[int, Mapping[str, int]] = MappingProxyType({})
 
-    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront, features: None) -> None:
+    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront, save_to: None) -> None:
         assert isinstance(front, FakeFront)
         self.config = config
         self.steps = 0
