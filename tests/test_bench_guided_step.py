@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.sampling.grammar_source import from_schema
-from compiled_mtp.tokenizer import Tokenizer
 
 TOOLS = Path(__file__).parents[1] / "tools"
 SHAPE = ["--shape=tiny", "--device=cpu", "--batch=2", "--guided=0,1"]

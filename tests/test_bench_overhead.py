@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 
 TOOLS = Path(__file__).parents[1] / "tools"

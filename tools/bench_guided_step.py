@@ -36,13 +36,13 @@ from bench_step import LAYERS, fill_random, model_config
 from llguidance import LLMatcher, LLTokenizer
 from synthetic_tokenizer import write_tokenizer
 
-from compiled_mtp.checkpoint import make_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import make_front
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.sampling.grammar_source import from_response_format
-from compiled_mtp.tokenizer import Tokenizer
 
 PREFILL_CHUNK, WARM_UP_ROUNDS = 64, 8
 # Neither ends before the measured rounds do.

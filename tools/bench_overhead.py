@@ -43,13 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_step import LAYERS, WARM_UP_STEPS, fill_random, model_config, rate_for, start_loop
 
-from compiled_mtp.checkpoint import make_front, open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import make_front, open_front
+from compiled_mtp.frontend.tokenizer import Tokenizer, byte_characters
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.serve import Server, make_service, settle_interpreter
-from compiled_mtp.tokenizer import Tokenizer, byte_characters
 
 CLIENT = Path(__file__).with_name("stream_client.py")
 PREFILL_CHUNK, TIMED_STEPS, LEAST_ROUNDS = 64, 60, 10

@@ -40,9 +40,9 @@ import torch
 from bench_step import fill_random, model_config, rate_for
 from op_cases import SHAPES
 
-from compiled_mtp.checkpoint import make_front, open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import make_front, open_front
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.scheduler.phases import RequestPhase

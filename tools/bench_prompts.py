@@ -27,7 +27,7 @@ from bench_step import fill_random, model_config
 from op_cases import SHAPES
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.checkpoint import make_front
+from compiled_mtp.frontend.checkpoint import make_front
 from compiled_mtp.plan import StepPlan
 
 

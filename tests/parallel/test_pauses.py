@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from compiled_mtp.communicators import gloo
 from compiled_mtp.engine import Engine
-from compiled_mtp.parallel import gloo, patience, ranks
+from compiled_mtp.parallel import patience, ranks
 from compiled_mtp.parallel.ranks import RankError
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
@@ -28,11 +29,11 @@ LONG = PARAMS.model_copy(update={"max_tokens": 100})
 # In a rank: small limits, and from the moment that a file is there no launch, while it reports.
 SMALL = """
 import os, time
-import compiled_mtp.parallel.gloo as gloo
+import compiled_mtp.communicators.gloo as gloo
 gloo.STEP_S = {limit}
 import compiled_mtp.parallel.ranks as ranks
 ranks.ALIVE_S = 0.2
-import compiled_mtp.runner as runner
+import compiled_mtp.runner.runner as runner
 run = runner.Runner.run
 def run_or_hang(self, plan):
     while os.path.exists({hang!r}):
