@@ -56,6 +56,10 @@ class Exchange(ABC):
         self.world = world
         # How often this rank has come: the one that the others wait for has come least often.
         self.count = 0
+        # Whether the host waits in an exchange for ranks, which rank 0 judges from outside.
+        self.is_waiting = False
+        # Whether ranks are in step, and one that does not come is given up in seconds.
+        self.has_steps = False
         self._number = next(_NUMBERS)
         _LIVE[self._number] = self
 
@@ -137,10 +141,13 @@ class Exchange(ABC):
     def release(self) -> None:  # noqa: B027 - of a host nothing is kept
         """Let go of what `give_up` keeps, after the other ranks have ended."""
 
-    @abstractmethod
+    def name_missing(self) -> None:  # noqa: B027 - the host knows by counts
+        """Let what waits on the device end, and name the rank that it waits for by `check`."""
+
     def expect_steps(self) -> None:
         """Until now ranks load and compile, each at its own pace; from now on all do the same at once, and
-        one that does not come is given up in seconds."""
+        rank 0 gives up one that does not come in seconds. The others wait: rank 0 may be paused."""
+        self.has_steps = True
 
     @abstractmethod
     def _gather(self, x: torch.Tensor) -> torch.Tensor:

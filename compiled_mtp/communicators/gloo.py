@@ -10,9 +10,12 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from compiled_mtp.communicators.communicator import Exchange, ExchangeError
 
-# While ranks load and compile, each at its own pace, and then within a step, which all do alike.
+# While ranks load and compile, each at its own pace, and then within a step, which all do alike. The second
+# counts while rank 0 runs: it looks at the clock. By itself a wait in a step does not end, since rank 0 may
+# be paused for hours.
 START_S = 600.0
 STEP_S = 7.0
+ENDLESS_S = 365 * 86_400.0
 _CONNECT_S = 60.0
 
 
@@ -27,7 +30,6 @@ class GlooExchange(Exchange):
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, world)
-        self.patience_s = START_S
         self._store = FileStore(str(folder / "store"), world)
         self._store.set_timeout(timedelta(seconds=_CONNECT_S))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -38,14 +40,17 @@ class GlooExchange(Exchange):
         self._group = ProcessGroupGloo(self._store, rank, world, options)
 
     def expect_steps(self) -> None:
-        """As `Exchange.expect_steps`: in STEP_S."""
-        self.patience_s = STEP_S
-        self._group._set_default_timeout(timedelta(seconds=self.patience_s))
+        """As `Exchange.expect_steps`."""
+        super().expect_steps()
+        self._group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
+        self.is_waiting = True
         try:
             self._group._allgather_base(out, x).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise ExchangeError(str(error)) from None
+        finally:
+            self.is_waiting = False
         return out.unflatten(0, (self.world, x.shape[0]))

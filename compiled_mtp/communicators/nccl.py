@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.communicators.gloo import START_S, GlooExchange
+from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, GlooExchange
 
 # At the end of the process, for NCCL to let go of what was given up.
 _EXIT_S = 5.0
@@ -41,6 +41,11 @@ class NcclExchange(GlooExchange):
         self._here.asyncOp = False
         self._lock, self._is_given_up = threading.Lock(), False
         self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
+
+    def expect_steps(self) -> None:
+        """As `Exchange.expect_steps`."""
+        super().expect_steps()
+        self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
     def give_up(self) -> None:
         """As `Exchange.give_up`: kernels are told at once, but NCCL returns when no graph holds them."""

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 )
 
 from compiled_mtp.communicators.communicator import ExchangeError
-from compiled_mtp.communicators.gloo import GlooExchange
+from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, STEP_S, GlooExchange
 from compiled_mtp.ops.device import device_of
 
 # Programs of a launch, and the words of 32 bits that each sends: what is longer goes in several launches.
@@ -104,7 +104,7 @@ class SymmetricExchange(GlooExchange):
         self._peers = torch.tensor(places, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
         # The host's, which a GPU may read and write while its kernels wait.
-        self._control = torch.tensor([0, int(self.patience_s * 1e9)], dtype=torch.int64).pin_memory()
+        self._control = torch.tensor([0, int(START_S * 1e9)], dtype=torch.int64).pin_memory()
         torch.cuda.synchronize(device)
         # Nobody sends before all are there.
         self.least(0)
@@ -112,15 +112,18 @@ class SymmetricExchange(GlooExchange):
     def expect_steps(self) -> None:
         """As `Exchange.expect_steps`."""
         super().expect_steps()
-        self._control[1] = int(self.patience_s * 1e9)
+        self._control[1] = int(ENDLESS_S * 1e9)
+
+    def name_missing(self) -> None:
+        """As `Exchange.name_missing`."""
+        self._control[1] = 0
 
     def check(self) -> None:
         """As `Exchange.check`."""
         fault = int(self._control[0])
         if fault > 0:
-            raise ExchangeError(
-                f"rank {fault - 1} did not come to an exchange within {self.patience_s:.0f} s"
-            )
+            limit = STEP_S if self.has_steps else START_S
+            raise ExchangeError(f"rank {fault - 1} did not come to an exchange within {limit:.0f} s")
         if fault < 0:
             raise ExchangeError("the exchange was given up")
 

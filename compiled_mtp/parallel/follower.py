@@ -22,7 +22,7 @@ import torch
 
 from compiled_mtp.communicators.choose import join
 from compiled_mtp.communicators.communicator import Exchange, ExchangeError
-from compiled_mtp.communicators.gloo import STEP_S
+from compiled_mtp.communicators.gloo import START_S
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
 from compiled_mtp.models.headers import read_headers
@@ -79,8 +79,8 @@ def carry_out(order: RankOrder) -> int:
             _report(order.report, kind="ready")
             _follow(runner, exchange, PlanReader(order.rank, order.plans, order.wake))
     except ExchangeError:
-        # Rank 0 knows which rank it is, or is itself the one, and ends this process.
-        time.sleep(STEP_S)
+        # Rank 0 knows which rank it is, or is itself the one, and ends this process; it may be paused.
+        time.sleep(START_S)
         return 1
     except BaseException as error:
         _report_failure(order, error)

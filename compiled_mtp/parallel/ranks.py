@@ -31,6 +31,7 @@ from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape, fail
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.parallel.patience import RunningClock
 from compiled_mtp.parallel.plans import PlanWriter
 from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
 from compiled_mtp.runner.assemble import Fill
@@ -44,7 +45,8 @@ _CODE = (
     f"import os, sys; parent = os.getppid(); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from compiled_mtp.parallel.follower import main; main(parent)"
 )
-# A rank says that it is alive every so often, and is given up when nothing was heard for so long. The
+# A rank says that it is alive every so often, and is given up when nothing was heard for so long. Seconds of
+# others count while this process runs and could hear them (RunningClock). The
 # second counts once it is ready: until then it may be reading, or compiling, for minutes in one call.
 ALIVE_S = 1.0
 SILENCE_S = 5.0
@@ -143,10 +145,10 @@ class Ranks:
         self._wait_for(self._processes.ready, _HELLO_S, "did not become ready")
 
     def _wait_for(self, said: Mapping[int, Any], seconds: float, what: str) -> None:
-        until = time.monotonic() + seconds
+        clock = RunningClock()
         while len(said) < self.world - 1:
             self.check()
-            if time.monotonic() > until:
+            if clock.look() > seconds:
                 rank = next(rank for rank in range(1, self.world) if rank not in said)
                 self._processes.give_up(Fault(rank, f"it {what} within {seconds:.0f} s"))
             time.sleep(0.01)
@@ -168,7 +170,7 @@ class Ranks:
     def limited(self, launched: int) -> Iterator[None]:
         """Within it rank 0 waits for its device, with so many plans launched: for DEVICE_S, then the ranks
         are ended, and the exchange given up, which ends the wait."""
-        before, self._processes.waits = self._processes.waits, (time.monotonic(), launched)
+        before, self._processes.waits = self._processes.waits, (self._processes.clock.seconds, launched)
         try:
             yield
         finally:
@@ -187,12 +189,10 @@ class Ranks:
         """
         fault, processes = Fault(0, error), self._processes
         if error.startswith(ExchangeError.__name__):
-            until = time.monotonic() + _CAUSE_S
-            while processes.fault is None and time.monotonic() < until:
+            clock = RunningClock()
+            while processes.fault is None and clock.look() < _CAUSE_S:
                 time.sleep(0.02)
-            rank = min(processes.counts, key=lambda rank: processes.counts[rank], default=0)
-            if rank and processes.counts[rank] < count:
-                fault = Fault(rank, f"it did not come to an exchange within {STEP_S:.0f} s")
+            fault = processes.missing(count) or fault
         fault = processes.give_up(fault)
         self._end()
         return fault
@@ -221,8 +221,12 @@ class _Processes:
         self.counts: dict[int, int] = {}
         # How many plans it has launched.
         self.launched: dict[int, int] = {}
-        # Since when rank 0 waits for its device, and how many plans it has launched itself.
+        # What the thread that listens goes by.
+        self.clock = RunningClock()
+        # Since when by it rank 0 waits for its device, and how many plans it has launched itself.
         self.waits: tuple[float, int] | None = None
+        # Since when by it rank 0 is at the exchange of this count.
+        self._comes: tuple[float, int] = (0.0, -1)
         self.is_closing = False
         # Once there is one.
         self.exchange: Exchange | None = None
@@ -272,7 +276,7 @@ class _Processes:
                 process = meeting_of(torchrun).join(order) if has_process else self._start_process(order)
             finally:
                 os.close(report)
-            self._by_rank[rank], self._heard[rank], self._unread[rank] = process, time.monotonic(), b""
+            self._by_rank[rank], self._heard[rank], self._unread[rank] = process, self.clock.seconds, b""
         self._listener = threading.Thread(target=self._listen, name="compiled-mtp ranks", daemon=True)
         self._listener.start()
 
@@ -299,18 +303,42 @@ class _Processes:
             for rank, report in self._reports.items():
                 selector.register(report, selectors.EVENT_READ, rank)
             while not self._is_ended.is_set() and self.fault is None:
+                # What was said in a pause is heard before anything is judged.
+                now = self.clock.look()
                 for key, _ in selector.select(_POLL_S):
                     self._hear(key.data)
-                now = time.monotonic()
                 for rank in self.ready:
                     if now - self._heard[rank] > SILENCE_S and not self.is_closing:
                         process = self._by_rank[rank].pid
                         self.give_up(Fault(rank, f"process {process} was not heard of for {SILENCE_S:.0f} s"))
+                self._limit_exchange(now)
                 self._limit_wait(now)
+
+    def missing(self, count: int) -> Fault | None:
+        """The rank that has come to exchanges least often, if less than `count` times."""
+        rank = min(self.counts, key=lambda rank: self.counts[rank], default=0)
+        if not rank or self.counts[rank] >= count:
+            return None
+        return Fault(rank, f"it did not come to an exchange within {STEP_S:.0f} s")
+
+    def _limit_exchange(self, now: float) -> None:
+        exchange = self.exchange
+        if exchange is None or not (exchange.has_steps and exchange.is_waiting):
+            self._comes = (now, -1)
+        elif exchange.count != self._comes[1]:
+            self._comes = (now, exchange.count)
+        elif now - self._comes[0] > STEP_S:
+            text = f"an exchange was not done within {STEP_S:.0f} s, though every rank has come"
+            self.give_up(self.missing(exchange.count) or Fault(0, text))
 
     def _limit_wait(self, now: float) -> None:
         waits = self.waits
-        if waits is None or now - waits[0] < DEVICE_S:
+        if waits is None or now - waits[0] < min(STEP_S, DEVICE_S):
+            return
+        if self.exchange is not None:
+            # Its kernels know more.
+            self.exchange.name_missing()
+        if now - waits[0] < DEVICE_S:
             return
         # What they said a second ago, while the device waited for ever.
         behind = min(self.launched, key=lambda rank: self.launched[rank], default=0)
@@ -333,7 +361,7 @@ class _Processes:
             else:
                 self.give_up(Fault(rank, self._end_of(rank)))
             return
-        self._heard[rank] = time.monotonic()
+        self._heard[rank] = self.clock.seconds
         *lines, self._unread[rank] = (self._unread[rank] + said).split(b"\n")
         for line in lines:
             report = json.loads(line)

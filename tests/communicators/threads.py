@@ -28,9 +28,6 @@ class ThreadExchange(Exchange):
         super().__init__(rank, meeting.parties)
         self.meeting, self.brought = meeting, brought
 
-    def expect_steps(self) -> None:
-        """Threads wait for each other as long as before."""
-
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         self.brought[self.rank] = x
         self.meeting.wait(_PATIENCE_S)
