@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from default_model_training import data
 from default_model_training.evaluation import engine_acceptance
@@ -27,7 +27,7 @@ from default_model_training.model import (
 )
 from default_model_training.training import Recipe, Trainer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "compiled_mtp" / "default_model"
 TEXT = '''class Queue:
     """A first-in, first-out container; naïve, but it works.

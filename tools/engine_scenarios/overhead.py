@@ -1,7 +1,7 @@
 """What the service costs over the bare engine: throughput, and the time between a stream's chunks.
 
-    python tools/bench_overhead.py --streams 16 --cores 0,1              # the checkpoint that ships, a CPU
-    python tools/bench_overhead.py --shape 4b --streams 1,32 --device cuda     # random weights, a GPU
+    python tools/bench_engine.py overhead --streams 16 --cores 0,1         # the checkpoint that ships, a CPU
+    python tools/bench_engine.py overhead --shape 4b --streams 1,32 --device cuda  # random weights, a GPU
 
 One engine, decoded by turns in three ways: "step", bench_step's loop over the same runner, without text;
 "bare", add_request and Engine.step; "service", the same prompts as streams of /v1/completions from a server
@@ -13,7 +13,7 @@ stream, is taken while all of a block's requests decode, and over all turns. cpu
 the cores gave this process for a block: with --cores and a CPU's engine, which never waits, it is what the
 throughput's would be if nobody else used the core. loop_share is the part of the service's that the thread
 of the sockets took, which is surer on a busy machine: all but that is the bare engine's work, and what the
-stepping thread does to hand it out. Ends in one JSON line.
+stepping thread does to hand it out.
 """
 
 from __future__ import annotations
@@ -38,20 +38,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stream_client
+from bench_step import WARM_UP_STEPS, rate_for, start_loop
 
-import torch
-from bench_step import LAYERS, WARM_UP_STEPS, fill_random, model_config, rate_for, start_loop
-
-from compiled_mtp.checkpoint import make_front, open_front
-from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.serve import Server, make_service, settle_interpreter
-from compiled_mtp.tokenizer import Tokenizer, byte_characters
+from engine_scenarios import common
 
-CLIENT = Path(__file__).with_name("stream_client.py")
 PREFILL_CHUNK, TIMED_STEPS, LEAST_ROUNDS = 64, 60, 10
 START_TIMEOUT_S = 60.0
 
@@ -86,7 +81,7 @@ class Client:
     def __init__(self, port: int, core: int | None) -> None:
         self._port = port
         self._process = subprocess.Popen(
-            [sys.executable, str(CLIENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, stream_client.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         if core is not None:
             os.sched_setaffinity(self._process.pid, {core})
@@ -283,54 +278,42 @@ def _over(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
     return {name: round(ratio, 4) for name, ratio in found.items()}
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer.json in which each of the ids has a text; prompts are a token a byte."""
-    texts = list(byte_characters())
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    for number in range(vocab_size - len(texts)):
-        word = ""
-        for _ in range(4):
-            number, letter = divmod(number, len(letters))
-            word += letters[letter]
-        texts.append("\u0120" + word)
-    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    content = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": form,
-        "decoder": form,
-        "model": {"type": "BPE", "vocab": {text: index for index, text in enumerate(texts)}, "merges": []},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.add_argument(
+        "--streams", type=common.numbers, default=[16], help="requests at a time, separated by commas"
+    )
+    parser.add_argument("--accept", type=float, default=2.6, help="of a shape: mean new tokens at mtp_step 3")
+    parser.add_argument("--context", type=int, default=64, help="prompt tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, help="of each request of a block; default: enough for 40 rounds of all"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="for the blocks of one --streams")
+    parser.add_argument(
+        "--cores", type=common.numbers, help="SERVER,CLIENT: the two cores of the two processes, on Linux"
+    )
 
 
-def open_engine(flags: argparse.Namespace, batches: Sequence[int], folder: Path) -> SharedEngine:
-    """The engine of a checkpoint, or of random weights with a tokenizer that is written to `folder`."""
-    given: dict[str, Any] = {
-        "device": flags.device,
-        "mtp_step": flags.mtp_step,
-        "max_batch": max(batches),
-        "batch_sizes": tuple(batches),
-        "prefill_chunk": PREFILL_CHUNK,
-        "graph_mode": flags.graph_mode,
+def open_engine(flags: argparse.Namespace, folder: Path) -> SharedEngine:
+    """The engine of a checkpoint, or of a shape, with the rates and lengths that the blocks need."""
+    given: dict[str, Any] = {}
+    if flags.shape is not None:
+        # bench_step's loop, too, decodes a round for every chunk.
+        rounds = max(flags.streams) * -(-flags.context // PREFILL_CHUNK) + WARM_UP_STEPS + TIMED_STEPS + 80
+        longest = max(flags.max_tokens, rounds * (flags.mtp_step + 1))
+        given["max_model_len"] = flags.context + longest
+        given["synthetic_acceptance"] = rate_for(flags.accept, 3)
+    return common.open_engine(
+        flags,
+        kind=SharedEngine,
+        folder=folder,
+        max_batch=max(flags.streams),
+        batch_sizes=tuple(flags.streams),
+        prefill_chunk=PREFILL_CHUNK,
         # What a block before has left must not make the next one faster.
-        "prefix_cache": False,
-    }
-    if flags.shape is None:
-        given["model"] = flags.model
-        config = EngineConfig(**given)
-        front = open_front(config)
-        return SharedEngine(config, front=front)
-    model = model_config(flags.shape)
-    write_tokenizer(folder, model.vocab_size)
-    # bench_step's loop, too, decodes a round for every chunk.
-    rounds = max(batches) * -(-flags.context // PREFILL_CHUNK) + WARM_UP_STEPS + TIMED_STEPS + 80
-    longest = max(flags.max_tokens, rounds * (flags.mtp_step + 1))
-    given |= {"model": folder, "max_model_len": flags.context + longest}
-    given["synthetic_acceptance"] = rate_for(flags.accept, 3)
-    config = EngineConfig(**given)
-    front = make_front(config, folder, model, Tokenizer(folder))
-    return SharedEngine(config, front=front, fill=fill_random)
+        prefix_cache=False,
+        **given,
+    )
 
 
 @contextlib.contextmanager
@@ -360,57 +343,33 @@ def serving(engine: Engine, model: Path) -> Iterator[tuple[int, threading.Thread
             gc.unfreeze()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=EngineConfig().model)
-    parser.add_argument("--shape", choices=sorted(LAYERS), help="random weights of a released shape")
-    parser.add_argument("--streams", default="16", help="requests at a time, separated by commas")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--graph-mode", default="auto")
-    parser.add_argument("--mtp-step", type=int, default=3)
-    parser.add_argument("--accept", type=float, default=2.6, help="of a shape: mean new tokens at mtp_step 3")
-    parser.add_argument("--context", type=int, default=64, help="prompt tokens")
-    parser.add_argument(
-        "--max-tokens", type=int, help="of each request of a block; default: enough for 40 rounds of all"
-    )
-    parser.add_argument("--seconds", type=float, default=20.0, help="for the blocks of one --streams")
-    parser.add_argument("--cores", help="SERVER,CLIENT: the two cores of the two processes, on Linux")
-    flags = parser.parse_args()
-    cores = [int(core) for core in flags.cores.split(",")] if flags.cores else [None, None]
-    if cores[0] is not None:
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Start, check and time."""
+    server_core, client_core = flags.cores or (None, None)
+    if server_core is not None:
         # Before threads are: they inherit it.
-        os.sched_setaffinity(0, {cores[0]})
-    print(json.dumps(run(flags, cores[1]) | {"cores": cores}))
-
-
-def run(flags: argparse.Namespace, client_core: int | None) -> dict[str, Any]:
-    """Start, check and time; return the object to print."""
-    batches = sorted(int(batch) for batch in flags.streams.split(","))
+        os.sched_setaffinity(0, {server_core})
+    flags.streams.sort()
     begin = time.perf_counter()
     # The first decodes a round for every chunk of the others' prompts, of at most mtp_step + 1 tokens.
-    chunks = max(batches) * -(-flags.context // PREFILL_CHUNK)
+    chunks = max(flags.streams) * -(-flags.context // PREFILL_CHUNK)
     flags.max_tokens = flags.max_tokens or (chunks + 40) * (flags.mtp_step + 1)
     with tempfile.TemporaryDirectory() as name:
-        engine = open_engine(flags, batches, Path(name))
+        engine = open_engine(flags, Path(name))
         with (
             serving(engine, engine.front.path) as (port, loop),
             contextlib.closing(Client(port, client_core)) as client,
         ):
             start_s = time.perf_counter() - begin
             bench = Bench(engine, loop, client, flags.context, flags.max_tokens)
-            rows = [bench.measure(streams, flags.seconds) for streams in batches]
+            rows = [bench.measure(streams, flags.seconds) for streams in flags.streams]
     return {
         "model": flags.shape or flags.model.name,
-        "device": torch.cuda.get_device_name() if engine.runner.device.type == "cuda" else "cpu",
+        "device": common.device_name(engine),
         "mtp_step": flags.mtp_step,
         "context": flags.context,
         "start_s": round(start_s, 1),
         "total_s": round(time.perf_counter() - begin, 1),
         "rows": rows,
+        "cores": [server_core, client_core],
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA") -> Any:

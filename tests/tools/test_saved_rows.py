@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 ROW = {
     "engine": "vLLM 0.26.0",
     "device": "NVIDIA H200",

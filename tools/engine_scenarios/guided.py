@@ -1,11 +1,11 @@
 """How many drafts are kept with a grammar and without one, where JSON is what a model writes.
 
-    python tools/bench_guided.py --prompts 24 --mtp-step 3
+    python tools/bench_engine.py guided --prompts 24 --mtp-step 3
 
 Each prompt holds some records of one schema; with the grammar one more is decoded, and without it as many
 tokens. The draft is not masked, so a grammar costs acceptance where it forbids what the model would write.
-Ends in one JSON line; `ratio` is the acceptance rate with the grammar over that without. Nothing is printed
-where a request failed, or where what a grammar has ended is no record.
+`ratio` is the acceptance rate with the grammar over that without. Nothing is printed where a request failed,
+or where what a grammar has ended is no record.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from compiled_mtp import Engine, EngineConfig, RequestOutput, SamplingParams
+from compiled_mtp import Engine, RequestOutput, SamplingParams
 from compiled_mtp.spec.stats import SpeculationStats
+from engine_scenarios import common
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,6 +33,12 @@ SCHEMA: dict[str, Any] = {
 }
 NAMES = ("items", "value", "result", "index", "total", "count", "name", "path", "line", "data")
 RECORDS = 3
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.add_argument("--prompts", type=common.count, default=24)
+    parser.add_argument("--max-tokens", type=int, default=96)
 
 
 def make_prompt(number: int) -> str:
@@ -53,7 +56,7 @@ def make_prompt(number: int) -> str:
     return "records = [\n" + "".join(f"    {json.dumps(record)},\n" for record in records) + "    "
 
 
-def count(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
+def count_drafts(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
     """How well drafting worked in these requests."""
     total = SpeculationStats.empty(engine.runner.step.mtp_step)
     for output in outputs:
@@ -73,27 +76,23 @@ def check(guided: Sequence[RequestOutput]) -> None:
 def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: int) -> dict[str, Any]:
     """Acceptance with the grammar and without, and how many requests it left as they were."""
     prompts = [make_prompt(number) for number in range(num_prompts)]
-    grammar: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-    guided = engine.generate(
-        prompts,
-        [
-            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number, **grammar)
-            for number in range(num_prompts)
-        ],
+
+    def decode(lengths: Sequence[int], **given: Any) -> list[RequestOutput]:
+        params = [
+            SamplingParams(max_tokens=length, temperature=temperature, seed=number, **given)
+            for number, length in enumerate(lengths)
+        ]
+        return engine.generate(prompts, params)
+
+    guided = decode(
+        [max_tokens] * num_prompts,
+        response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}},
     )
     check(guided)
-    plain = engine.generate(
-        prompts,
-        [
-            SamplingParams(
-                max_tokens=len(output.new_token_ids), temperature=temperature, seed=number, ignore_eos=True
-            )
-            for number, output in enumerate(guided)
-        ],
-    )
-    pairs = zip(guided, plain, strict=True)
-    counts = {"guided": count(engine, guided), "plain": count(engine, plain)}
+    plain = decode([len(output.new_token_ids) for output in guided], ignore_eos=True)
+    counts = {"guided": count_drafts(engine, guided), "plain": count_drafts(engine, plain)}
     rates = {name: one.acceptance_rate for name, one in counts.items()}
+    pairs = zip(guided, plain, strict=True)
     return {
         "temperature": temperature,
         "acceptance": {name: round(rate, 3) for name, rate in rates.items()},
@@ -105,36 +104,8 @@ def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: in
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure at temperature 0 and 1 and print one JSON line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=EngineConfig().model)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--mtp-step", type=int, default=3)
-    arguments = parser.parse_args(argv)
-    if arguments.prompts < 1:
-        parser.error(
-            f"--prompts must be at least 1, got {arguments.prompts}; nothing can be measured of none"
-        )
-    config = EngineConfig(
-        model=arguments.model,
-        device=arguments.device,
-        mtp_step=arguments.mtp_step,
-        max_batch=8,
-        max_model_len=1024,
-    )
-    engine = Engine(config)
-    results = [
-        measure(engine, temperature, arguments.prompts, arguments.max_tokens) for temperature in (0.0, 1.0)
-    ]
-    print(
-        json.dumps({"mtp_step": arguments.mtp_step, "prompts": arguments.prompts, "by_temperature": results})
-    )
-
-
-if __name__ == "__main__":
-    main()
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Measure at temperature 0 and 1."""
+    engine = common.open_engine(flags, kind=Engine, max_batch=8, max_model_len=1024)
+    results = [measure(engine, temperature, flags.prompts, flags.max_tokens) for temperature in (0.0, 1.0)]
+    return {"mtp_step": flags.mtp_step, "prompts": flags.prompts, "by_temperature": results}

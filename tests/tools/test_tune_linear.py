@@ -11,7 +11,7 @@ import torch
 
 from compiled_mtp.ops.shares import share_count
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 

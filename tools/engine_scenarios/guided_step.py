@@ -1,7 +1,7 @@
 """What grammars, log probabilities and penalties cost a decode step: milliseconds, and over a plain step.
 
-    python tools/bench_guided_step.py --shape 4b --device cuda            # 0, 1 and 8 guided requests of 8
-    python tools/bench_guided_step.py --shape tiny --batch 1,2 --guided 1,2 --rounds 8 --turns 2
+    python tools/bench_engine.py guided-step --shape 4b --device cuda       # 0, 1 and 8 guided requests of 8
+    python tools/bench_engine.py guided-step --shape tiny --batch 1,2 --guided 1,2 --rounds 8 --turns 2
 
 One real engine with random weights of a released shape, and a synthetic tokenizer of its vocabulary's size,
 so that masks and the tokenizer's trie have the real sizes. Blocks of all ways take turns; a ratio is of two
@@ -10,17 +10,13 @@ forbidden; "text" one long JSON string, where nearly none is, and all rows of a 
 `plain_over_first` compares plain steps among the others with those before anything else had run.
 
 Tokens are compared before anything is printed: those of a request must not depend on its company, the
-batch, the turn or log probabilities, and llguidance alone must take what a grammar has let through. Ends
-in one JSON line.
+batch, the turn or log probabilities, and llguidance alone must take what a grammar has let through.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,22 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from bench_guided import SCHEMA as RECORD
-from bench_step import LAYERS, fill_random, model_config
 from llguidance import LLMatcher, LLTokenizer
-from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.build_order import Features
-from compiled_mtp.checkpoint import make_front
-from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.sampling.grammar_source import from_response_format
-from compiled_mtp.tokenizer import Tokenizer
+from engine_scenarios import common
+from engine_scenarios.guided import SCHEMA as RECORD
 
 PREFILL_CHUNK, WARM_UP_ROUNDS = 64, 8
 # Neither ends before the measured rounds do.
@@ -92,16 +81,13 @@ class Way:
 class Bench:
     """An engine of random weights, its requests, and every token that they have had."""
 
-    def __init__(self, arguments: argparse.Namespace, batches: Sequence[int], directory: Path) -> None:
-        model = shape_config(arguments.shape)
-        write_tokenizer(directory, model.vocab_size)
-        torch.manual_seed(0)
+    def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         begin = time.perf_counter()
-        self.engine = make_engine(arguments, model, batches, directory)
+        self.engine = open_engine(flags, folder)
         self.start_s = time.perf_counter() - begin
-        self.max_tokens = self.engine.config.resolve_max_model_len(model) - arguments.context
+        self.max_tokens = self.engine.runner.max_model_len - flags.context
         generator = torch.Generator().manual_seed(0)
-        shape = (max(batches), arguments.context)
+        shape = (max(flags.batch), flags.context)
         self.prompts: list[list[int]] = torch.randint(0, 256, shape, generator=generator).tolist()
         # By request and what of its parameters decides them.
         self.streams: dict[tuple[int, str], list[int]] = {}
@@ -180,56 +166,39 @@ class Bench:
             assert taken == len(stream) > 0, f"{extra} of request {index}: token {taken} is forbidden"
 
 
-def shape_config(name: str) -> ModelConfig:
-    """A released shape, or "tiny" for tests."""
-    if name != "tiny":
-        return model_config(name)
-    return dataclasses.replace(
-        model_config("0.8b"),
-        num_layers=4,
-        is_full_attention=(False, False, False, True),
-        hidden_size=64,
-        intermediate_size=64,
-        vocab_size=2048,
-        head_dim=64,
-        rotary_dim=16,
-        num_q_heads=2,
-        num_kv_heads=1,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.set_defaults(graph_mode="replay")
+    parser.add_argument("--batch", type=common.numbers, default=[1, 8], help="requests, separated by commas")
+    parser.add_argument(
+        "--guided", type=common.numbers, default=[1, 8], help="how many of them are guided, by commas"
     )
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=40, help="of a block")
+    parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
+    parser.add_argument("--compile-halves", action="store_true", help="compile the halves of rounds too")
 
 
-def make_engine(
-    arguments: argparse.Namespace, model: ModelConfig, batches: Sequence[int], directory: Path
-) -> Engine:
+def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
     """The real engine; only its weights are random numbers instead of a checkpoint's."""
     # While others are prefilled, a chunk at a time, the first request decodes a round for each.
-    chunks = max(batches) * -(-arguments.context // PREFILL_CHUNK)
-    rounds = 2 * chunks + WARM_UP_ROUNDS + arguments.rounds + 16
-    given: dict[str, Any] = {
-        "model": directory,
-        "device": arguments.device,
-        "mtp_step": arguments.mtp_step,
-        "compile": arguments.compile,
-        "max_batch": max(batches),
-        "max_model_len": arguments.context + rounds * (arguments.mtp_step + 1),
-        "prefill_chunk": PREFILL_CHUNK,
-        "graph_mode": arguments.graph_mode,
-        "prefix_cache": False,
-        "seed": 0,
-    }
-    if arguments.shape == "tiny":
-        # Threads of so small a model wait for each other, on busy cores for seconds.
-        given["num_threads"] = 1
-    if arguments.compile == "on" or (arguments.device != "cpu" and torch.cuda.is_available()):
-        given["batch_sizes"] = tuple(batches)
-    config = EngineConfig(**given)
-    front = make_front(config, directory, model, Tokenizer(directory))
-    features = Features(with_halves=arguments.compile_halves)
-    return Engine(config, front=front, fill=fill_random, features=features)
+    chunks = max(flags.batch) * -(-flags.context // PREFILL_CHUNK)
+    rounds = 2 * chunks + WARM_UP_ROUNDS + flags.rounds + 16
+    given: dict[str, Any] = {}
+    if flags.compile == "on" or (flags.device != "cpu" and torch.cuda.is_available()):
+        given["batch_sizes"] = tuple(flags.batch)
+    return common.open_engine(
+        flags,
+        kind=Engine,
+        folder=folder,
+        features=Features(with_halves=flags.compile_halves),
+        max_batch=max(flags.batch),
+        max_model_len=flags.context + rounds * (flags.mtp_step + 1),
+        prefill_chunk=PREFILL_CHUNK,
+        prefix_cache=False,
+        seed=0,
+        **given,
+    )
 
 
 def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
@@ -256,8 +225,7 @@ def measure(bench: Bench, ways: Sequence[Way], rounds: int, turns: int) -> list[
     for way in ways:
         way.num_tokens = 0
     for turn in range(turns):
-        for index in range(len(ways)):
-            way = ways[(index + turn) % len(ways)]
+        for way in common.in_turn(ways, turn):
             times, host_times = bench.run_block(way, rounds)
             way.blocks.append(times)
             way.host_blocks.append(host_times)
@@ -282,27 +250,13 @@ def make_row(way: Way, plain: Way, first_ms: float) -> dict[str, Any]:
     } | ({} if way.count else {"plain_over_first": round(step_ms / first_ms, 4)})
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", required=True, choices=["tiny", *sorted(LAYERS)])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch", default="1,8", help="requests, separated by commas")
-    parser.add_argument("--guided", default="1,8", help="how many of them are guided, separated by commas")
-    parser.add_argument("--mtp-step", type=int, default=3)
-    parser.add_argument("--context", type=int, default=256, help="prompt tokens")
-    parser.add_argument("--rounds", type=int, default=40, help="of a block")
-    parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
-    parser.add_argument("--compile", default="auto")
-    parser.add_argument("--graph-mode", default="replay", help="replay, reduce-overhead or auto")
-    parser.add_argument("--compile-halves", action="store_true", help="compile the halves of rounds too")
-    arguments = parser.parse_args(argv)
-    batches = sorted(int(batch) for batch in arguments.batch.split(","))
-    ways = make_ways(batches, [int(count) for count in arguments.guided.split(",")])
-    with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(arguments, batches, Path(directory))
-        rows = measure(bench, ways, arguments.rounds, arguments.turns)
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Check, time every way, and print a table."""
+    flags.batch.sort()
+    ways = make_ways(flags.batch, flags.guided)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(flags, Path(folder))
+        rows = measure(bench, ways, flags.rounds, flags.turns)
         bench.engine.close()
     for row in rows:
         print(
@@ -311,21 +265,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['new_tokens_per_round']:.2f} tokens a round"
         )
     programs = bench.engine.runner.programs
-    print(
-        json.dumps(
-            {
-                "shape": arguments.shape,
-                "device": str(programs.device),
-                "mtp_step": arguments.mtp_step,
-                "graph_mode": programs.graph_mode,
-                "with_halves": programs.with_halves,
-                "start_s": round(bench.start_s, 1),
-                "rounds": arguments.rounds * arguments.turns,
-                "rows": rows,
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "shape": flags.shape or flags.model.name,
+        "device": str(programs.device),
+        "mtp_step": flags.mtp_step,
+        "graph_mode": programs.graph_mode,
+        "with_halves": programs.with_halves,
+        "start_s": round(bench.start_s, 1),
+        "rounds": flags.rounds * flags.turns,
+        "rows": rows,
+    }

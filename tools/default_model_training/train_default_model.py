@@ -2,8 +2,8 @@
 
 One command, from the standard library's source to the model card:
 
-    python tools/train_default_model.py --out compiled_mtp/default_model
-    python tools/train_default_model.py --out compiled_mtp/default_model --evaluate
+    python tools/default_model_training/train_default_model.py --out compiled_mtp/default_model
+    python tools/default_model_training/train_default_model.py --out compiled_mtp/default_model --evaluate
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-# The engine beside this file, installed or not.
+# This folder's package, and the engine, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from default_model_training.card import write_card
@@ -29,7 +30,7 @@ from default_model_training.model import ModelShape
 from default_model_training.training import Recipe, Trainer
 
 RECORD = "training.json"
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "prompts.jsonl"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "prompts.jsonl"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,21 +12,18 @@ import pytest
 from compiled_mtp.sampling.grammar_source import from_schema
 from compiled_mtp.tokenizer import Tokenizer
 
-TOOLS = Path(__file__).parents[1] / "tools"
-SHAPE = ["--shape=tiny", "--device=cpu", "--batch=2", "--guided=0,1"]
+TOOL = "engine_scenarios.guided_step"
+SHAPE = ["guided-step", "--shape=tiny", "--num-threads=1", "--device=cpu", "--batch=2", "--guided=0,1"]
 FLAGS = [*SHAPE, "--context=16", "--rounds=3", "--turns=1"]
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_guided_step")
+@pytest.fixture(autouse=True)
+def few_rounds(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "WARM_UP_ROUNDS", 1)
-    return tool
 
 
-def test_the_line_has_every_way_over_plain(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tool.main(FLAGS)
+def test_the_line_has_every_way_over_plain(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_engine.main(FLAGS)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (line["shape"], line["device"], line["rounds"]) == ("tiny", "cpu", 3)
     rows = {row["way"]: row for row in line["rows"]}
@@ -39,25 +36,26 @@ def test_the_line_has_every_way_over_plain(tool: Any, capsys: pytest.CaptureFixt
 
 
 def test_nothing_is_printed_for_tokens_that_depend_on_their_company(
-    tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: Any, bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(tool.EXTRAS, "logprobs", {"logit_bias": {5: 100.0}})
-    with pytest.raises(AssertionError, match="tokens of request 0 changed: batch 2, 1 logprobs"):
-        tool.main(FLAGS)
+    with pytest.raises(SystemExit, match="error: tokens of request 0 changed: batch 2, 1 logprobs"):
+        bench_engine.main(FLAGS)
     assert capsys.readouterr().out == ""
 
 
 def test_nothing_is_printed_for_tokens_that_the_grammar_forbids(
-    tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: Any, bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = from_schema("schema", {"type": "boolean"})
     monkeypatch.setattr(tool, "from_response_format", lambda _: other)
-    with pytest.raises(AssertionError, match="records of request 0: token 0 is forbidden"):
-        tool.main(FLAGS)
+    with pytest.raises(SystemExit, match="error: records of request 0: token 0 is forbidden"):
+        bench_engine.main(FLAGS)
     assert capsys.readouterr().out == ""
 
 
-def test_the_tokenizer_has_the_size_that_was_asked_for(tool: Any, tmp_path: Path) -> None:
+def test_the_tokenizer_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    tool = importlib.import_module("synthetic_tokenizer")
     tool.write_tokenizer(tmp_path, 3000)
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.num_ids == 3000

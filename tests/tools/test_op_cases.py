@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 # What of the tools' operators has a CPU route fast enough for a test; all that take products, norms or FP8.
 MODULES = ("linear", "linear_w8a8", "quantize_rows", "rms_norm", "silu_mul", "moe_experts")
 

@@ -1,7 +1,7 @@
 """Throughput of mtp_step "auto" over the best fixed depth and over none.
 
-    python tools/bench_depth.py --cpu-time --seconds 300 --plot depth.png     # the checkpoint that ships
-    python tools/bench_depth.py --shape 4b --accept 1.1,2.1,2.6,3.3,change --batches 1,8,32     # a GPU
+    python tools/bench_engine.py depth --cpu-time --seconds 300               # the checkpoint that ships
+    python tools/bench_engine.py depth --shape 4b --accept 1.1,2.6,3.3,change --batches 1,8,32     # a GPU
 
 Texts are code, prose and random ids, greedy. Each way, auto and the fixed depths, has an engine of its own,
 as its user would; they take turns of TURN_TOKENS tokens of the same text, so that what a neighbour of the
@@ -18,8 +18,8 @@ uncompiled the first is too, so that every depth pays for it alike and the start
 In either case auto learns first, for rounds that do not count. --seconds bounds the whole run, its start
 included: cases share what is left. A ratio is of all turns' seconds, with the interval that 95 % of
 resampled turns give; the median turn is printed beside it, but is not to be quoted: what auto loses in few
-turns is no part of it. Before anything is timed the tokens of auto must be those of depth 0; else nothing is
-printed. Every record is printed when it is made. Ends in one JSON line.
+turns is no part of it. Before anything is timed the tokens of auto must be those of depth 0. Every record is
+printed when it is made, and all of them in the last line; tools/plot.py draws them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +35,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from bench_step import LAYERS, fill_random, model_config, rate_for
+from bench_step import rate_for
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.compile import compile_program, compiler_settings
@@ -52,8 +49,9 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.tokenizer import Tokenizer
+from engine_scenarios import common
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AUTO = "auto"
 TEXTS = ("code", "prose", "random ids")
 CHANGE_ROUNDS, CHANGE_ACCEPTS, NUM_CHANGES = 200, (3.3, 1.1), 3
@@ -132,8 +130,8 @@ class Bench:
     tried: the number of drafts, or AUTO."""
 
     def __init__(self, config: EngineConfig, shape: str | None, clock: Callable[[], float]) -> None:
-        model = model_config(shape) if shape is not None else read_model_config(config.model)
-        fill = None if shape is None else fill_random
+        model = common.shape_config(shape) if shape is not None else read_model_config(config.model)
+        fill = None if shape is None else common.fill_same
         self.runner = Runner(config, model, model.vocab_size, fill=fill)
         self._add_depths(config)
         depths, first = config.depths, first_depth(config.depths)
@@ -257,127 +255,112 @@ class Bench:
         return self.policy.choose(num_requests, context_tokens, is_halved)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=EngineConfig().model)
-    parser.add_argument("--shape", choices=sorted(LAYERS), help="random weights of a released shape")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", default="auto")
-    parser.add_argument("--graph-mode", default="replay", help="on a GPU: replay or uncompiled")
-    parser.add_argument("--texts", default=",".join(TEXTS), help="which, by commas")
+def texts(text: str) -> list[str]:
+    """A flag's names of TEXTS, by commas."""
+    names = text.split(",")
+    if wrong := [name for name in names if name not in TEXTS]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(TEXTS)}, got {', '.join(wrong)}; correct it")
+    return names
+
+
+def accepts(text: str) -> dict[str, tuple[float, ...]]:
+    """A flag's mean tokens a round, or "change", by commas: the rates of each, which follow one another."""
+    found = {}
+    for name in text.split(","):
+        try:
+            means = CHANGE_ACCEPTS if name == "change" else (float(name),)
+            found[name] = tuple(rate_for(mean, 3) for mean in means)
+        except ValueError as error:
+            rule = f"must hold mean tokens a round, or change, got {name!r}: {error}"
+            raise argparse.ArgumentTypeError(rule) from error
+    return found
+
+
+def whole_turns(text: str) -> int:
+    """A flag's number of tokens that a turn does not exceed."""
+    if (number := common.count(text)) < TURN_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be at least {TURN_TOKENS}, those of a turn, got {number}")
+    return number
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    common.add_clock_flag(parser)
+    parser.set_defaults(graph_mode="replay")
+    parser.add_argument("--texts", type=texts, default=TEXTS, help="which, by commas")
     parser.add_argument(
         "--first-text",
         type=int,
         default=0,
         help="number of the first: runs side by side can have others each",
     )
-    parser.add_argument("--accept", default="", help="synthetic: mean tokens a round, or change, by commas")
-    parser.add_argument("--batches", default="1")
-    parser.add_argument("--depths", default="0,1,2,3,5", help="what auto may choose")
     parser.add_argument(
-        "--fixed", help="depths to compare with, by commas; default: 0,3 for texts, else --depths"
+        "--accept", type=accepts, default={}, help="synthetic: mean tokens a round, or change, by commas"
+    )
+    parser.add_argument("--batches", type=common.numbers, default=[1])
+    parser.add_argument("--depths", type=common.numbers, default=[0, 1, 2, 3, 5], help="what auto may choose")
+    parser.add_argument(
+        "--fixed",
+        type=common.numbers,
+        help="depths to compare with, by commas; default: 0,3 for texts, else --depths",
     )
     parser.add_argument("--rounds", type=int, default=200, help="of auto in a case of synthetic acceptance")
-    parser.add_argument("--max-tokens", type=int, default=240, help="of a block of a text")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="count the process's time, on a CPU that others use too"
-    )
+    parser.add_argument("--max-tokens", type=whole_turns, default=240, help="of a block of a text")
     parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run, its start included")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
-    arguments = parser.parse_args()
-    if problem := find_problem(arguments):
-        parser.error(problem)
-    rows = run(arguments)
-    if arguments.plot is not None:
-        plot(rows, arguments.plot)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(json.dumps({"device": device, "model": arguments.shape or arguments.model.name, "cases": rows}))
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Check, time every case, and return a record of each."""
-    end_s = time.perf_counter() + arguments.seconds
-    accepts = [one for one in arguments.accept.split(",") if one]
-    depths = numbers(arguments.depths)
-    fixed = numbers(arguments.fixed) if arguments.fixed else depths if accepts else [0, 3]
-    names = accepts or arguments.texts.split(",")
-    cases = [make_case(name, batch, arguments) for batch in numbers(arguments.batches) for name in names]
-    benches = {AUTO: make_bench("auto", arguments)}
-    check(benches[AUTO], make_case("random ids", 1, arguments), depths)
-    if not accepts:
-        benches |= {str(depth): make_bench(depth, arguments) for depth in fixed}
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Check, time every case, and print a record of each."""
+    end_s = time.perf_counter() + flags.seconds
+    fixed = flags.fixed or (flags.depths if flags.accept else [0, 3])
+    cases = [make_case(name, batch, flags) for batch in flags.batches for name in flags.accept or flags.texts]
+    benches = {AUTO: make_bench("auto", flags)}
+    check(benches[AUTO], make_case("random ids", 1, flags), flags.depths)
+    if not flags.accept:
+        benches |= {str(depth): make_bench(depth, flags) for depth in fixed}
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         share_s = (end_s - time.perf_counter()) / (len(cases) - number)
         bench = benches[AUTO]
         bench.forget_what_was_learnt()
-        if accepts:
-            rounds = arguments.rounds if len(case.rates) == 1 else NUM_CHANGES * CHANGE_ROUNDS
+        if flags.accept:
+            rounds = flags.rounds if len(case.rates) == 1 else NUM_CHANGES * CHANGE_ROUNDS
             turns, found = time_acceptance(bench, case, fixed, rounds, share_s)
         else:
-            turns, found = time_texts(benches, case, arguments.max_tokens, share_s), {}
+            turns, found = time_texts(benches, case, flags.max_tokens, share_s), {}
         rows.append(turns.row(case) | found | what_auto_chose(bench))
         print(json.dumps(rows[-1]), flush=True)
-    return rows
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"device": device, "model": flags.shape or flags.model.name, "cases": rows}
 
 
-def find_problem(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with flags that the engine does not check; it would be met late, or be no line."""
-    accepts = [one for one in arguments.accept.split(",") if one]
-    for accept in accepts:
-        try:
-            if accept != "change":
-                rate_for(float(accept), 3)
-        except ValueError as error:
-            return f"--accept must hold mean tokens a round, or change, got {accept!r}: {error}"
-    if accepts:
-        return None
-    if wrong := [name for name in arguments.texts.split(",") if name not in TEXTS]:
-        return f"--texts must be of {', '.join(TEXTS)}, got {', '.join(wrong)}; correct it"
-    if arguments.max_tokens < TURN_TOKENS:
-        return f"--max-tokens must be at least {TURN_TOKENS}, those of a turn, got {arguments.max_tokens}"
-    return None
-
-
-def make_bench(mtp_step: int | str, arguments: argparse.Namespace) -> Bench:
+def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
     """The engine of one way, or of all of them."""
-    batches, width = numbers(arguments.batches), max(numbers(arguments.depths)) + 1
-    is_synthetic = bool(arguments.accept)
-    max_model_len, block_size = most_tokens(arguments) + PROMPT_TOKENS + 2 * width, EngineConfig().block_size
-    given: dict[str, Any] = {
+    batch, width = max(flags.batches), max(flags.depths) + 1
+    max_model_len, block_size = most_tokens(flags) + PROMPT_TOKENS + 2 * width, EngineConfig().block_size
+    given = common.settings(flags) | {
         "mtp_step": mtp_step,
-        "mtp_depths": arguments.depths,
-        "device": arguments.device,
-        "compile": "off" if arguments.graph_mode == "uncompiled" else arguments.compile,
-        "max_batch": max(batches),
+        "mtp_depths": ",".join(map(str, flags.depths)),
+        "max_batch": batch,
         "max_model_len": max_model_len,
         # No more than they need, for engines stand side by side.
-        "num_blocks": max(batches) * (max_model_len // block_size + 2) + 1,
+        "num_blocks": batch * (max_model_len // block_size + 2) + 1,
         "prefill_chunk": 64,
-        "synthetic_acceptance": 0.0 if is_synthetic else None,
+        "synthetic_acceptance": 0.0 if flags.accept else None,
     }
     if torch.cuda.is_available():
-        given |= {"batch_sizes": arguments.batches, "graph_mode": "replay"}
-    given |= {"model": arguments.model} if arguments.shape is None else {"model": Path(__file__)}
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
-    return Bench(EngineConfig(**given), arguments.shape, clock)
+        given |= {"batch_sizes": tuple(flags.batches), "graph_mode": "replay"}
+    return Bench(EngineConfig(**given), flags.shape, common.clock(flags))
 
 
-def most_tokens(arguments: argparse.Namespace) -> int:
+def most_tokens(flags: argparse.Namespace) -> int:
     """What no request of a block reaches; the earlier ones decode while later ones are prefilled."""
-    batch, width = max(numbers(arguments.batches)), max(numbers(arguments.depths)) + 1
-    if not arguments.accept:
-        return 2 * arguments.max_tokens + batch * width
-    ways = len(numbers(arguments.fixed or arguments.depths))
+    batch, width = max(flags.batches), max(flags.depths) + 1
+    if not flags.accept:
+        return int(2 * flags.max_tokens + batch * width)
+    ways = len(flags.fixed or flags.depths)
     turn = AUTO_ROUNDS + ways * (FIXED_ROUNDS + 1) + (ways + 1) * (SKIPPED_ROUNDS + 1)
-    return (WARM_UP_ROUNDS + BLOCK_TURNS * turn + batch) * width
-
-
-def numbers(text: str) -> list[int]:
-    """Those that a flag names, by commas."""
-    return [int(number) for number in text.split(",")]
+    return int((WARM_UP_ROUNDS + BLOCK_TURNS * turn + batch) * width)
 
 
 def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:
@@ -395,31 +378,27 @@ def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:
     assert decode(AUTO) == expected, "tokens depend on switches"
 
 
-def make_case(name: str, batch: int, arguments: argparse.Namespace) -> Case:
+def make_case(name: str, batch: int, flags: argparse.Namespace) -> Case:
     """The case of a text or of a synthetic acceptance."""
-    vocab_size = 1000 if arguments.shape else read_model_config(arguments.model).vocab_size
+    vocab_size = 1000 if flags.shape else read_model_config(flags.model).vocab_size
     if name in ("code", "prose"):
         file = ROOT / "compiled_mtp" / "engine.py" if name == "code" else ROOT / "docs" / "design.md"
-        ids = Tokenizer(arguments.model).encode(file.read_text(encoding="utf-8"))
+        ids = Tokenizer(flags.model).encode(file.read_text(encoding="utf-8"))
         starts = range(0, len(ids) - PROMPT_TOKENS, 40)
 
         def cut(block: int) -> list[list[int]]:
-            first = (arguments.first_text + block) * batch
+            first = (flags.first_text + block) * batch
             chosen = [starts[(first + index) % len(starts)] for index in range(batch)]
             return [ids[start : start + PROMPT_TOKENS] for start in chosen]
 
         return Case(name, batch, cut)
 
     def draw(block: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(1000 * (arguments.first_text + block) + batch)
-        drawn = torch.randint(0, vocab_size, (batch, PROMPT_TOKENS), generator=generator)
-        ids: list[list[int]] = drawn.tolist()
-        return ids
+        rng = random.Random(1000 * (flags.first_text + block) + batch)
+        return common.draw_prompts(rng, batch, PROMPT_TOKENS, vocab_size)
 
-    if name == "random ids":
-        return Case(name, batch, draw)
-    accepts = CHANGE_ACCEPTS if name == "change" else (float(name),)
-    return Case(f"accept {name}", batch, draw, tuple(rate_for(accept, 3) for accept in accepts))
+    rates = flags.accept.get(name, ())
+    return Case(f"accept {name}" if rates else name, batch, draw, rates)
 
 
 def time_texts(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds: float) -> Turns:
@@ -431,8 +410,7 @@ def time_texts(benches: Mapping[str, Bench], case: Case, max_tokens: int, second
         for way, bench in benches.items():
             bench.begin(way, case.prompts(block), 2 * max_tokens + case.batch)
         for turn in range(max_tokens // TURN_TOKENS):
-            names = list(benches)
-            for way in names[turn % len(names) :] + names[: turn % len(names)]:
+            for way in common.in_turn(list(benches), turn):
                 found = benches[way].advance(way, num_tokens=TURN_TOKENS * case.batch)
                 if block:
                     # What a round gives beyond the turn's text costs its part of the time.
@@ -461,9 +439,8 @@ def time_acceptance(
         if done and done % BLOCK_TURNS == 0:
             bench.begin(AUTO, case.prompts(done), most)
         rate = case.rate(done * AUTO_ROUNDS)
-        # Whoever comes first must not always be the same.
-        ways, found = list(turns.seconds), dict[str, Stretch]()
-        for way in ways[done % len(ways) :] + ways[: done % len(ways)]:
+        found: dict[str, Stretch] = {}
+        for way in common.in_turn(list(turns.seconds), done):
             counted = AUTO_ROUNDS if way == AUTO else FIXED_ROUNDS
             found[way] = bench.advance(way, rounds=counted, skipped=SKIPPED_ROUNDS, rate=rate)
         auto = found[AUTO]
@@ -505,28 +482,3 @@ def what_auto_chose(bench: Bench) -> dict[str, Any]:
         "probes": controller.num_probes,
         "retries": controller.num_retries,
     }
-
-
-def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw the tokens a second of every case as bars, a colour a way."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(2 + 1.4 * len(rows), 4), layout="constrained")
-    names = list(rows[0]["tokens_per_s"])
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        speeds = [row["tokens_per_s"][name] / max(row["tokens_per_s"].values()) for row in rows]
-        label = name if name == AUTO else f"depth {name}"
-        axes.bar([place + index * width for place in range(len(rows))], speeds, width, label=label)
-    labels = [f"{row['case']}\nbatch {row['batch']}" for row in rows]
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], labels)
-    axes.set_ylabel("tokens/s, of the fastest")
-    axes.legend()
-    figure.savefig(file, dpi=120)
-
-
-if __name__ == "__main__":
-    main()

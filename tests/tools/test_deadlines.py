@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def work(job: str) -> str:

@@ -15,7 +15,7 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.linear.held_config import HELD_TABLE
 from tests import tiny
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 SHARED, PROCESSORS = 227 * 1024, 132
 
 

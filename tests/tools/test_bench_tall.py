@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture
@@ -137,4 +137,4 @@ def test_what_was_found_is_printed_and_written(
 
 
 def tool_table() -> str:
-    return (Path(__file__).parents[1] / "ops" / "linear" / "tall.json").read_text()
+    return (Path(__file__).parents[2] / "ops" / "linear" / "tall.json").read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,31 +12,26 @@ import pytest
 
 from tests.checkpoints import write_checkpoint
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOL = "engine_scenarios.depth"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module("bench_depth")
-
-
-@pytest.fixture
-def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> Path:
-    """Where the plot goes; the flags are set."""
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> list[str]:
+    """Those of a tiny checkpoint, with turns of few rounds."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     monkeypatch.setattr(tool, "CHECKED_TOKENS", 6)
     for name, value in {"CHANGE_ROUNDS": 8, "AUTO_ROUNDS": 4, "FIXED_ROUNDS": 3, "BLOCK_TURNS": 2}.items():
         monkeypatch.setattr(tool, name, value)
-    plot = tmp_path / "depth.png"
-    flags = [f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--rounds=24"]
-    flags += ["--graph-mode=uncompiled", "--device=cpu", f"--plot={plot}"]
-    monkeypatch.setattr(sys, "argv", ["bench_depth", *flags])
-    return plot
+    flags = ["depth", f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--rounds=24"]
+    return [*flags, "--graph-mode=uncompiled", "--device=cpu"]
 
 
-def test_cases_end_in_one_line_and_a_plot(
-    tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_cases_end_in_one_line(
+    tool: Any,
+    bench_engine: Any,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[Any, Any]] = []
     advance = tool.Bench.advance
@@ -48,7 +41,7 @@ def test_cases_end_in_one_line_and_a_plot(
         return made[-1][-1]["found"]
 
     monkeypatch.setattr(tool.Bench, "advance", note)
-    tool.main()
+    bench_engine.main(flags)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["case"] for row in last["cases"]] == ["accept change", "accept 2.6"]
     for row in last["cases"]:
@@ -58,7 +51,6 @@ def test_cases_end_in_one_line_and_a_plot(
             low, high = over["interval_95"]
             assert 0 < low <= over["ratio"] <= high
         assert sum(row["rounds_by_depth"].values()) >= 24
-    assert flags.stat().st_size > 1000
     # What is computed of fixed depths is what they give.
     fixed = [(int(way), given) for way, given in made if "rate" in given and way != "auto"]
     rates = [tool.rate_for(accept, 3) for accept in (1.1, 2.6, 3.3)]
@@ -70,14 +62,17 @@ def test_cases_end_in_one_line_and_a_plot(
 
 
 def test_ways_take_turns_on_the_same_texts(
-    tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: Any,
+    bench_engine: Any,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    texts = ["--accept=", "--fixed=1", "--max-tokens=8", "--seconds=0"]
+    flags = [flag for flag in flags if not flag.startswith("--accept")]
     monkeypatch.setattr(tool, "TURN_TOKENS", 4)
-    monkeypatch.setattr(sys, "argv", [*sys.argv, *texts])
     case = tool.Case("random ids", 1, lambda block: [[block, 2, 3]])
-    monkeypatch.setattr(tool, "make_case", lambda name, batch, arguments: replace(case, name=name))
-    tool.main()
+    monkeypatch.setattr(tool, "make_case", lambda name, batch, flags: replace(case, name=name))
+    bench_engine.main([*flags, "--fixed=1", "--max-tokens=8", "--seconds=0"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert [(row["case"], row["turns"]) for row in rows] == [("code", 2), ("prose", 2), ("random ids", 2)]
     assert all(row["tokens_per_s"].keys() == {"auto", "1"} for row in rows)
@@ -86,20 +81,24 @@ def test_ways_take_turns_on_the_same_texts(
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--max-tokens=23", "--max-tokens must be at least 24, those of a turn, got 23"),
-        ("--texts=code,verse", "--texts must be of code, prose, random ids, got verse"),
-        ("--accept=2.6,many", "--accept must hold mean tokens a round, or change, got 'many'"),
+        ("--max-tokens=23", "--max-tokens: must be at least 24, those of a turn, got 23"),
+        ("--texts=code,verse", "--texts: must be of code, prose, random ids, got verse"),
+        ("--accept=2.6,many", "--accept: must hold mean tokens a round, or change, got 'many'"),
         ("--accept=5", "accept must be from 1 to 4 tokens a round, got 5.0"),
         ("--shape=5b", "invalid choice: '5b'"),
     ],
 )
 def test_what_would_be_met_late_is_refused_at_once(
-    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, message: str
+    tool: Any,
+    bench_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(tool, "run", None)
-    monkeypatch.setattr(sys, "argv", ["bench_depth", flag])
     with pytest.raises(SystemExit):
-        tool.main()
+        bench_engine.main(["depth", flag])
     assert message in capsys.readouterr().err
 
 
@@ -120,7 +119,11 @@ def test_depths_that_an_engine_captures_are_not_compiled(tool: Any) -> None:
 
 
 def test_nothing_is_printed_for_tokens_that_depend_on_the_depth(
-    tool: Any, flags: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: Any,
+    bench_engine: Any,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     token_ids = tool.Bench.token_ids
 
@@ -129,6 +132,6 @@ def test_nothing_is_printed_for_tokens_that_depend_on_the_depth(
         return [[-1 if self.way == "auto" else first[0], *first[1:]], *others]
 
     monkeypatch.setattr(tool.Bench, "token_ids", wrong)
-    with pytest.raises(AssertionError, match="tokens depend on the depth"):
-        tool.main()
+    with pytest.raises(SystemExit, match="error: tokens depend on the depth"):
+        bench_engine.main(flags)
     assert capsys.readouterr().out == ""

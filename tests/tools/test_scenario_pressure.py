@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import write_checkpoint
 
-TOOLS = Path(__file__).parents[1] / "tools"
-FLAGS = ["--requests=3", "--prompt-tokens=8", "--device=cpu"]
+TOOL = "engine_scenarios.pressure"
+FLAGS = ["pressure", "--requests=3", "--prompt-tokens=8", "--device=cpu", "--num-threads=1"]
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    monkeypatch.setenv("COMPILED_MTP_NUM_THREADS", "1")
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILED_MTP_BLOCK_SIZE", "16")
-    return importlib.import_module("bench_pressure")
 
 
 @pytest.fixture
@@ -31,15 +26,12 @@ def model(tmp_path: Path) -> str:
 
 
 def test_every_pool_is_timed_and_those_who_leave_are_counted(
-    tool: Any, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Random weights in the shape of the checkpoint, as a released shape has them.
-    directory = Path(model.removeprefix("--model="))
-    monkeypatch.setattr(tool, "model_config", lambda name: read_model_config(directory))
     # Two come in on the shortest pool, with 64 tokens ahead of them, and cannot end there together.
     lengths = ["--max-tokens=400", "--new-tokens=120"]
-    tool.main(
-        [model, *FLAGS, *lengths, "--shape=4b", "--accept=2.6", "--graph-mode=uncompiled", "--mtp-step=1"]
+    bench_engine.main(
+        [*FLAGS, *lengths, "--shape=tiny", "--accept=2.6", "--graph-mode=uncompiled", "--mtp-step=1"]
     )
     line = json.loads(capsys.readouterr().out)
     assert [line[name]["num_blocks"] for name in ("full", "quarter", "half_of_used")] == [78, 19, 12]
@@ -55,30 +47,34 @@ def test_every_pool_is_timed_and_those_who_leave_are_counted(
 
 
 def test_nothing_is_printed_for_other_tokens_on_a_short_pool(
-    tool: Any, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: Any,
+    bench_engine: Any,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = tool._run
+    run = tool.decode
 
     def wrong(engine: Any, options: Any, seed: int) -> Any:
         found = run(engine, options, seed)
         found.streams["1"][-1] ^= engine.runner.num_blocks == 4
         return found
 
-    monkeypatch.setattr(tool, "_run", wrong)
+    monkeypatch.setattr(tool, "decode", wrong)
     with pytest.raises(SystemExit, match="tokens on the pool half_of_used differ"):
-        tool.main([model, *FLAGS, "--max-tokens=120", "--new-tokens=20"])
+        bench_engine.main([*FLAGS, model, "--max-tokens=120", "--new-tokens=20"])
     assert not capsys.readouterr().out
 
 
 def test_nothing_is_printed_where_a_request_ends_too_early(
-    tool: Any, model: str, capsys: pytest.CaptureFixture[str]
+    bench_engine: Any, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="ended after 20 tokens: length"):
-        tool.main([model, *FLAGS, "--max-tokens=20", "--new-tokens=30"])
+        bench_engine.main([*FLAGS, model, "--max-tokens=20", "--new-tokens=30"])
     assert not capsys.readouterr().out
 
 
-def test_a_run_of_no_tokens_is_refused(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_no_tokens_is_refused(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tool.main([*FLAGS, "--new-tokens=0"])
-    assert "--new-tokens must be at least 1, got 0; of none there is no speed" in capsys.readouterr().err
+        bench_engine.main([*FLAGS, "--new-tokens=0"])
+    assert "--new-tokens: must be an integer from 1 on, got '0'" in capsys.readouterr().err

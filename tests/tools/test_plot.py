@@ -10,7 +10,7 @@ import pytest
 
 from tools import plot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = [
     {"shape": "4b", "mtp_step": step, "batch": batch, "tokens_per_s": speed}
     for step, batch, speed in ((0, 1, 100.0), (0, 8, 400.0), (3, 1, 250.0), (3, 8, 600.0), (3, 16, 900.0))
