@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from op_cases.linear import multiply
 
 from compiled_mtp.ops.features import RECENT_IDS
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
@@ -257,17 +258,6 @@ def tall_product(
 ) -> None:
     """As a name in the table of tiles has it; whole: N and K of the weight, where it is a piece."""
     multiply(tensor(device, rows, k, dtype=BF16), tensor(device, n, k, dtype=BF16), kind, whole, held)
-
-
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, kind: str, whole: tuple[int, int] = (0, 0), held: bool = False
-) -> torch.Tensor:
-    """The operator of a name's kind, of plain weights."""
-    if kind == "gated":
-        return linear_silu_mul(x, weight, None, *whole, held)
-    if kind.startswith("parts"):
-        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole, held=held)
-    return linear(x, weight, None, kind == "logits", False, *whole, held)
 
 
 def capability_of(dtype: torch.dtype) -> int:

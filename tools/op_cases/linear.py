@@ -65,6 +65,17 @@ def call(
     return linear(x, weight, weight_scale)
 
 
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, whole: tuple[int, int] = (0, 0), held: bool = False
+) -> torch.Tensor:
+    """The operator of a name's kind, of plain weights."""
+    if kind == "gated":
+        return linear_silu_mul(x, weight, None, *whole, held)
+    if kind.startswith("parts"):
+        return linear_parts(x, weight, None, int(kind.removeprefix("parts")), *whole, held=held)
+    return linear(x, weight, None, kind == "logits", False, *whole, held)
+
+
 def check(args: tuple[torch.Tensor | None, ...], name: str = "", is_prefill: bool = False) -> None:
     x, weight, weight_scale = args
     assert x is not None

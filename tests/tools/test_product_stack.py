@@ -1,10 +1,7 @@
-"""The tuner of held products: which tiles it tries, that it checks them, and what it keeps."""
+"""The stack in which tiles compete: which held tiles are tried, that they are checked, and what is kept."""
 
 from __future__ import annotations
 
-import importlib
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,28 +9,21 @@ import pytest
 import torch
 
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.ops.linear.held_config import HELD_TABLE
 from tests import tiny
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOL = "product_tuning.stack"
 SHARED, PROCESSORS = 227 * 1024, 132
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module("tune_held")
 
 
 def test_tiles_fill_the_processors_and_have_their_place_at_once(tool: Any) -> None:
     for n, k, split in ((8224, 1024, 1), (7168, 1024, 1), (1024, 2048, 4), (1024, 3584, 4)):
-        found = list(tool.tiles(n, k, split, SHARED, PROCESSORS))
+        found = list(tool.held_tiles(n, k, split, SHARED, PROCESSORS))
         assert found
         for tile in found:
             programs = -(-n // tile.block_n) * split
             size = 2 * k // split * (tile.block_n + 16)
             assert 99 <= programs <= SHARED // size * PROCESSORS
-    assert not list(tool.tiles(34816, 5120, 1, SHARED, PROCESSORS))
+    assert not list(tool.held_tiles(34816, 5120, 1, SHARED, PROCESSORS))
 
 
 def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int, ...], float]) -> Any:
@@ -50,7 +40,7 @@ def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int
     monkeypatch.setattr(tool.torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(shared_bytes=SHARED, num_processors=PROCESSORS)
     monkeypatch.setattr(tool, "device_of", lambda index: gpu)
-    tuner = tool.Tuner("0.8b", 4)
+    tuner = tool.HeldTuner("0.8b", 4)
     tuner.names = {name: (1024, 2048, 4)}
     return tuner
 
@@ -96,7 +86,7 @@ def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.Monk
 def test_the_names_are_those_that_a_model_asks_for(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TargetModel(tiny.tiny_config(), torch.float32, torch.device("cpu"))
     monkeypatch.setattr(tool, "Stack", lambda shape, rows: SimpleNamespace(target=target))
-    names = tool.Tuner("0.8b", 4).names
+    names = tool.HeldTuner("0.8b", 4).names
     assert any(name.endswith("parts1") for name in names)
     assert any(name.endswith("product") for name in names)
     # `linear` looks for gate and up by that kind.
@@ -104,17 +94,3 @@ def test_the_names_are_those_that_a_model_asks_for(tool: Any, monkeypatch: pytes
     assert gate_up.is_gated
     n, k = gate_up.weight.shape
     assert f"{n}x{k} gated" in names
-
-
-def test_the_table_is_written_as_it_stands(tool: Any, tmp_path: Path) -> None:
-    table = json.loads(HELD_TABLE.read_text())
-    tool.write_table(table, tmp_path / "held.json")
-    assert (tmp_path / "held.json").read_text() == HELD_TABLE.read_text()
-
-
-def test_without_a_gpu_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("sys.argv", ["tune_held.py"])
-    monkeypatch.setattr(tool.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        tool.main()
-    assert "a CUDA device must be present" in capsys.readouterr().err
