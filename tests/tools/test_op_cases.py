@@ -40,8 +40,8 @@ def test_cases_are_right(tiny: Any, module: str, settings: dict[str, int]) -> No
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
-        ("linear", "linear_silu_mul", lambda x, w, s: torch.ones(3, len(w) // 2).bfloat16()),
-        ("linear", "linear_parts", lambda x, w, s, count: torch.ones(1, 3, len(w))),
+        ("linear", "linear_silu_mul", lambda x, w, *rest: torch.ones(3, len(w) // 2).bfloat16()),
+        ("linear", "linear_parts", lambda x, w, *rest, **given: torch.ones(1, 3, len(w))),
         ("linear_w8a8", "linear_w8a8", lambda *args: torch.ones(3, len(args[2]))),
         ("linear_w8a8", "linear_w8a8_parts", lambda *args: torch.ones(1, 3, len(args[2]))),
         ("quantize_rows", "quantize_rows", lambda x: (x.to(torch.float8_e4m3fn), torch.full((3, 2), 1.1))),

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP32,
+    PREFILL_ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    dtype_label,
+    generator_of,
+    launch,
+)
+from op_cases.gdn_verify import gate
 
 MAX_RELATIVE_ERROR = 6e-3
 
 
-def make_inputs(device: str, seed: int, shape: ModelShape, rows: int) -> Any:
-    generator = torch.Generator(device).manual_seed(seed)
+def make_inputs(
+    device: Any, seed: int | None, shape: ModelShape, rows: int, dtype: torch.dtype = BF16
+) -> Any:
+    generator = generator_of(device, seed)
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
 
     def normal(*size: int) -> torch.Tensor:
@@ -29,8 +43,8 @@ def make_inputs(device: str, seed: int, shape: ModelShape, rows: int) -> Any:
 
     return (
         unit(rows, nk, dim) * dim**-0.5, unit(rows, nk, dim), normal(rows, nv, dim),
-        -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)), normal(rows, nv * dim).bfloat16(),
-        normal(dim), normal(2, nv, dim, dim) * 0.1,
+        -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)),
+        gate(device, generator, shape, rows, dtype), normal(dim), normal(2, nv, dim, dim) * 0.1,
         cursor(1, torch.int32), cursor(1024), cursor(rows), cursor(0), 1e-6, "silu",
     )  # fmt: skip
 
@@ -57,3 +71,9 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             check=check,
         )
     ]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, dtype in (("27b", BF16), ("4b", BF16), ("0.8b", BF16), ("0.8b", FP32)):
+        make = functools.partial(make_inputs, shape=SHAPES[name], rows=PREFILL_ROWS, dtype=dtype)
+        yield launch(f"{SHAPES[name].linear_value_heads}-{dtype_label(dtype)}", gdn_prefill, make)

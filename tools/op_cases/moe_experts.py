@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.fp8 import quantized_values
-from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_experts import (
+    moe_experts,
+    moe_experts_w8a8,
+    moe_hidden,
+    moe_hidden_w8a8,
+    moe_sums,
+    moe_sums_w8a8,
+)
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP8,
+    FP8_CAPABILITY,
+    FP32,
+    INT32,
+    PREFILL_ROWS,
+    ROWS,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    dtype_label,
+    tensor,
+)
 
 MAX_RELATIVE_ERROR = 4e-3
 # Quantised again between the two products: half a step of e4m3 is up to a sixteenth of a value.
@@ -147,3 +167,64 @@ def torch_loop(chosen: list[tuple[Any, ...]]) -> Any:
         return out.to(x.dtype)
 
     return call
+
+
+def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) -> None:
+    """256 experts of 512 and the shared one, eight a token."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 2048, 512
+    scales: Any = (None, None)
+    if dtype == FP8:
+        scales = (empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128))
+    x = empty(rows, width, dtype=FP32 if dtype == FP32 else BF16)
+    gate_up, down = empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype)
+    moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
+
+
+def w8a8_experts(device: torch.device, rows: int) -> None:
+    """The same in FP8, of quantised rows."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 2048, 512
+    x = empty(rows, width, dtype=FP8), empty(rows, width // 128)
+    routes = empty(rows, 9), empty(rows, 9, dtype=INT32)
+    stacks = empty(count, 2 * inner, width, dtype=FP8), empty(count, width, inner, dtype=FP8)
+    scales = empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128)
+    moe_experts_w8a8(*x, *routes, *stacks, *scales)
+
+
+def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
+    """What one of two ranks makes of them: half of the hidden columns, and half of the sums."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 1024, 256
+    ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
+    if is_fp8:
+        x = empty(rows, 2 * width, dtype=FP8), empty(rows, 2 * width // 128)
+        stack = empty(count, 2 * inner, 2 * width, dtype=FP8), empty(count, 4, 16)
+        moe_hidden_w8a8(*x, ids, *stack)
+        hidden = empty(9 * rows, 2 * inner, dtype=FP8), empty(9 * rows, 4)
+        stack = empty(count, width, 2 * inner, dtype=FP8), empty(count, 8, 4)
+        moe_sums_w8a8(*hidden, weights, ids, *stack)
+    else:
+        moe_hidden(empty(rows, 2 * width, dtype=BF16), ids, empty(count, 2 * inner, 2 * width, dtype=BF16))
+        hidden_rows = empty(9 * rows, 2 * inner, dtype=BF16)
+        moe_sums(hidden_rows, weights, ids, empty(count, width, 2 * inner, dtype=BF16))
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, rows in (("w8a8", ROWS), ("tall-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(w8a8_experts, rows=rows), 90)
+    for name, rows, dtype in (
+        ("decode", ROWS, BF16),
+        ("decode", ROWS, FP8),
+        ("decode", ROWS, FP32),
+        # So many that their pairs outnumber the tiles.
+        ("many", 60, BF16),
+        ("prefill", PREFILL_ROWS, BF16),
+        ("prefill", PREFILL_ROWS, FP8),
+    ):
+        call = functools.partial(experts, rows=rows, dtype=dtype, prefill=name == "prefill")
+        yield LaunchCase(f"{name}-{dtype_label(dtype)}", call, FP8_CAPABILITY if dtype == FP8 else 80)
+    halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
+    yield LaunchCase("halves", halves)
+    for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(halves_of_experts, rows=rows, is_fp8=True), 90)

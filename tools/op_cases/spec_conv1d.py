@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP32,
+    PREFILL_ROWS,
+    ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    dtype_label,
+    generator_of,
+    launch,
+)
 
 
-def make_inputs(device: str, seed: int, shape: ModelShape, batch: int, rows: int, prefill: bool) -> Any:
-    generator = torch.Generator(device).manual_seed(seed)
+def make_inputs(
+    device: Any,
+    seed: int | None,
+    shape: ModelShape,
+    batch: int,
+    rows: int,
+    prefill: bool,
+    dtype: torch.dtype = BF16,
+    states: int = 16,
+) -> Any:
+    generator = generator_of(device, seed)
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
     channels = (2 * nk + nv) * dim
 
@@ -24,8 +45,8 @@ def make_inputs(device: str, seed: int, shape: ModelShape, batch: int, rows: int
         return torch.full((batch,), value, dtype=torch.int64, device=device)
 
     return (
-        normal(rows, channels + nv * dim + 2 * nv).bfloat16(), normal(channels, 4).bfloat16(),
-        normal(nv), normal(nv), normal(batch + 1, 16, channels).bfloat16(),
+        normal(rows, channels + nv * dim + 2 * nv).to(dtype), normal(channels, 4).to(dtype),
+        normal(nv), normal(nv), normal(batch + 1, states, channels).to(dtype),
         torch.arange(1, batch + 1, dtype=torch.int32, device=device), cursor(1024),
         *([cursor(rows), cursor(0)] if prefill else []), nk, nv, dim, dim,
     )  # fmt: skip
@@ -61,3 +82,14 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             check=functools.partial(check, prefill=prefill),
         )
     ]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, dtype in (("27b", BF16), ("4b", BF16), ("0.8b", BF16), ("0.8b", FP32)):
+        make = functools.partial(make_inputs, shape=SHAPES[name], dtype=dtype, states=8)
+        label = f"{SHAPES[name].linear_value_heads}-{dtype_label(dtype)}"
+        window = functools.partial(make, batch=1, rows=ROWS, prefill=False)
+        yield launch(label, spec_conv1d, window)
+        yield launch(label, conv_prefill, functools.partial(make, batch=1, rows=PREFILL_ROWS, prefill=True))
+        many = functools.partial(make, batch=32, rows=32 * ROWS, prefill=False)
+        yield launch(f"{label}-windows", spec_conv1d, many)
