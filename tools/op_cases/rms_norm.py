@@ -128,11 +128,11 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     """The norm of a hidden row, alone, with the residual (in --set parts=N parts, 2 by rule), quantised, and
     beside that of an embedding."""
     width, parts = shape.hidden, settings.get("parts", 2)
-    size = {"rows": rows, "width": width}
+    size: dict[str, Any] = {"rows": rows, "width": width}
     row, weight = 2 * rows * width, 2 * width
     of_parts = functools.partial(make_inputs, **size, parts=parts)
     quantised = rows * (width + 4 * width // FP8_BLOCK)
-    made = [
+    made: list[tuple[str, Any, Any, int, Any, Any]] = [
         ("norm", functools.partial(make_alone, **size), norm, 2 * row, check_norm, torch_norm),
         ("add norm", functools.partial(make_inputs, **size), add, 4 * row, check_add, torch_add_norm),
         (f"add norm of {parts} parts", of_parts, add, (3 + 2 * parts) * row, check_add, None),

@@ -37,7 +37,7 @@ MAX_SETS = 128
 FEW_ROWS = (1, 4, 17)
 CHECKED_ROWS = (1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
 
-Tensors = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,6 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
     if own.recipe == "w8a8":
         return call_w8a8(way, x, weight, scale)
     (rows,) = x
-    assert rows is not None
     out_float32 = own.name == "lm_head" or (own.is_before_norm and way.count > 1)
     if way.kernel == "cuBLAS":
         return torch.mm(rows, weight.T)
@@ -166,8 +165,6 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
 def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.Tensor:
     """`call` of quantised rows."""
     own, (rows, factors) = way.product, x
-    assert rows is not None
-    assert factors is not None
     if way.kernel == "cuBLAS":
         one = factors.new_ones(())
         return torch._scaled_mm(rows, weight.T, one, one, out_dtype=torch.bfloat16)
@@ -223,7 +220,7 @@ def rows_of(product: Product, rows: int) -> Tensors:
 
 
 def first(x: Tensors, rows: int) -> Tensors:
-    return tuple(tensor[:rows] for tensor in x if tensor is not None)
+    return tuple(tensor[:rows] for tensor in x)
 
 
 def result_of(way: Way, rows: int) -> torch.Tensor:
@@ -261,8 +258,7 @@ def check_product(product: Product) -> str:
             same = torch.equal(result_of(Way(product, most, "operator", count), rows), largest[:rows])
             assert same, f"{product.label}: {rows} rows in {count} parts have other bits"
     values, *factors = x
-    assert values is not None
-    values = quantized_values(values, *factors) if product.recipe == "w8a8" else values
+    values = quantized_values(values, factors[0]) if product.recipe == "w8a8" else values
     exact = values.double() @ (weight if scale is None else dequantize(weight, scale)).double().T
     sums = call(Way(product, most, "operator", product.counts[-1]), x, weight, scale).double().sum(0)
     error = relative_error(largest, exact)
@@ -287,7 +283,7 @@ def with_neighbours(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Ten
     buffer = functools.partial(neighbour, rows)
     if way.is_narrow:
         wide = own.n > own.k
-        x = (rms_norm(*x, buffer(own.k)[0], 1e-6) if wide else silu_mul(buffer(2 * own.k)),)
+        x = (rms_norm(x[0], buffer(own.k)[0], 1e-6) if wide else silu_mul(buffer(2 * own.k)),)
     made = call(way, x, weight, scale)
     return add_rms_norm(made, buffer(own.n), buffer(own.n)[0], 1e-6) if own.is_before_norm else made
 
