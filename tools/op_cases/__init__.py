@@ -109,9 +109,29 @@ def launch(
     return LaunchCase(label, call, FP8_CAPABILITY if dtype == FP8 else 80)
 
 
-def generator_of(device: str | torch.device, seed: int | None) -> torch.Generator | None:
-    """The source of random inputs; None on the faked GPU of a recorded launch, whose tensors have no data."""
-    return None if seed is None else torch.Generator(device).manual_seed(seed)
+class Source:
+    """Random inputs on a device; no seed: of a recorded launch, on whose faked GPU no tensor has data."""
+
+    def __init__(self, device: str | torch.device, seed: int | None) -> None:
+        self.device = device
+        self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *size: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=self.device, generator=self.generator)
+
+    def uniform(self, *size: int) -> torch.Tensor:
+        return torch.rand(size, device=self.device, generator=self.generator)
+
+    def full(self, size: int, value: int, dtype: torch.dtype = INT64) -> torch.Tensor:
+        return torch.full((size,), value, dtype=dtype, device=self.device)
+
+
+def check_reference(operator: Any, args: tuple[Any, ...], most: float) -> None:
+    """Raise AssertionError unless a result is the specification's to within a relative error; `args` stay."""
+    copies = [[a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)]
+    got, wanted = operator(*copies[0]).double(), operator.reference(*copies[1]).double()
+    error = float((got - wanted).norm() / wanted.norm())
+    assert error < most, f"relative error {error:.1e} against the reference, allowed {most:.0e}"
 
 
 def tensor(device: torch.device, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

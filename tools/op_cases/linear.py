@@ -24,6 +24,7 @@ from op_cases import (
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
     tensor,
 )
@@ -131,12 +132,11 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, weight_scale: None) -> torch.T
 def make_inputs(
     device: str, seed: int, rows: int, n: int, k: int, fp8: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-    weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
+    source = Source(device, seed)
+    x, weight = source.normal(rows, k, dtype=BF16), source.normal(n, k, dtype=BF16)
     if not fp8:
         return x, weight * k**-0.5, None
-    scale = torch.rand(-(-n // 128), -(-k // 128), device=device, generator=generator) * 1e-3 + 1e-4
+    scale = source.uniform(-(-n // 128), -(-k // 128)) * 1e-3 + 1e-4
     return x, (weight * 50).to(torch.float8_e4m3fn), scale
 
 

@@ -7,22 +7,21 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantized_values, scale_shape
+from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantized_values
 from compiled_mtp.ops.linear_w8a8 import count_parts, linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from op_cases import FP8, LaunchCase, ModelShape, OpCase, tensor
 from op_cases.linear import BEFORE_NORM, projections, relative_error
+from op_cases.linear import make_inputs as make_weights
 
 # What FP8 products add up inside is imprecise: as much again as the rounding.
 MAX_RELATIVE_ERROR = 6e-3
 
 
-def make_inputs(device: str, seed: int, rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-    weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
-    scale = torch.rand(scale_shape((n, k)), device=device, generator=generator) * 1e-3 + 1e-4
-    return *quantize_rows(x), (weight * 50).to(torch.float8_e4m3fn), scale
+def make_inputs(device: str, seed: int, rows: int, n: int, k: int) -> tuple[torch.Tensor | None, ...]:
+    x, weight, scale = make_weights(device, seed, rows, n, k, True)
+    assert x is not None
+    return *quantize_rows(x), weight, scale
 
 
 def call(

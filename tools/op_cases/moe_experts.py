@@ -21,15 +21,17 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 from op_cases import (
     BF16,
     FP8,
-    FP8_CAPABILITY,
     FP32,
     INT32,
     PREFILL_ROWS,
     ROWS,
+    SHAPES,
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
+    launch,
     tensor,
 )
 
@@ -93,27 +95,24 @@ def routing(shape: ModelShape, rows: int) -> torch.Tensor:
 
 
 def make_inputs(
-    device: str, seed: int, shape: ModelShape, rows: int, fp8: bool
+    device: Any, seed: int | None, shape: ModelShape, rows: int, fp8: bool, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor | None, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
+    source = Source(device, seed)
     experts, width, inner = shape.experts + 1, shape.hidden, shape.expert_intermediate
 
     def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        result = torch.empty(experts, n, k, dtype=dtype, device=device)
-        for expert in range(experts):
-            values = torch.randn(n, k, device=device, generator=generator)
-            result[expert] = (values * (50.0 if fp8 else k**-0.5)).to(dtype)
+        result = torch.empty(experts, n, k, dtype=FP8 if fp8 else dtype, device=device)
+        for expert in range(0 if seed is None else experts):
+            result[expert] = (source.normal(n, k) * (50.0 if fp8 else k**-0.5)).to(result.dtype)
         if not fp8:
             return result, None
-        scale = torch.rand(experts, -(-n // 128), -(-k // 128), device=device, generator=generator)
-        return result, (scale + 0.5) * (k**-0.5 / 50.0)
+        return result, (source.uniform(experts, -(-n // 128), -(-k // 128)) + 0.5) * (k**-0.5 / 50.0)
 
-    x = torch.randn(rows, width, dtype=torch.bfloat16, device=device, generator=generator)
-    weights = torch.rand(rows, shape.top_k + 1, device=device, generator=generator)
+    x, weights = source.normal(rows, width, dtype=dtype), source.uniform(rows, shape.top_k + 1)
+    ids = tensor(device, *weights.shape, dtype=INT32) if seed is None else routing(shape, rows).to(device)
     gate_up, gate_up_scale = weight(2 * inner, width)
     down, down_scale = weight(width, inner)
-    return x, weights, routing(shape, rows).to(device), gate_up, down, gate_up_scale, down_scale
+    return x, weights, ids, gate_up, down, gate_up_scale, down_scale
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
@@ -169,27 +168,15 @@ def torch_loop(chosen: list[tuple[Any, ...]]) -> Any:
     return call
 
 
-def experts(device: torch.device, rows: int, dtype: torch.dtype, prefill: bool) -> None:
-    """256 experts of 512 and the shared one, eight a token."""
-    empty = functools.partial(tensor, device)
-    count, width, inner = 257, 2048, 512
-    scales: Any = (None, None)
-    if dtype == FP8:
-        scales = (empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128))
-    x = empty(rows, width, dtype=FP32 if dtype == FP32 else BF16)
-    gate_up, down = empty(count, 2 * inner, width, dtype=dtype), empty(count, width, inner, dtype=dtype)
-    moe_experts(x, empty(rows, 9), empty(rows, 9, dtype=INT32), gate_up, down, scales[0], scales[1], prefill)
+def quantised(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a recorded launch that are FP8, and their factors."""
+    return tensor(device, rows, width, dtype=FP8), tensor(device, rows, width // 128)
 
 
 def w8a8_experts(device: torch.device, rows: int) -> None:
-    """The same in FP8, of quantised rows."""
-    empty = functools.partial(tensor, device)
-    count, width, inner = 257, 2048, 512
-    x = empty(rows, width, dtype=FP8), empty(rows, width // 128)
-    routes = empty(rows, 9), empty(rows, 9, dtype=INT32)
-    stacks = empty(count, 2 * inner, width, dtype=FP8), empty(count, width, inner, dtype=FP8)
-    scales = empty(count, 2 * inner // 128, width // 128), empty(count, width // 128, inner // 128)
-    moe_experts_w8a8(*x, *routes, *stacks, *scales)
+    _, *rest = make_inputs(device, None, SHAPES["35b-a3b"], rows, True)
+    given: tuple[Any, ...] = (*quantised(device, rows, 2048), *rest)
+    moe_experts_w8a8(*given)
 
 
 def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
@@ -197,17 +184,14 @@ def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
     empty = functools.partial(tensor, device)
     count, width, inner = 257, 1024, 256
     ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
+    dtype = FP8 if is_fp8 else BF16
+    up, down = empty(count, 2 * inner, 2 * width, dtype=dtype), empty(count, width, 2 * inner, dtype=dtype)
     if is_fp8:
-        x = empty(rows, 2 * width, dtype=FP8), empty(rows, 2 * width // 128)
-        stack = empty(count, 2 * inner, 2 * width, dtype=FP8), empty(count, 4, 16)
-        moe_hidden_w8a8(*x, ids, *stack)
-        hidden = empty(9 * rows, 2 * inner, dtype=FP8), empty(9 * rows, 4)
-        stack = empty(count, width, 2 * inner, dtype=FP8), empty(count, 8, 4)
-        moe_sums_w8a8(*hidden, weights, ids, *stack)
+        moe_hidden_w8a8(*quantised(device, rows, 2 * width), ids, up, empty(count, 4, 16))
+        moe_sums_w8a8(*quantised(device, 9 * rows, 2 * inner), weights, ids, down, empty(count, 8, 4))
     else:
-        moe_hidden(empty(rows, 2 * width, dtype=BF16), ids, empty(count, 2 * inner, 2 * width, dtype=BF16))
-        hidden_rows = empty(9 * rows, 2 * inner, dtype=BF16)
-        moe_sums(hidden_rows, weights, ids, empty(count, width, 2 * inner, dtype=BF16))
+        moe_hidden(empty(rows, 2 * width, dtype=BF16), ids, up)
+        moe_sums(empty(9 * rows, 2 * inner, dtype=BF16), weights, ids, down)
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
@@ -222,8 +206,12 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         ("prefill", PREFILL_ROWS, BF16),
         ("prefill", PREFILL_ROWS, FP8),
     ):
-        call = functools.partial(experts, rows=rows, dtype=dtype, prefill=name == "prefill")
-        yield LaunchCase(f"{name}-{dtype_label(dtype)}", call, FP8_CAPABILITY if dtype == FP8 else 80)
+        is_fp8 = dtype == FP8
+        make = functools.partial(
+            make_inputs, shape=SHAPES["35b-a3b"], rows=rows, fp8=is_fp8, dtype=BF16 if is_fp8 else dtype
+        )
+        call = functools.partial(moe_experts, prefill=name == "prefill")
+        yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
     halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
     yield LaunchCase("halves", halves)
     for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.moe_router import moe_router
-from op_cases import ROWS, LaunchCase, ModelShape, OpCase, generator_of, launch
+from op_cases import ROWS, LaunchCase, ModelShape, OpCase, Source, launch
 
 
 def torch_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,8 +31,7 @@ def check(args: tuple[torch.Tensor, int, bool]) -> None:
 def make_inputs(
     device: Any, seed: int | None, rows: int, experts: int, top_k: int
 ) -> tuple[torch.Tensor, int, bool]:
-    generator = generator_of(device, seed)
-    return torch.randn(rows, experts + 1, device=device, generator=generator) * 2, top_k, True
+    return Source(device, seed).normal(rows, experts + 1) * 2, top_k, True
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:

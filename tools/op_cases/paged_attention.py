@@ -22,8 +22,8 @@ from op_cases import (
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
-    generator_of,
     launch,
 )
 
@@ -40,17 +40,15 @@ def make_inputs(
     cache: torch.dtype,
 ) -> tuple[Any, ...]:
     """Arguments of the operator, then the same keys and values [B, hkv, keys, hd] for SDPA."""
-    g, dtype = generator_of(device, seed), FP32 if cache == FP32 else BF16
+    source = Source(device, seed)
+    normal = functools.partial(source.normal, dtype=FP32 if cache == FP32 else BF16)
     hd, blocks = shape.head_dim, -(-keys // BLOCK_SIZE)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=dtype, device=device, generator=g)
 
     rows = requests * query_len
     qkv = normal(rows, 2 * (shape.query_heads + shape.kv_heads) * hd)
     q, gate = qkv[:, : 2 * shape.query_heads * hd].view(rows, shape.query_heads, 2, hd).unbind(2)
     kv = normal(requests * blocks, 2, shape.kv_heads, BLOCK_SIZE, hd)
-    table = torch.randperm(requests * blocks, device=device, generator=g).to(torch.int32)
+    table = torch.randperm(requests * blocks, device=device, generator=source.generator).to(torch.int32)
     table = table.view(requests, blocks)
     pages = kv[table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :keys].contiguous()
     positions = torch.arange(keys - query_len, keys, device=device).repeat(requests)

@@ -21,8 +21,8 @@ from op_cases import (
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
-    generator_of,
     launch,
 )
 
@@ -30,12 +30,9 @@ from op_cases import (
 def make_inputs(
     device: Any, seed: int | None, shape: ModelShape, rows: int, cache: torch.dtype
 ) -> tuple[Any, ...]:
-    g, dtype = generator_of(device, seed), FP32 if cache == FP32 else BF16
+    normal = functools.partial(Source(device, seed).normal, dtype=FP32 if cache == FP32 else BF16)
     hq, hkv, hd = shape.query_heads, shape.kv_heads, shape.head_dim
     blocks = 1 + -(-rows // BLOCK_SIZE)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=dtype, device=device, generator=g)
 
     pairs = torch.arange(hd // 8, device=device) / (hd // 8)
     angle = torch.arange(8192, device=device).unsqueeze(1) * 1e7**-pairs

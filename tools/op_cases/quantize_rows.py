@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantized_values
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from op_cases import BF16, FP8, ROWS, LaunchCase, ModelShape, OpCase, generator_of, launch
+from op_cases import BF16, FP8, ROWS, LaunchCase, ModelShape, OpCase, Source, launch
 
 # Half a step of e4m3, and what the factor's rounding adds.
 MAX_ERROR = 0.0626
@@ -30,7 +30,7 @@ def make_rows(
     device: Any, seed: int | None, rows: int, width: int, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor, ...]:
     """Random rows alone."""
-    return (torch.randn(rows, width, dtype=dtype, device=device, generator=generator_of(device, seed)),)
+    return (Source(device, seed).normal(rows, width, dtype=dtype),)
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:

@@ -21,8 +21,8 @@ from op_cases import (
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
-    generator_of,
     launch,
     tensor,
 )
@@ -83,7 +83,7 @@ def make_inputs(
     device: Any, seed: int | None, rows: int, width: int, parts: int = 0, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor, ...]:
     """Rows, or float32 parts of them, a residual and the norm's weight."""
-    random = functools.partial(torch.randn, device=device, generator=generator_of(device, seed))
+    random = Source(device, seed).normal
     x = random(parts, rows, width) if parts else random(rows, width, dtype=dtype)
     return x, random(rows, width, dtype=dtype), random(width, dtype=dtype)
 
@@ -98,9 +98,9 @@ def make_pair(
 ) -> tuple[torch.Tensor, ...]:
     """A table of embeddings, ids, hidden rows and two norms' weights."""
     hidden, weight = make_alone(device, seed, rows=rows, width=width, dtype=dtype)
-    generator = generator_of(device, seed)
-    table = torch.randn(table_rows, width, dtype=dtype, device=device, generator=generator)
-    ids = torch.randint(0, table_rows, (rows,), device=device, generator=generator)
+    source = Source(device, seed)
+    table = source.normal(table_rows, width, dtype=dtype)
+    ids = torch.randint(0, table_rows, (rows,), device=device, generator=source.generator)
     return table, ids, hidden, weight, weight.clone()
 
 

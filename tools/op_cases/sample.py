@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.ops.features import PENALTIES, RECENT_IDS
 from compiled_mtp.ops.sample import SamplingTables, filter_logits, sample
-from op_cases import INT32, ROWS, SHAPES, WINDOW, LaunchCase, ModelShape, OpCase, generator_of, launch, tensor
+from op_cases import INT32, ROWS, SHAPES, WINDOW, LaunchCase, ModelShape, OpCase, Source, launch, tensor
 
 SETTINGS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -29,9 +29,9 @@ def make_inputs(
 
     Of rows / (1 + drafts) requests.
     """
-    generator = generator_of(device, seed)
-    logits = torch.randn(rows, vocab, device=device, generator=generator) * 2
-    head = torch.randint(0, vocab, (rows, 300), device=device, generator=generator)
+    source = Source(device, seed)
+    logits = source.normal(rows, vocab) * 2
+    head = torch.randint(0, vocab, (rows, 300), device=device, generator=source.generator)
     logits.scatter_add_(1, head, 16 - torch.arange(1, 301, device=device).expand(rows, 300).float().log() * 2)
 
     def table(name: str, dtype: torch.dtype, neutral: float = 0.0) -> torch.Tensor:

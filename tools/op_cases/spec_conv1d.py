@@ -18,8 +18,8 @@ from op_cases import (
     LaunchCase,
     ModelShape,
     OpCase,
+    Source,
     dtype_label,
-    generator_of,
     launch,
 )
 
@@ -34,15 +34,10 @@ def make_inputs(
     dtype: torch.dtype = BF16,
     states: int = 16,
 ) -> Any:
-    generator = generator_of(device, seed)
+    source = Source(device, seed)
+    normal, cursor = source.normal, functools.partial(source.full, batch)
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
     channels = (2 * nk + nv) * dim
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator)
-
-    def cursor(value: int) -> torch.Tensor:
-        return torch.full((batch,), value, dtype=torch.int64, device=device)
 
     return (
         normal(rows, channels + nv * dim + 2 * nv).to(dtype), normal(channels, 4).to(dtype),
