@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,30 @@ def test_cases_are_right(tiny: Any, module: str, settings: dict[str, int]) -> No
         # A CPU rounds what it multiplies out of FP8 experts, a GPU does not.
         if not case.label.endswith("experts fp8"):
             case.check(args)
+
+
+@pytest.mark.parametrize(
+    "module, rows, settings",
+    [
+        ("gdn_verify", 4, {}),
+        ("gdn_prefill", 64, {}),
+        ("spec_conv1d", 4, {}),
+        ("spec_conv1d", 64, {"prefill": 1}),
+        ("moe_router", 3, {}),
+        ("paged_attention", 4, {"keys": 100}),
+        ("qk_norm_rope_kv_write", 3, {}),
+        ("sample", 3, {}),
+    ],
+)
+def test_cases_of_operators_that_are_their_specification_here(
+    tiny: Any, module: str, rows: int, settings: dict[str, int]
+) -> None:
+    found = importlib.import_module(f"op_cases.{module}").cases(replace(tiny, vocab=1024), rows, settings)
+    assert found
+    for case in found:
+        case.check(case.make_inputs("cpu", 0))
+        if case.alternative is not None:
+            case.alternative(*case.make_inputs("cpu", 0))
 
 
 @pytest.mark.parametrize(

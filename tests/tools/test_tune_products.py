@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +296,53 @@ def test_what_was_found_is_printed_and_written(
     entries = json.loads(written.read_text())
     assert entries.pop("5120x17408 parts8") == {"64": None, "128": [128, 256, 64, 64, 8, 4, 512]}
     assert entries == tall_config.read_tall_table()
+
+
+def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the GPU: a tile's time alone is its number, and the stack prefers the second of its rivals."""
+    table: dict[str, dict[str, list[int]]] = {}
+    best: dict[str, list[Any]] = {}
+
+    def run_phase(work: Any, jobs: list[Any], *rest: Any) -> Any:
+        for index, way in enumerate(jobs if work is tool.time_way else []):
+            assert way.capability == 90
+            # A product before a norm may have no other bits; the others' tables decide them.
+            same = None if not way.product.is_before_norm else index % 2 == 1
+            times = {"us": 1.0 + index, "decisive_us": 1.0 + index, "floor_us": 1.0}
+            yield way, json.dumps(times | {"same_bits": same})
+        yield from [(("27b", 4), "")] * (work is tool.compile_stack)
+
+    def choose(stack: Any, entries: Any, name: str, rivals: list[Any]) -> str:
+        best[name] = rivals
+        entries[name] = [*astuple(rivals[1])[1:-1]]
+        return "chosen"
+
+    monkeypatch.setattr(tool, "run_phase", run_phase)
+    monkeypatch.setattr(tool, "choose_config", choose)
+    monkeypatch.setattr(tool, "compile_all", lambda ways, flags: None)
+    monkeypatch.setattr(tool, "Stack", lambda shape, rows: None)
+    monkeypatch.setattr(tool, "read_table", lambda: table)
+    monkeypatch.setattr(tool, "device_of", lambda index: SimpleNamespace(arch="sm_90"))
+    cuda = tool.torch.cuda
+    for name, value in (("is_available", True), ("current_device", 0)):
+        monkeypatch.setattr(cuda, name, lambda value=value: value)
+    monkeypatch.setattr(
+        cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132)
+    )
+    flags = ["--shapes=27b", "--recipes=bf16", "--weights=down,lm_head", f"--out={tmp_path / 'table.json'}"]
+    tool.main(["narrow", *flags])
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written == table
+    assert written["sm_90"].keys() == {"5120x17408 bf16", "248320x5120 bf16"}
+    assert list(best) == ["5120x17408 bf16"]
+    # Products are tried by size, down first: of its tiles the odd ones have the operator's bits.
+    products = tool.candidates.products_of(["27b"], ["bf16"], ["down", "lm_head"])
+    down, head = (tool.candidates.narrow_configs(product) for product in products)
+    assert best["5120x17408 bf16"][:2] == [down[1], down[3]]
+    assert written["sm_90"]["248320x5120 bf16"] == [*astuple(head[0])[1:-1]]
+    assert "27b 5120x17408 bf16    chosen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", [tall_config.TALL_TABLE, w8a8_config.TALL_TABLE, HELD_TABLE], ids=str)
