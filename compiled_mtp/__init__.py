@@ -37,6 +37,10 @@ def _installed_version() -> str:
         return "0+uninstalled"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Lazily, so that the scheduler and the command line's errors never wait for torch.
     if name in _HOME:

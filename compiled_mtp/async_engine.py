@@ -18,7 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from compiled_mtp.errors import check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
@@ -30,8 +30,15 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_OPEN = 128
 DEFAULT_STREAM_BUFFER = 1024
+# Every shape is compiled before the first step, so the longest step is a prefill chunk: seconds on a GPU, and
+# some four minutes for 512 tokens of a model of 27B on a CPU with two cores.
+DEFAULT_STEP_TIMEOUT_S = 300.0
 # They hold the interpreter's lock but for the time in which they compile grammars and tokenise.
 _ADDING_THREADS = 2
+# How often `close` looks whether the step that it waits for hangs.
+_JOIN_S = 0.5
+
+Status = Literal["ok", "draining", "hung", "stopped"]
 
 
 class SteppedEngine(Protocol):
@@ -76,6 +83,12 @@ class EngineStoppedError(RuntimeError):
     """The engine takes nothing any more: it is being shut down, or it died. `code` names it to clients."""
 
     code = "stopped"
+
+
+class EngineHungError(EngineStoppedError):
+    """A step has run for longer than `step_timeout_s`."""
+
+    code = "hung"
 
 
 class SlowReaderError(RuntimeError):
@@ -167,7 +180,9 @@ class AsyncEngine:
     """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
 
     max_open bounds the choices that run or wait, stream_buffer the outputs of one choice
-    that nobody has read. Owns the engine: nothing else may call it, and it is closed with this.
+    that nobody has read. An engine whose step has run for more than `step_timeout_s` seconds is hung: it
+    takes no request until that step ends. Owns the engine: nothing else may call it, and it is closed with
+    this.
     """
 
     def __init__(
@@ -176,16 +191,22 @@ class AsyncEngine:
         *,
         max_open: int = DEFAULT_MAX_OPEN,
         stream_buffer: int = DEFAULT_STREAM_BUFFER,
+        step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
         observer: Observer | None = None,
     ) -> None:
         for name, value in (("max_open", max_open), ("stream_buffer", stream_buffer)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}; raise it")
+        if not step_timeout_s > 0:
+            raise ValueError(f"step_timeout_s must be above 0, got {step_timeout_s}; raise it")
         self.max_open = max_open
         self.stats = engine.stats()
         self._engine = engine
         self._observer = observer
         self._stream_buffer = stream_buffer
+        self._step_timeout_s = step_timeout_s
+        # When the stepping thread last began a turn of its loop; None while it waits for something to do.
+        self._turn_began_s: float | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._mean_total_s = 1.0
@@ -200,14 +221,20 @@ class AsyncEngine:
         self._thread.start()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether requests can still be decoded."""
-        return self._stopped is None
+    def status(self) -> Status:
+        """Return "ok" for an engine that takes requests, "draining" for one that only ends those it has,
+        "hung" while its step takes too long, "stopped" when it decodes nothing any more."""
+        if self._stopped is not None:
+            return "stopped"
+        if self._is_hung:
+            return "hung"
+        return "ok" if self._closing is None else "draining"
 
     @property
-    def is_accepting(self) -> bool:
-        """Whether requests are still taken."""
-        return self._stopped is None and self._closing is None
+    def step_age_s(self) -> float:
+        """Seconds that the running step has taken, 0 while there is nothing to step."""
+        began_s = self._turn_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     @property
     def num_open(self) -> int:
@@ -276,22 +303,46 @@ class AsyncEngine:
         """
         self._closing = EngineStoppedError("the server is shutting down; try another or later")
         deadline = time.monotonic() + timeout_s
-        while self._num_open and self.is_alive and time.monotonic() < deadline:
+        while self._num_open and self._stopped is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         is_empty = not self._num_open
         await asyncio.get_running_loop().run_in_executor(None, self.close)
         return is_empty
 
+    def check_step(self) -> None:
+        """Raise EngineHungError while a step takes longer than `step_timeout_s`."""
+        if self._is_hung:
+            raise self._hung_error()
+
     def close(self) -> None:
-        """End the thread and the engine, from any thread; open streams raise EngineStoppedError."""
+        """End the thread and the engine, from any thread; open streams raise EngineStoppedError.
+
+        A step that hangs is left behind: its thread ends the engine should the step ever end.
+        """
         with self._lock:
             if self._stopped is None:
                 self._inbox.put(self._stop)
-        self._thread.join()
+        while self._thread.is_alive() and not self._is_hung:
+            self._thread.join(min(_JOIN_S, self._step_timeout_s))
+        if self._thread.is_alive():
+            error = self._hung_error()
+            logger.critical("%s; the engine is left behind", error)
+            self._tell_all(error)
+
+    @property
+    def _is_hung(self) -> bool:
+        return self.step_age_s > self._step_timeout_s
+
+    def _hung_error(self) -> EngineHungError:
+        return EngineHungError(
+            f"a step must end within {self._step_timeout_s:g} s (step_timeout_s), got one that has run for "
+            f"{self.step_age_s:.1f} s; start the process again, or raise it for a slow device"
+        )
 
     def _check_open(self, num_more: int) -> None:
         if (error := self._stopped or self._closing) is not None:
             raise EngineStoppedError(*error.args)
+        self.check_step()
         if num_more > self.max_open:
             raise ValueError(
                 f"n must be at most {self.max_open} (max_open) over all requests, got {num_more}; ask for "
@@ -364,6 +415,7 @@ class AsyncEngine:
         reason = "the server was shut down"
         try:
             while not self._is_stopping:
+                self._turn_began_s = time.monotonic()
                 self._obey(is_idle=not engine.has_unfinished_requests())
                 if not self._is_stopping and engine.has_unfinished_requests():
                     start = time.perf_counter()
@@ -382,7 +434,10 @@ class AsyncEngine:
     def _obey(self, is_idle: bool) -> None:
         """Run the commands of the inbox; wait for one if there is nothing to step."""
         if is_idle:
-            self._inbox.get()()
+            self._turn_began_s = None
+            command = self._inbox.get()
+            self._turn_began_s = time.monotonic()
+            command()
         while not self._inbox.empty():
             self._inbox.get()()
 
@@ -419,18 +474,22 @@ class AsyncEngine:
         self._is_stopping = True
 
     def _end(self, error: EngineStoppedError) -> None:
-        """Tell every stream; whoever is about to add one hears it too."""
+        """Tell every stream, and close the engine."""
+        self._tell_all(error)
+        try:
+            self._engine.close()
+        except Exception as failure:  # It died, so this may fail too; everybody has been told.
+            logger.debug("the engine could not be closed", exc_info=failure)
+
+    def _tell_all(self, error: EngineStoppedError) -> None:
+        """End every stream with an error; whoever is about to add one hears it too."""
         with self._lock:
             self._stopped = error
             streams, self._streams = list(self._streams.values()), {}
             self._num_open = 0
         self._adders.shutdown(wait=False)
         for stream in streams:
-            _call(stream.loop, stream.fail, EngineStoppedError(*error.args))
-        try:
-            self._engine.close()
-        except Exception as failure:  # It died, so this may fail too; everybody has been told.
-            logger.debug("the engine could not be closed", exc_info=failure)
+            _call(stream.loop, stream.fail, type(error)(*error.args))
 
 
 def _count_choices(request: Mapping[str, Any]) -> int:

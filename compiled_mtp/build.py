@@ -6,7 +6,6 @@ Whatever can be refused without the weights is refused before they are loaded.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from compiled_mtp.build_order import Features, Order
 from compiled_mtp.build_settings import Settings, early_key, late_key, resolve
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.moves import Moves
@@ -28,7 +26,7 @@ from compiled_mtp.cache_sizes import (
     staging_bytes,
 )
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import further_depths, split_further_depths
+from compiled_mtp.depth_choice import further_depths
 from compiled_mtp.graph_choice import choose_graph_mode
 from compiled_mtp.graphs.artifacts import (
     PROGRAMS_NAME,
@@ -36,21 +34,19 @@ from compiled_mtp.graphs.artifacts import (
     load,
     read_key,
 )
-from compiled_mtp.graphs.buckets import Bucket, ladders
-from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.graphs.buckets import ladders
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
-from compiled_mtp.graphs.maker import ProgramMaker
 from compiled_mtp.host_memory import OFFLOAD_SHARE, plan_host_memory
 from compiled_mtp.memory import (
     HostPlan,
     MemoryPlan,
     available_bytes,
+    check_offload,
     plan_memory,
 )
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.finite import check_finite
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
@@ -69,13 +65,6 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
-# The process that compiles further depths. Not `-m`: the package is found wherever this one came from.
-_MAKER_CODE = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
-    "from compiled_mtp.make_depths import main; main()"
-)
-# Of the host's memory, and the most of what is free.
-_MAKER_BYTES, _MAKER_SHARE = 1 << 30, 0.1
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
@@ -111,18 +100,19 @@ def build(
     config: EngineConfig,
     model_config: ModelConfig,
     num_valid_ids: int,
-    features: Features,
     progress: Progress | None = None,
     fill: Fill | None = None,
     exchange: Exchange | None = None,
+    save_to: Path | None = None,
 ) -> Assembly:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     `fill` writes the parameters instead of the checkpoint's loader (benchmarks: no weights of that size are
     at hand). `exchange`: several ranks hold the model, of which this is one; all call `build` alike.
+    save_to: a directory that does not exist yet, into which every compiled program is written.
     Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
-    settings = resolve(config, model_config, features, num_valid_ids, exchange, is_checkpoint=fill is None)
+    settings = resolve(config, model_config, num_valid_ids, exchange, is_checkpoint=fill is None)
     key = early_key(settings)
     if settings.cache is not None:
         stored = read_key(settings.cache)
@@ -140,19 +130,19 @@ def build(
             rank=0 if exchange is None else exchange.rank,
             world=settings.world,
             prompt_rows=settings.prompt_rows,
+            allow_extra=config.allow_extra_tensors,
         )
     target, draft = _load(settings, progress, fill)
     if settings.device.type == "cpu":
         pack_weights(target, draft, model_config, settings.formats, exchange)
     unit = _row_unit(settings, target)
-    buckets = ladders(unit, settings.depths, config.max_batch, config.batch_sizes)
+    buckets = ladders(unit, settings.shapes, config.max_batch, config.batch_sizes)
     most_rows = max(bucket.rows for bucket in buckets)
-    half_rows = most_rows if features.with_halves else 0
     draft_head_bytes = settings.draft_head.num_bytes(target.head_weight)
-    memory = _plan_memory(settings, draft_head_bytes, half_rows, most_rows)
+    memory = _plan_memory(settings, draft_head_bytes, most_rows)
     num_blocks = memory.num_blocks
     host_bytes = _host_bytes(settings)
-    host, shelf = plan_host_memory(config, features, settings.device.type, memory, host_bytes, settings.world)
+    host, shelf = plan_host_memory(config, settings.device.type, memory, host_bytes, settings.world)
     max_model_len = _bound_length(settings, num_blocks)
     weight_bytes = sum(parameter.nbytes for parameter in target.parameters())
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters())
@@ -164,32 +154,29 @@ def build(
         graph_mode = "replay"
     key |= late_key(settings, buckets, num_blocks, graph_mode)
     saved = _find_programs(settings, key)
-    step = _make_step(settings, target, draft, num_blocks, max_model_len, half_rows)
+    step = _make_step(settings, target, draft, num_blocks, max_model_len)
     moves = _make_moves(settings, step, memory, host, shelf)
-    later, plain = _split_further_depths(settings, saved)
-    programs = _make_programs(settings, step, buckets, graph_mode, plain)
+    # All that is saved is compiled.
+    further = () if save_to is not None else further_depths(config, is_compiled=settings.is_compiled)
+    programs = Programs(
+        step,
+        buckets,
+        config.resolve_prefill_chunk(settings.device.type, model_config),
+        is_compiled=settings.is_compiled,
+        graph_mode=graph_mode,
+        plain_depths=() if saved is not None else further,
+        exchange=exchange,
+    )
+    # Ranks would adopt what comes later each at its own time.
+    later = further if saved is not None and exchange is None else ()
     if settings.has_shapes:
-        # A start compiles no more than with the first depth alone.
         first = first_depth(config.depths) if later else None
         told = None if progress is None else partial(progress, "compiled shapes")
-        save_to = None if features.save_to is None else settings.own_folder(features.save_to)
-        programs.warm_up(told, saved, depth=first, save_to=save_to)
+        made = None if save_to is None else settings.own_folder(save_to)
+        programs.warm_up(told, saved, depth=first, save_to=made)
     else:
         for model in (target, *([draft] if draft is not None else [])):
             reach_directly(model)
-    order = Order(
-        config=config,
-        model=model_config,
-        num_valid_ids=num_valid_ids,
-        features=features,
-        is_checkpoint=fill is None,
-        depths=later,
-        buckets=buckets,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        half_rows=half_rows,
-        num_threads=torch.get_num_threads(),
-    )
     return Assembly(
         device=settings.device,
         max_model_len=max_model_len,
@@ -202,41 +189,7 @@ def build(
         programs=programs,
         moves=moves,
         cache_key=key,
-        later=_later(settings, order, programs, saved),
-    )
-
-
-def lay_out(order: Order) -> Programs:
-    """The programs of an engine, to be saved: its tensors have their shapes and strides, and no values."""
-    settings = resolve(
-        order.config,
-        order.model,
-        order.features,
-        order.num_valid_ids,
-        is_checkpoint=order.is_checkpoint,
-    )
-    target, draft = _load(settings, None, lambda parameters: None)
-    sizes = (order.num_blocks, order.max_model_len)
-    step = _make_step(settings, target, draft, *sizes, order.half_rows)
-    return _make_programs(settings, step, order.buckets, None)
-
-
-def _make_programs(
-    settings: Settings,
-    step: Step,
-    buckets: Sequence[Bucket],
-    graph_mode: GraphMode | None,
-    plain_depths: Sequence[int] = (),
-) -> Programs:
-    return Programs(
-        step,
-        buckets,
-        settings.config.resolve_prefill_chunk(settings.device.type, settings.model),
-        is_compiled=settings.is_compiled,
-        graph_mode=graph_mode,
-        with_halves=settings.features.with_halves,
-        plain_depths=plain_depths,
-        exchange=settings.exchange,
+        later=_later(programs, later, saved),
     )
 
 
@@ -275,27 +228,16 @@ def _make_moves(settings: Settings, step: Step, memory: MemoryPlan, host: HostPl
     return moves
 
 
-def _split_further_depths(settings: Settings, saved: Path | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # Ranks would adopt what comes later each at its own time.
-    if settings.features.save_to is not None or (settings.exchange is not None and saved is not None):
-        return (), ()
-    how = {"is_compiled": settings.is_compiled, "is_saved": saved is not None}
-    return split_further_depths(settings.config, settings.device.type, **how)
-
-
-def _later(settings: Settings, order: Order, programs: Programs, saved: Path | None) -> LaterDepths | None:
-    """What makes the other depths of mtp_step "auto" ready: from a cache, or compiled in a process."""
-    if not order.depths:
+def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> LaterDepths | None:
+    """What loads the programs of these depths from a cache while the engine works."""
+    if not depths:
         return None
-    maker = None
-    if saved is None:
-        maker = ProgramMaker(_MAKER_CODE, pickle.dumps(order), programs.check_layout)
-        saved = maker.folder
+    assert saved is not None
     later = [
         LaterProgram(shape.depth or 0, saved / shape.name, partial(programs.adopt, shape))
-        for shape in programs.shapes_of(order.depths)
+        for shape in programs.shapes_of(depths)
     ]
-    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds, maker)
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
 
 
 def _load(
@@ -323,11 +265,11 @@ def _load(
             rank=0 if exchange is None else exchange.rank,
             world=settings.world,
             prompt_rows=settings.prompt_rows,
+            allow_extra=settings.config.allow_extra_tensors,
+            # Of the time that reading from the page cache takes, it adds a third on a CPU, a 25th on a GPU.
+            is_checked=settings.device.type == "cuda" or settings.config.check_weights,
             progress=report,
         )
-        # Of the time that reading from the page cache takes, it adds a third on a CPU, and a 25th on a GPU.
-        if settings.device.type == "cuda" or settings.config.check_weights:
-            check_finite(parameters)
     return target, draft
 
 
@@ -338,7 +280,6 @@ def _make_step(
     draft: DraftModel | None,
     num_blocks: int,
     max_model_len: int,
-    half_rows: int,
 ) -> Step:
     config, model, device = settings.config, settings.part, settings.device
     slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, settings.mtp_step
@@ -366,7 +307,6 @@ def _make_step(
         max_model_len,
         config.synthetic_acceptance,
         draft_head,
-        half_rows,
     )
 
 
@@ -376,7 +316,7 @@ def _row_unit(settings: Settings, target: TargetModel) -> int:
         return 1
     config = settings.config
     units = (1, 2, 4, 8)
-    each = [ladders(unit, settings.depths, config.max_batch, config.batch_sizes) for unit in units]
+    each = [ladders(unit, settings.shapes, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *shares_of(target.modules()), target.head_weight]
     found = find_row_unit(weights, row_counts)
@@ -391,16 +331,15 @@ def _row_unit(settings: Settings, target: TargetModel) -> int:
     return unit
 
 
-def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most_rows: int) -> MemoryPlan:
-    """What fits beside the weights, a draft head of its own, the rows of halves, a slice of a prompt's
+def _plan_memory(settings: Settings, draft_head_bytes: int, most_rows: int) -> MemoryPlan:
+    """What fits beside the weights, a draft head of its own, a slice of a prompt's
     logits, and what grows with the longest request: tables, and the parts of attention's sums.
     """
     config, model, dtype, kv_dtype = settings.config, settings.part, settings.dtype, settings.kv_dtype
     shape = cache_shape(model, dtype, kv_dtype, settings.mtp_step)
     # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
     cached = None if settings.cache is None else read_key(settings.cache).get("num_blocks")
-    other_bytes = draft_head_bytes + half_rows * model.hidden_size * dtype.itemsize
-    other_bytes += (half_rows + SLICE_ROWS) * model.vocab_size * torch.float32.itemsize
+    other_bytes = draft_head_bytes + SLICE_ROWS * model.vocab_size * torch.float32.itemsize
     # What rounds of depth 0 keep for the draft.
     other_bytes += (
         (config.max_batch + SPARE_SLOTS) * (settings.mtp_step + 1) * model.hidden_size * dtype.itemsize
@@ -409,14 +348,11 @@ def _plan_memory(settings: Settings, draft_head_bytes: int, half_rows: int, most
     host_bytes = 0
     if settings.device.type == "cpu":
         # The host tier lies in the same memory.
-        host_bytes += settings.features.host_records * shape.state_row_bytes()
-        host_bytes += settings.features.host_blocks * block_bytes
         if config.offload_gb is not None:
-            host_bytes += int(config.offload_gb * 2**30) // settings.world
-        elif not settings.features.host_records:
-            host_bytes += int(free_bytes * OFFLOAD_SHARE)
-        if settings.cache is None and further_depths(config, is_compiled=settings.is_compiled):
-            host_bytes += min(_MAKER_BYTES, int(free_bytes * _MAKER_SHARE))
+            host_bytes = int(config.offload_gb * 2**30) // settings.world
+            check_offload(host_bytes, free_bytes)
+        else:
+            host_bytes = int(free_bytes * OFFLOAD_SHARE)
     else:
         other_bytes += staging_bytes(config, shape)
     # No request is longer than all free memory, or than the blocks that are asked for.

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import depth_pairs
 from compiled_mtp.draft_choice import plan_draft_head
 from compiled_mtp.graph_choice import choose_compiled, has_graphs
 from compiled_mtp.graphs.artifacts import machine_key, source_digest
-from compiled_mtp.graphs.buckets import Bucket
+from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.draft_head import DraftHeadPlan
@@ -53,7 +51,7 @@ _CONFIG_APART = frozenset(
     (
         *("model", "offline", "compile", "graph_cache", "mtp_depths", "seed", "max_in_flight"),
         *("reference_ops", "prefix_cache", "prefix_cache_gb", "check_weights", "offload_gb", "mask_threads"),
-        "exchange",
+        *("exchange", "allow_extra_tensors"),
         *("draft_vocab", "device", "dtype", "max_model_len", "batch_sizes", "num_blocks", "graph_mode"),
         *("num_threads", "weight_recipe", "draft_head_dtype", "prefill_chunk"),
     )
@@ -66,17 +64,16 @@ class Settings:
     """What follows from the configs before anything is loaded.
 
     part: what this rank holds of `model`. has_shapes: what runs has fixed shapes, made ready at the start:
-    compiled, captured or both. depths: pairs (verified, left) of the rounds that will run, the last the
-    deepest. cache: the graph_cache that is used. exchange: the way to the other ranks, if any.
+    compiled, captured or both. shapes: of the rounds that will run, the last the deepest. cache: the
+    graph_cache that is used. exchange: the way to the other ranks, if any.
     """
 
     config: EngineConfig
     model: ModelConfig
     part: ModelConfig
-    features: Features
     is_compiled: bool
     has_shapes: bool
-    depths: tuple[tuple[int, int], ...]
+    shapes: tuple[RoundShape, ...]
     num_valid_ids: int
     device: torch.device
     dtype: torch.dtype
@@ -112,13 +109,12 @@ class Settings:
     @property
     def mtp_step(self) -> int:
         """The most drafts of a round."""
-        return self.depths[-1][1]
+        return self.shapes[-1].chain
 
 
 def resolve(
     config: EngineConfig,
     model_config: ModelConfig,
-    features: Features,
     num_valid_ids: int,
     exchange: Exchange | None = None,
     *,
@@ -141,7 +137,7 @@ def resolve(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     has_shapes = is_compiled or has_graphs(config, device)
-    depths = depth_pairs(config, features, has_shapes=has_shapes)
+    shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
     use_reference(config.reference_ops)
     if config.reference_ops:
         logger.warning("on their reference: %s", ", ".join(config.reference_ops))
@@ -157,10 +153,9 @@ def resolve(
         config=config,
         model=model_config,
         part=part,
-        features=features,
         is_compiled=is_compiled,
         has_shapes=has_shapes,
-        depths=depths,
+        shapes=shapes,
         num_valid_ids=num_valid_ids,
         device=device,
         dtype=dtype,
@@ -170,7 +165,7 @@ def resolve(
         formats=formats,
         cache=cache,
         exchange=exchange,
-        draft_head=plan_draft_head(config, model_config, num_valid_ids, device, depths[-1][1]),
+        draft_head=plan_draft_head(config, model_config, num_valid_ids, device, shapes[-1].chain),
     )
 
 
@@ -196,11 +191,10 @@ def early_key(settings: Settings) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "weight_recipe": settings.recipe,
         "weight_formats": {name: form.name for name, form in sorted(settings.formats.items())},
-        "depths": settings.depths,
+        "shapes": settings.shapes,
         "draft_ids": settings.draft_head.num_ids,
         "draft_head_is_fp8": settings.draft_head.is_fp8,
         "prefill_chunk": settings.config.resolve_prefill_chunk(settings.device.type, settings.model),
-        "with_halves": settings.features.with_halves,
         "exchange": None if settings.exchange is None else settings.exchange.kind,
         "num_valid_ids": settings.num_valid_ids,
         "max_model_len": settings.max_model_len,

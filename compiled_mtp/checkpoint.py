@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import HEAD_REMEDY, EngineConfig
 from compiled_mtp.front import Front
 from compiled_mtp.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.weights import has_mtp
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def open_front(config: EngineConfig) -> Front:
@@ -25,10 +27,11 @@ def open_front(config: EngineConfig) -> Front:
     """
     path = find_checkpoint(Path(config.model), is_offline=config.offline)
     model_config = read_model_config(path)
-    if config.depths[-1] and not has_mtp(path):
-        raise ValueError(
-            f"mtp_step must be 0 for a checkpoint without mtp.* tensors, got {config.mtp_step}; "
-            f"{path} has none, pass mtp_step=0 for plain decoding"
+    if config.settle(model_config, path).mtp_step != config.mtp_step:
+        logger.warning(
+            "mtp_step=auto is 0: %s stores no mtp.* tensors, as transformers saves fine-tunes; to draft, %s",
+            path,
+            HEAD_REMEDY,
         )
     # A default out of range is found before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
@@ -46,7 +49,7 @@ def make_front(
         block_size=config.block_size,
         max_model_len=config.resolve_max_model_len(model_config),
         prefill_chunk=config.resolve_prefill_chunk("cpu", model_config),
-        mtp_step=config.depths[-1],
+        mtp_step=config.settle(model_config, path).depths[-1],
         max_in_flight=config.max_in_flight or 0,
     )
     return Front(path, model_config, tokenizer, limits)

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.errors import check, fail, remedy_of, shown
 from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import ModelConfig
 
@@ -32,6 +32,8 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Settings of the service: not the engine's, and so not unknown to it.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
+# Of a checkpoint without an MTP head.
+HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
 # axis of a launch grid takes.
 MOST_PREFILL_CHUNK = 8192
@@ -64,8 +66,8 @@ def _depth_or_auto(value: Any) -> Any:
         return value
     try:
         return _DEPTH.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_explain({**error.errors()[0], "loc": ("mtp_step",)})) from None
+    except ValidationError:
+        raise fail("mtp_step", f"be auto or 0 to {MOST_DRAFTS}", shown(value, repr), "choose one") from None
 
 
 def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
@@ -84,8 +86,9 @@ def _count_or_file(value: Any) -> Any:
         return Path(value)
     try:
         return _COUNT.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_explain({**error.errors()[0], "loc": ("draft_vocab",)})) from None
+    except ValidationError:
+        rule, remedy = "be a number of ids, at least 1, or a file of ids", "leave it out for all ids"
+        raise fail("draft_vocab", rule, shown(value, repr), remedy) from None
 
 
 class Torchrun(BaseSettings):
@@ -262,6 +265,11 @@ class EngineConfig(BaseSettings):
         default=False,
         description="True to look for NaN and infinity in every weight at load; on a GPU that is always done",
     )
+    allow_extra_tensors: bool = Field(
+        default=False,
+        description="True to skip tensors of the checkpoint that the model has no use for, and a warning "
+        "names them; else they are refused",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=0,
@@ -302,11 +310,9 @@ class EngineConfig(BaseSettings):
     def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
         # To pydantic, as to Python, True is the number 1.
         entries = value if isinstance(value, list | tuple) else (value,)
-        if info.field_name not in ("prefix_cache", "check_weights", "offline") and any(
-            isinstance(entry, bool) for entry in entries
-        ):
-            name = str(info.field_name)
-            raise fail(name, "not be a bool", value, f"give {cls.model_fields[name].description}")
+        name = str(info.field_name)
+        if cls.model_fields[name].annotation is not bool and any(isinstance(one, bool) for one in entries):
+            raise fail(name, "not be a bool", value, "write out what it is to be")
         return value
 
     @field_validator("mtp_depths")
@@ -388,6 +394,15 @@ class EngineConfig(BaseSettings):
         """The numbers of drafts that rounds have, smallest first: one, but for mtp_step "auto"."""
         return (self.mtp_step,) if self.mtp_step != "auto" else tuple(sorted({*self.mtp_depths}))
 
+    def settle(self, model: ModelConfig, path: Path) -> EngineConfig:
+        """This config for the checkpoint `model` in `path`: "auto" drafts nothing without an MTP head."""
+        if model.mtp_num_layers or not self.depths[-1]:
+            return self.model_copy(update={"model": path})
+        rule = "be 0 for a checkpoint without mtp.* tensors"
+        remedy = f"{path} has none, pass mtp_step=0 for plain decoding or {HEAD_REMEDY}"
+        check(self.mtp_step == "auto", "mtp_step", rule, self.mtp_step, remedy)
+        return self.model_copy(update={"model": path, "mtp_step": 0})
+
     def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
         """The dtype of weights and activations on `device` ('cpu' or 'cuda')."""
         if self.dtype != "auto":
@@ -435,6 +450,22 @@ class EngineConfig(BaseSettings):
         return self.max_in_flight if self.max_in_flight is not None else int(device == "cuda")
 
 
+def as_config(given: EngineConfig | str | Path | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """The config of a caller that gives one, or a model (None for the one that ships) and settings of it.
+
+    Raises ValueError as `EngineConfig`, for settings beside a config, and for two models.
+    """
+    if isinstance(given, EngineConfig):
+        name, remedy = next(iter(settings), ""), "write EngineConfig(...) with it"
+        check(not settings, name, "stand in the EngineConfig", "it beside one", remedy)
+        return given
+    if given is None:
+        return EngineConfig(**settings)
+    got = f"{given} and {settings.get('model')}"
+    check("model" not in settings, "model", "be given once", got, "leave one out")
+    return EngineConfig(**settings, model=given)
+
+
 def _explain(error: Mapping[str, Any]) -> str:
     """One of pydantic's errors in our form."""
     if error["type"] == "value_error":
@@ -444,6 +475,4 @@ def _explain(error: Mapping[str, Any]) -> str:
         remedy = f"known are {sorted(EngineConfig.model_fields)}"
         return str(fail("config", "name settings only", name, remedy))
     rule = error["msg"].removeprefix("Input should ").replace("Input is not a", "be a", 1)
-    described = EngineConfig.model_fields.get(str(error["loc"][0]))
-    remedy = described.description if described is not None and described.description else "see EngineConfig"
-    return str(fail(name, rule, shown(error["input"], repr), f"give {remedy}"))
+    return str(fail(name, rule, shown(error["input"], repr), remedy_of(error["type"])))

@@ -1,20 +1,9 @@
-"""Which depths rounds have, and when their programs are made ready. No torch."""
+"""Which depths of rounds a start does not compile. No torch."""
 
 from __future__ import annotations
 
-from itertools import product
-
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.spec.depth import first_depth
-
-
-def depth_pairs(config: EngineConfig, features: Features, *, has_shapes: bool) -> tuple[tuple[int, int], ...]:
-    """Pairs of drafts that a round verifies and leaves; without fixed shapes any up to the deepest."""
-    if has_shapes and not features.depths:
-        return tuple((depth, depth) for depth in config.depths)
-    every = sorted({*features.depths}) if has_shapes else range(max(features.depths or config.depths) + 1)
-    return tuple(product(every, every))
 
 
 def further_depths(config: EngineConfig, *, is_compiled: bool) -> tuple[int, ...]:
@@ -22,14 +11,3 @@ def further_depths(config: EngineConfig, *, is_compiled: bool) -> tuple[int, ...
     if config.mtp_step != "auto" or not is_compiled:
         return ()
     return tuple(depth for depth in config.depths if depth != first_depth(config.depths))
-
-
-def split_further_depths(
-    config: EngineConfig, device_type: str, *, is_compiled: bool, is_saved: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those that become ready beside the steps, and those that the start captures as they are.
-
-    To compile beside an engine on a GPU would take its memory, and to capture takes no time.
-    """
-    further = further_depths(config, is_compiled=is_compiled)
-    return (further, ()) if is_saved or device_type == "cpu" else ((), further)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from compiled_mtp.errors import fail, quote, shown
+from compiled_mtp.errors import check, fail, quote, shown
 
 _MAKE_ONE = "make one with `compiled-mtp rank-vocabulary`"
 
@@ -49,13 +49,15 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
 def choose_draft_ids(
     draft_vocab: int | Path | None, num_valid_ids: int, eos_token_ids: Collection[int]
 ) -> tuple[int, ...] | None:
-    """The ids that drafts are chosen from, ascending, None for all; eos ids are always among them."""
+    """The ids that drafts are chosen from, ascending, None for all; eos ids are always among them.
+
+    Raises ValueError for more than num_valid_ids, and as `read_ids`.
+    """
     if draft_vocab is None:
         return None
-    named = (
-        range(min(draft_vocab, num_valid_ids))
-        if isinstance(draft_vocab, int)
-        else read_ids(draft_vocab, num_valid_ids)
-    )
+    if isinstance(draft_vocab, int):
+        rule = f"be at most {num_valid_ids}, the ids of this checkpoint"
+        check(draft_vocab <= num_valid_ids, "draft_vocab", rule, draft_vocab, "leave it out for all of them")
+    named = range(draft_vocab) if isinstance(draft_vocab, int) else read_ids(draft_vocab, num_valid_ids)
     ids = {*named, *(i for i in eos_token_ids if i < num_valid_ids)}
     return None if len(ids) == num_valid_ids else tuple(sorted(ids))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+import weakref
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +13,14 @@ from typing import Any, Self
 import torch
 
 from compiled_mtp.build import Fill, Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import open_front
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.errors import check_type
 from compiled_mtp.front import Front
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.inbox import Inbox, id_in_use
 from compiled_mtp.masks import Masks
+from compiled_mtp.plan import StepPlan
 from compiled_mtp.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.runner import Runner
@@ -29,6 +28,7 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.depth import Reason, first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
+from compiled_mtp.turn import Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,10 +91,11 @@ class Engine:
 
     One thread at a time steps, generates or closes; `add_request`, `abort`, `has_unfinished_requests` and
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
-    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. `config` may be the
-    model alone: a directory, or a repository of the Hugging Face Hub. `front` is what `open_front` gave for
-    the same config; it is the engine's from then on. `fill` writes the weights in the place of the
-    checkpoint's loader (benchmarks), `features` are those of its `Runner`. `with` closes the engine at its
+    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. In the place of an
+    EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
+    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front`
+    gave for the same config; it is the engine's from then on. `fill` writes the weights in the place of the
+    checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine at its
     end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
@@ -105,18 +106,18 @@ class Engine:
         progress: Progress | None = None,
         front: Front | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
+        save_to: Path | None = None,
+        **settings: Any,
     ) -> None:
-        if not isinstance(config, EngineConfig):
-            config = EngineConfig() if config is None else EngineConfig(model=config)
+        config = as_config(config, settings)
         if config.tensor_parallel > 1:
             # Where torchrun has started this process as another rank, it ends here.
             from compiled_mtp.parallel.follower import follow_rank_0
 
             follow_rank_0()
         self.front = front if front is not None else open_front(config)
-        self.config = config.model_copy(update={"model": self.front.path})
         self.model_config = self.front.model_config
+        self.config = config.settle(self.model_config, self.front.path)
         self.tokenizer = self.front.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
@@ -126,7 +127,9 @@ class Engine:
             from compiled_mtp.parallel.leader import LeadRunner
 
             make_runner = LeadRunner
-        self.runner = make_runner(self.config, self.model_config, num_valid_ids, progress, fill, features)
+        self.runner = make_runner(
+            self.config, self.model_config, num_valid_ids, progress, fill, save_to=save_to
+        )
         self._depths = self._make_depths()
         device, model = self.runner.device.type, self.model_config
         self._prefill_chunk = self.config.resolve_prefill_chunk(device, model)
@@ -163,11 +166,14 @@ class Engine:
         self._inbox = Inbox(self.scheduler, self.config.seed)
         self._progress = progress
         self._is_closed = False
-        self._stepping = threading.Lock()
-        # Outputs that a step has taken for the stream of a request, by its id.
-        self._streams: dict[str, deque[RequestOutput]] = {}
-        # Requests whose stream was left before its end.
-        self._left: deque[str] = deque()
+        # Of the call that steps, generates or closes.
+        self._turn = Turn()
+        # Why a step has stopped somewhere, until the scheduler has recovered.
+        self._cut: str | None = None
+        # The requests of the call of `generate` that is running, or was interrupted.
+        self._batch: Collection[str] = ()
+        # Requests whose outputs are for a stream of their own, with that stream.
+        self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
         self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
 
     def add_request(
@@ -214,38 +220,34 @@ class Engine:
         those that had left the queue, since what their launch has done is not known, and the next step says
         so. Raises ValueError while another thread steps.
         """
-        with self._as_only_stepper():
+        if not self._turn.take():
+            raise _not_alone()
+        before = None
+        try:
+            self._tidy()
             self._advance()
-            return self._take_outputs()
+            before = self.scheduler.outputs, self._totals
+            outputs = self._take_outputs(but=self._streams.keys())
+            self._turn.leave()
+            return outputs
+        except BaseException:
+            if before is not None:  # Nobody has got them.
+                self.scheduler.put_back(before[0])
+                self._totals = before[1]
+            self._turn.leave()
+            raise
 
     def _advance(self) -> None:
         """`step`, whose outputs wait in the scheduler until they are taken."""
         self._check_open()
         self._inbox.hand_over()
+        self._cut = "the step was interrupted"
         try:
-            self._inbox.pass_aborts()
-            self._forget_left()
-            if self._depths is not None and self.runner.later is not None:
-                self._take_depth(self._depths, self.runner.later)
-            plan = self.scheduler.schedule()
-            if plan is not None and plan.is_guided:
-                # The device is busy with the first half of the round meanwhile.
-                masks = self._masks.fill(plan, self.scheduler.windows(plan))
-                self.runner.set_masks(plan, masks)
-            if self._depths is not None and plan is not None:
-                self._depths.launch(plan)
-            result = self.runner.run(plan)
-            if self._depths is not None and result is not None:
-                self._depths.read(result)
-            self.scheduler.update(result)
+            plan = self._run_next()
+            self._cut = None
         except BaseException as error:
-            try:
-                self.runner.drop_launches()
-            finally:
-                # Also where a second interrupt ends the waiting for copies.
-                if self._depths is not None:
-                    self._depths.forget_launches()
-                self.scheduler.recover(f"the step was interrupted by {error!r}")
+            self._cut = f"the step was interrupted by {error!r}"
+            self._recover()
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
@@ -253,10 +255,51 @@ class Engine:
             if piece.prompt_len > self._prefill_chunk:
                 self._progress("prefill", piece.start + len(piece.token_ids), piece.prompt_len)
 
+    def _run_next(self) -> StepPlan | None:
+        """Take what has come, plan, launch and read; return the plan."""
+        self._inbox.pass_aborts()
+        self._forget_left()
+        if self._depths is not None and self.runner.later is not None:
+            self._take_depth(self._depths, self.runner.later)
+        plan = self.scheduler.schedule()
+        if plan is not None and plan.is_guided:
+            # The device is busy with the first half of the round meanwhile.
+            masks = self._masks.fill(plan, self.scheduler.windows(plan))
+            self.runner.set_masks(plan, masks)
+        if self._depths is not None and plan is not None:
+            self._depths.launch(plan)
+        result = self.runner.run(plan)
+        if self._depths is not None and result is not None:
+            self._depths.read(result)
+        self.scheduler.update(result)
+        return plan
+
+    def _recover(self) -> None:
+        """After a step that stopped somewhere; interrupted itself it is done again before the next one."""
+        if self._cut is None:
+            return
+        try:
+            self.runner.drop_launches()
+        finally:
+            # Also where a second interrupt ends the waiting for copies.
+            if self._depths is not None:
+                self._depths.forget_launches()
+            self.scheduler.recover(self._cut)
+        self._cut = None
+
+    def _tidy(self) -> None:
+        """Finish what an interrupted call has left: a step, and the requests of `generate`."""
+        self._recover()
+        if self._batch:
+            self._cut = "the end of generate was interrupted"
+            self._inbox.forget(self._batch)
+            self.scheduler.forget(self._batch)
+            self._cut, self._batch = None, ()
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
         # In this order: a request is handed over before it leaves the inbox.
-        return not self._inbox.is_empty or self.scheduler.has_unfinished()
+        return not self._inbox.is_empty or self.scheduler.has_unfinished(but=self._streams.keys())
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason 'abort', comes from the next step.
@@ -281,41 +324,53 @@ class Engine:
         other streams and `step` may be used; `step` returns none of its outputs. A stream that is left
         before its end ends its request with the next step.
         """
+        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        own: list[weakref.ref[Generator[RequestOutput, None, None]]] = []
+        stream = self._stream(own, params, given)
+        own.append(weakref.ref(stream))
+        return stream
+
+    def _stream(
+        self,
+        own: Sequence[weakref.ref[Generator[RequestOutput, None, None]]],
+        params: SamplingParams | None,
+        given: Mapping[str, Any],
+    ) -> Generator[RequestOutput, None, None]:
+        """`stream`; `own` is the generator itself. It has no `finally`: an interrupt may end that too, and a
+        generator may be ended wherever memory is collected."""
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         self._check_open()
-        choices = self.front.make_request(
-            "", params, prompt=prompt, prompt_token_ids=prompt_token_ids, messages=messages
-        )
+        choices = self.front.make_request("", params, **given)
         choices[0].request_id = request_id = self._inbox.new_id()
         unfinished = len(choices)
-        self._streams[request_id] = waiting = deque[RequestOutput]()
+        self._streams[request_id] = own[0]
+        self._inbox.put(choices)
+        while unfinished:
+            for output in self._next_outputs(request_id):
+                unfinished -= output.finish_reason is not None
+                yield output
+        # All is told: from here on the id may be another request's.
+        self._streams.pop(request_id, None)
+
+    def _next_outputs(self, request_id: str) -> list[RequestOutput]:
+        """What a request with a stream has gained; a step first if that is nothing."""
+        if not self._turn.take():
+            raise _not_alone()
         try:
-            self._inbox.put(choices)
-            while unfinished:
-                if not waiting:
-                    with self._as_only_stepper():
-                        outputs = self._take_outputs((request_id,))
-                        if not outputs:
-                            self._advance()
-                            outputs = self._take_outputs((request_id,))
-                    waiting += outputs
-                while waiting:
-                    output = waiting.popleft()
-                    unfinished -= output.finish_reason is not None
-                    yield output
+            self._tidy()
+            outputs = self._take_outputs((request_id,))
+            if not outputs:
+                self._advance()
+                outputs = self._take_outputs((request_id,))
+            return outputs
         finally:
-            # Nothing that takes a lock: a generator may be ended wherever memory is collected.
-            if unfinished:
-                self._left.append(request_id)
-            else:
-                # All is told: from here on the id may be another request's.
-                self._streams.pop(request_id, None)
+            self._turn.leave()
 
     def generate(
         self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None
     ) -> list[RequestOutput]:
         """Decode all prompts (texts, token ids or chats) to their end; one output for each choice, in order,
-        with all its tokens.
+        with all its tokens. A text alone is a list of one.
 
         `messages`, given in the place of prompts, is one chat or a list of chats. Outputs of other requests
         come from the next `step`. Raises ValueError before anything is decoded if one of the prompts is not
@@ -324,22 +379,26 @@ class Engine:
         prompts = as_prompts(prompts, messages)
         # By request, the outputs of each choice.
         outputs: dict[str, list[list[RequestOutput]]] = {}
-        with self._as_only_stepper():
-            try:
-                self._queue_all(prompts, match_params(prompts, params), outputs)
-                total = unfinished = sum(map(len, outputs.values()))
-                while unfinished:
-                    self._advance()
-                    before = unfinished
-                    for output in self._take_outputs(outputs):
-                        outputs[output.request_id][output.index].append(output)
-                        unfinished -= output.finish_reason is not None
-                    if self._progress is not None and unfinished < before:
-                        self._progress("requests", total - unfinished, total)
-            except BaseException:
-                self._inbox.forget(outputs)
-                self.scheduler.forget(outputs)
-                raise
+        if not self._turn.take():
+            raise _not_alone()
+        try:
+            self._tidy()
+            # Whatever ends this call, the next one forgets them if this one cannot.
+            self._batch = outputs
+            self._queue_all(prompts, match_params(prompts, params), outputs)
+            total = unfinished = sum(map(len, outputs.values()))
+            while unfinished:
+                self._advance()
+                before = unfinished
+                for output in self._take_outputs(outputs):
+                    outputs[output.request_id][output.index].append(output)
+                    unfinished -= output.finish_reason is not None
+                if self._progress is not None and unfinished < before:
+                    self._progress("requests", total - unfinished, total)
+            self._batch = ()
+        finally:
+            self._tidy()
+            self._turn.leave()
         return [join(parts) for choices in outputs.values() for parts in choices]
 
     def _queue_all(
@@ -406,11 +465,19 @@ class Engine:
 
         Raises ValueError while another thread steps.
         """
-        with self._as_only_stepper():
+        if not self._turn.take():
+            raise _not_alone()
+        try:
             self._is_closed = True
             self._inbox.forget()
+            if self._cut is not None:
+                self.scheduler.recover(self._cut)
+            self._cut = "the engine was being closed"
             self.scheduler.forget_all()
+            self._cut = None
             self.runner.close()
+        finally:
+            self._turn.leave()
 
     def _make_depths(self) -> DepthPolicy | None:
         """What chooses the depth of each round, if anything does."""
@@ -418,7 +485,7 @@ class Engine:
             return None
         depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
-        sizes = [b.groups for b in programs.buckets if b.verify_step == b.draft_step == begin]
+        sizes = [b.groups for b in programs.buckets if b.shape == (begin, begin)]
         return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
@@ -429,50 +496,29 @@ class Engine:
         elif later.is_done:
             self.runner.later = None
 
-    @contextmanager
-    def _as_only_stepper(self) -> Iterator[None]:
-        if not self._stepping.acquire(blocking=False):
-            raise ValueError(
-                "engine must be stepped, asked to generate and closed by one thread at a time, got a second "
-                "one; let one thread step, any other may call add_request and abort"
-            )
-        try:
-            yield
-        finally:
-            self._stepping.release()
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("engine must be open, got one that was closed; make another")
 
     def _forget_left(self) -> None:
         """End the requests whose streams were left, without an output."""
-        while self._left:
-            request_id = self._left[0]
-            self._inbox.forget((request_id,))
-            self.scheduler.forget((request_id,))
-            self._streams.pop(request_id, None)
-            self._left.popleft()
+        for request_id, reference in list(self._streams.items()):
+            stream = reference()
+            if stream is None or inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
+                self._inbox.forget((request_id,))
+                self.scheduler.forget((request_id,))
+                self._streams.pop(request_id, None)
 
-    def _take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """The outputs of these requests, or of all without a stream, that nobody has taken yet; those of
-        others stay, or wait for their streams.
-        """
-        outputs = self.scheduler.take_outputs(request_ids)
-        totals, is_for_all = self._totals, request_ids is None and bool(self._streams)
-        try:
-            for output in outputs:
-                if output.finish_reason is not None:
-                    totals = totals.plus(output)
-            streamed = [one for one in outputs if one.request_id in self._streams] if is_for_all else []
-            others = [one for one in outputs if one.request_id not in self._streams] if streamed else outputs
-        except BaseException:  # Ctrl-C.
-            self.scheduler.put_back(outputs)
-            raise
+    def _take_outputs(
+        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+    ) -> list[RequestOutput]:
+        """The outputs of these requests, or of all but some, that nobody has taken yet; the others stay."""
+        outputs, totals = self.scheduler.take_outputs(request_ids, but), self._totals
+        for output in outputs:
+            if output.finish_reason is not None:
+                totals = totals.plus(output)
         self._totals = totals
-        for output in streamed:
-            self._streams[output.request_id].append(output)
-        return others
+        return outputs
 
     def __enter__(self) -> Self:
         return self
@@ -481,3 +527,10 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _not_alone() -> ValueError:
+    return ValueError(
+        "engine must be stepped, asked to generate and closed by one thread at a time, got a second one; let "
+        "one thread step, any other may call add_request and abort"
+    )

@@ -6,6 +6,18 @@ import reprlib
 from collections.abc import Callable
 
 LONGEST_TEXT = 400
+# What to do about an error of pydantic's, by how its `type` begins.
+_REMEDIES = {
+    "greater_than": "raise it",
+    "less_than": "lower it",
+    "multiple_of": "round it",
+    "literal_error": "choose one of them",
+    "int": "give a whole number",
+    "float": "give a number",
+    "finite_number": "give a number",
+    "bool": "give true or false",
+    "path": "give a path",
+}
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 _REPR.maxlong = 60
@@ -51,6 +63,11 @@ def _without_middle(text: str, most: int) -> str:
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     """The one form of our errors, to be raised by the caller; see `shown` for what becomes of `got`."""
     return ValueError(f"{shown(name)} must {shown(rule)}, got {shown(got)}; {remedy}")
+
+
+def remedy_of(kind: str) -> str:
+    """What a caller does about an error of pydantic's of the `type` kind."""
+    return next((remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), "correct it")
 
 
 def check(ok: bool, name: str, rule: str, got: object, remedy: str) -> None:

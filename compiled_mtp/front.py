@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.errors import check_type, quote
+from compiled_mtp.errors import check, check_type, quote
 from compiled_mtp.guidance import Guidance
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import Request, SamplingParams
@@ -90,11 +90,16 @@ class Front:
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 index=index,
                 bad_word_ids=bad_words,
-                guide=guide.fork() if guide is not None else None,
+                # Each compiles a grammar of its own.
+                guide=guide.fork() if guide is not None and index else guide,
                 priority=priority,
             )
             for index in range(params.n)
         ]
+        most = self.model_config.max_position_embeddings
+        # Where the limits are narrower, max_model_len can be raised.
+        rule = f"be shorter than {most} tokens, the checkpoint's limit"
+        check(len(token_ids) < most, "prompt", rule, len(token_ids), "shorten it")
         for request in choices:
             if self.tokenizer is not None:
                 request.token_bytes = self.tokenizer.token_bytes

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compiled_mtp.reasoning import find_reasoning
 from compiled_mtp.sampling import grammar_source
-from compiled_mtp.sampling.grammar import GrammarCompiler, Matcher, Reasoning, is_reasoning
+from compiled_mtp.sampling.grammar import GrammarCompiler, Matcher, Reasoning
 from compiled_mtp.sampling.grammar_source import GrammarSource
 from compiled_mtp.sampling.params import only_one_grammar
 from compiled_mtp.sampling.sampling_params import SamplingParams
 from compiled_mtp.sampling.tool_calls import CALL_FORMS, from_tools
 from compiled_mtp.tokenizer import Tokenizer
-
-_REASONING_BEGIN, _REASONING_END = "<think>", "</think>"
 
 
 class Guidance:
@@ -26,6 +25,7 @@ class Guidance:
     ) -> None:
         self._family = family
         self._added = tokenizer.added_ids
+        self._reasoning = find_reasoning(tokenizer)
         # A config may name an eos that no token has.
         known = [token_id for token_id in eos_token_ids if token_id < tokenizer.num_ids]
         self._compiler = GrammarCompiler(tokenizer.json_text, num_ids, known)
@@ -38,10 +38,9 @@ class Guidance:
         source = self._source(params)
         if source is None:
             return None
-        begin, end = self._added.get(_REASONING_BEGIN), self._added.get(_REASONING_END)
         reasoning = None
-        if begin is not None and end is not None and is_reasoning(prompt_token_ids, begin, end):
-            reasoning = Reasoning((end,))
+        if self._reasoning is not None and self._reasoning.is_open(prompt_token_ids):
+            reasoning = Reasoning((self._reasoning.end,))
         return self._compiler.compile(source, reasoning)
 
     def _source(self, params: SamplingParams) -> GrammarSource | None:
@@ -55,5 +54,11 @@ class Guidance:
         if name == "guided_grammar":
             return grammar_source.from_lark(params.guided_grammar)
         if name == "tool_choice":
-            return from_tools(params.tools, params.tool_choice, CALL_FORMS[self._family], self._added)
+            return from_tools(
+                params.tools,
+                params.tool_choice,
+                CALL_FORMS[self._family],
+                self._added,
+                parallel_tool_calls=params.parallel_tool_calls,
+            )
         return None

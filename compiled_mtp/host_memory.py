@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache_sizes import shelf_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.memory import HostPlan, MemoryPlan, plan_host, plan_shelf
@@ -28,7 +27,6 @@ class HostPlans(NamedTuple):
 
 def plan_host_memory(
     config: EngineConfig,
-    features: Features,
     device_type: str,
     memory: MemoryPlan,
     free_bytes: int,
@@ -42,9 +40,7 @@ def plan_host_memory(
     own share. Raises ValueError if offload_gb is more than there is.
     """
     share = int(free_bytes * OFFLOAD_SHARE)
-    if features.host_records:
-        host = HostPlan(features.host_records, features.host_blocks)
-    elif config.offload_gb is None:
+    if config.offload_gb is None:
         host = plan_host(share, memory)
     else:
         host = plan_host(int(config.offload_gb * 2**30) // world, memory, free_bytes)

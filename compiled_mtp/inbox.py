@@ -83,15 +83,14 @@ class Inbox:
             self._aborts.add(request_id)
 
     def hand_over(self) -> None:
-        """Give the scheduler the requests that have come since. Interrupted anywhere it can be called
-        again.
+        """Give the scheduler the requests that have come since. Interrupted anywhere it is called again
+        before the scheduler plans.
         """
         if not self._requests:
             return
         with self._lock:
             for request_id, choices in list(self._requests.items()):
-                if not self._scheduler.has_id(request_id):
-                    self._scheduler.add(*choices)
+                self._scheduler.add(*choices)
                 del self._requests[request_id]
 
     def pass_aborts(self) -> None:

@@ -35,7 +35,7 @@ class Masks:
         self._num_fills = 0
 
     def fill(self, plan: StepPlan, windows: Sequence[GuidedWindow]) -> torch.Tensor:
-        """Return the masks of a plan: i32 [slots * (verify_step + 1), ceil(vocab_size / 32)] on the host.
+        """Return the masks of a plan: i32 [slots * (shape.verify + 1), ceil(vocab_size / 32)] on the host.
 
         Rows of requests without a grammar allow every id. A matcher may have its error set.
         """
@@ -44,7 +44,7 @@ class Masks:
             self._filler = MaskFiller(self._num_threads)
         buffer = self._buffers[self._num_fills % len(self._buffers)]
         self._num_fills += 1
-        masks = buffer[: len(plan.slots) * (plan.verify_step + 1)]
+        masks = buffer[: len(plan.slots) * (plan.shape.verify + 1)]
         masks.fill_(_ALL_IDS)
         self._filler.fill([_window(one) for one in windows], masks)
         return masks

@@ -124,6 +124,7 @@ def plan_memory(
     ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
     fit.
     """
+    all_bytes = free_bytes
     free_bytes -= other_bytes + host_bytes
     rows = max_batch + SPARE_SLOTS
     block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
@@ -137,10 +138,12 @@ def plan_memory(
     needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
     if needed > free_bytes:
         checkpoints = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
-        beside = f", beside {_mib(host_bytes)} for those who leave" if host_bytes else ""
+        others = [(host_bytes, "those who leave"), (other_bytes, "a step")]
+        beside = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
+        beside = f", beside {beside}" if beside else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{checkpoints}){beside}, got {_mib(free_bytes)}; lower "
+            f"{count} blocks of {_mib(block_bytes)}{checkpoints}){beside}, got {_mib(all_bytes)}; lower "
             f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
             "num_blocks"
         )
@@ -169,17 +172,23 @@ class HostPlan:
     num_blocks: int
 
 
-def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> HostPlan:
-    """Return what `offload_bytes` of host memory hold of what `plan` has on the device: at most all of it.
-
-    Half is for rows, as far as they need it. Raises ValueError if more is asked for than free_bytes; None for
-    a number of our own choice.
-    """
-    if free_bytes is not None and offload_bytes > free_bytes:
+def check_offload(offload_bytes: int, free_bytes: int) -> None:
+    """Raise ValueError if more host memory is asked for than is free."""
+    if offload_bytes > free_bytes:
         raise ValueError(
             f"offload_gb must be at most the {free_bytes / 2**30:.2f} GiB of host memory that are free, got "
             f"{offload_bytes / 2**30:.2f}; lower it"
         )
+
+
+def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> HostPlan:
+    """Return what `offload_bytes` of host memory hold of what `plan` has on the device: at most all of it.
+
+    Half is for rows, as far as they need it. Raises ValueError as `check_offload`; free_bytes is None for a
+    number of our own choice.
+    """
+    if free_bytes is not None:
+        check_offload(offload_bytes, free_bytes)
     records = min(plan.num_state_rows - SPARE_SLOTS, offload_bytes // 2 // plan.state_row_bytes)
     blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
     return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
+
 SPARE_SLOTS = 2
 """Slots that no request owns: the padding's, the first, and the last, in which a launch leaves what is to be
 a checkpoint of a place inside a piece of a prompt."""
@@ -94,7 +96,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The first drafts of a slot's next round are these, at most verify_step, whatever was drafted."""
+    """The first drafts of a slot's next round are these, no more than it verifies, whatever was drafted."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -136,10 +138,10 @@ class StepPlan:
     """One launch: pieces of prompts, a decode round of several requests or half of one, or moves alone.
 
     Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
-    prefill: `pieces`, one a slot; those with is_last also emit a first token and leave draft_step drafts.
-    first: the first token of one request, and draft_step drafts, after all pieces of its prompt without
+    prefill: `pieces`, one a slot; those with is_last also emit a first token and leave shape.chain drafts.
+    first: the first token of one request, and shape.chain drafts, after all pieces of its prompt without
     is_last: where the token needs a mask or its log probability is wanted.
-    decode: every slot is verified on verify_step + 1 rows and draft_step new drafts are left. num_drafts of
+    decode: every slot is verified on shape.verify + 1 rows and shape.chain new drafts are left. num_drafts of
     those that are verified were made as drafts; behind them stands id 0.
     verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
     with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
@@ -159,8 +161,7 @@ class StepPlan:
     kind: PlanKind
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
-    verify_step: int = 0
-    draft_step: int = 0
+    shape: RoundShape = NO_DRAFTS
     num_drafts: int = 0
     catches_up: bool = False
     pieces: tuple[Piece, ...] = ()

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from compiled_mtp.graphs.buckets import (
+    NO_DRAFTS,
     PIECE_MULTIPLE,
     PREFILL_MULTIPLE,
     Bucket,
+    RoundShape,
     lay_out,
     pick,
     pick_prefill_length,
@@ -27,6 +29,7 @@ from compiled_mtp.graphs.buckets import (
 )
 from compiled_mtp.graphs.compile import (
     GraphMode,
+    Inputs,
     Program,
     capture,
     compile_program,
@@ -65,7 +68,7 @@ class Shape:
     depth: int | None
     name: str
     method: Callable[..., torch.Tensor | None]
-    inputs: tuple[torch.Tensor | int, ...]
+    inputs: Inputs
     programs: dict[Any, Program]
     key: Hashable
 
@@ -78,9 +81,9 @@ class Programs:
     padded behind the last. Where compiled code becomes graphs, prompts, first tokens and rounds of
     plain_depths are captured as they are. A round runs in one of `buckets`; those of a depth from two
     requests on have their program in common, unless there is an exchange between ranks: it asks for the
-    number of rows, so each size has a program. with_halves: rounds as two halves are
-    made ready too; without it, where there are graphs, a half's code is captured as it is behind its
-    first run, which costs the start nothing. Inputs are copied to the device only when they change.
+    number of rows, so each size has a program. Where there are graphs, the code of a half round is
+    captured as it is behind its first run, which costs the start nothing. Inputs are copied to the device
+    only when they change.
     """
 
     def __init__(
@@ -91,7 +94,6 @@ class Programs:
         *,
         is_compiled: bool,
         graph_mode: GraphMode | None,
-        with_halves: bool = False,
         plain_depths: Collection[int] = (),
         exchange: Exchange | None = None,
     ) -> None:
@@ -106,7 +108,6 @@ class Programs:
         self._save_to: Path | None = None
         # What was made for a shape and is for others too, while they are made ready.
         self._made: dict[str, Program] = {}
-        self.with_halves = with_halves
         self.device = step.slots.pos.device
         self._batches: dict[int, tuple[int, ...]] = {}
         # Of the CUDA graphs; the seconds that it took to capture them by hand.
@@ -125,63 +126,67 @@ class Programs:
         # A captured graph records no gradients anyhow: only what runs as code has to be told.
         without_gradients = torch.no_grad()
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.decode))
-        self._verify: dict[tuple[int, int], Program] = dict.fromkeys(
-            [(b.rows, b.verify_step) for b in self.buckets], without_gradients(step.verify_half)
-        )
-        self._accept: dict[Bucket, Program] = dict.fromkeys(self.buckets, without_gradients(step.accept_half))
+        halves = {"verify": step.verify_half, "accept": step.accept_half}
+        self._halves: dict[tuple[str, Bucket], Program] = {
+            (name, bucket): without_gradients(half)
+            for name, half in halves.items()
+            for bucket in self.buckets
+        }
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, without_gradients(step.prefill))
-        # By draft_step and the number of prompts, one or the most.
+        # By the length of the chain and the number of prompts, one or the most.
         self._first_token: dict[tuple[int, int], Program] = dict.fromkeys(
-            sorted({(b.draft_step, n) for b in self.buckets for n in (1, self.most_pieces)}),
+            sorted({(b.shape.chain, n) for b in self.buckets for n in (1, self.most_pieces)}),
             without_gradients(step.first_token),
         )
         # Halves whose graph is still to come.
-        has_graphs = graph_mode is not None and not with_halves
-        self._uncaptured: set[Hashable] = {*self._verify, *self._accept} if has_graphs else set()
+        self._uncaptured = set() if graph_mode is None else {*self._halves}
         # What rounds without drafts keep has the shape of the deepest round.
-        widest = {b.groups: b for b in self.buckets if b.verify_step == b.draft_step == step.mtp_step}
-        has_kept = step.mtp_step > 0 and any(b.verify_step == b.draft_step == 0 for b in self.buckets)
+        deepest = RoundShape(step.mtp_step, step.mtp_step)
+        widest = {b.groups: b for b in self.buckets if b.shape == deepest}
+        has_kept = step.mtp_step > 0 and any(b.shape == NO_DRAFTS for b in self.buckets)
         self._catch_up: dict[int, Program] = dict.fromkeys(
             widest if has_kept else (), without_gradients(step.catch_up)
         )
-        # The slots and depth whose forward the buffers between the halves hold.
-        self._verified: tuple[tuple[int, ...], int] | None = None
+        # The slots and shape of the round whose forward the buffers between the halves hold.
+        self._verified: tuple[tuple[int, ...], RoundShape] | None = None
+        # Rows of step.masks that may forbid ids: those behind them allow all.
+        self._masked_rows = 0
 
     @property
     def count(self) -> int:
         """Number of shapes that `warm_up` makes ready unless it is told a depth."""
-        halves = len(self._verify) + len(self._accept) if self.with_halves else 0
-        rounds = len(self._decode) + halves + len(self._catch_up)
+        rounds = len(self._decode) + len(self._catch_up)
         return rounds + len(self._prefill) + len(self._first_token)
 
-    def decode(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
+    def decode(self, slots: tuple[int, ...], shape: RoundShape) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
         # Nobody accepts a half that lies before a whole round: its requests have ended.
         self._verified = None
-        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        bucket = pick(self.buckets, len(slots), shape)
         state_index = self._upload_slots(bucket, slots)
-        return self._decode[bucket](state_index, verify_step, draft_step)
+        return self._decode[bucket](state_index, bucket.shape)
 
     def catch_up(self, slots: tuple[int, ...]) -> None:
         """Let the draft read what rounds of `slots` without drafts have kept."""
-        bucket = pick(self.buckets, len(slots), self.step.mtp_step, self.step.mtp_step)
+        bucket = pick(self.buckets, len(slots), RoundShape(self.step.mtp_step, self.step.mtp_step))
         self._catch_up[bucket.groups](self._upload_slots(bucket, slots))
 
-    def verify(self, slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
+    def verify(self, slots: tuple[int, ...], shape: RoundShape) -> None:
         """The first half of a round. Other launches may follow before `accept`, but for another `verify`."""
-        bucket = pick(self.buckets, len(slots), verify_step, draft_step)
+        # Fails it half way, nobody accepts what the buffers then hold.
+        self._verified = None
+        bucket = pick(self.buckets, len(slots), shape)
         if self.step.verified_logits.shape[0] < bucket.rows:
             self.step.reserve_halves(max(bucket.rows for bucket in self.buckets))
         state_index = self._upload_slots(bucket, slots)
-        self._call_half(self._verify, (bucket.rows, verify_step), (state_index, verify_step))
-        self._verified = (slots, verify_step)
+        self._call_half("verify", bucket, state_index)
+        self._verified = (slots, shape)
 
     @torch.no_grad()
     def accept(
         self,
         slots: tuple[int, ...],
-        verify_step: int,
-        draft_step: int,
+        shape: RoundShape,
         masks: torch.Tensor | None = None,
         *,
         with_logprobs: bool = False,
@@ -191,23 +196,20 @@ class Programs:
         with `pack_logprobs`; with_processed says that some request wants those of its processed logits.
 
         masks: those of the slots' rows, on the device, as `sample` takes them. Raises ValueError unless the
-        verify was of the same slots and depth.
+        verify was of the same slots and shape.
         """
-        if self._verified != (slots, verify_step):
+        if self._verified != (slots, shape):
             raise ValueError(
-                f"accept must follow the verify of its own round, got slots {slots} and verify_step "
-                f"{verify_step} after {self._verified}; plan both halves of a round alike"
+                f"accept must follow the verify of its own round, got slots {slots} and {shape} after "
+                f"{self._verified}; plan both halves of a round alike"
             )
         self._verified = None
-        bucket, step = pick(self.buckets, len(slots), verify_step, draft_step), self.step
+        bucket, step = pick(self.buckets, len(slots), shape), self.step
         state_index = self._upload_slots(bucket, slots)
-        if masks is not None:
-            step.masks[: masks.shape[0]] = masks
+        self._write_masks(masks)
         # What the tokens are drawn from; the slots' own state has moved on once they are.
-        filtered = step.filter_half(state_index, verify_step) if with_logprobs and with_processed else None
-        packed = self._call_half(self._accept, bucket, (state_index, verify_step, draft_step))
-        if masks is not None:
-            step.masks[: masks.shape[0]] = -1
+        filtered = step.filter_half(state_index, shape) if with_logprobs and with_processed else None
+        packed = self._call_half("accept", bucket, state_index)
         if not with_logprobs:
             return packed
         return step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
@@ -216,7 +218,7 @@ class Programs:
     def first(
         self,
         slot: int,
-        draft_step: int,
+        chain: int,
         masks: torch.Tensor | None = None,
         *,
         with_logprobs: bool = False,
@@ -228,12 +230,12 @@ class Programs:
         Runs as it is, uncompiled: a request has one first token.
         """
         step, state_index = self.step, self._ended[1]
-        self._check_draft_step(draft_step)
+        self._check_chain(chain)
         self._upload(state_index, (slot,))
         logits, sampling = step.first_logits(state_index)
         has_filtered = with_logprobs and with_processed
         filtered = filter_logits(logits, *sampling, None, masks) if has_filtered else None
-        packed = step.conclude_first(state_index, logits, sampling, draft_step, masks)
+        packed = step.conclude_first(state_index, logits, sampling, chain, masks)
         return step.logprobs(packed, state_index, logits, filtered) if with_logprobs else packed
 
     def prefill(self, slots: Sequence[int], pieces: Sequence[Piece]) -> RowLogprobs | None:
@@ -271,21 +273,21 @@ class Programs:
         self._upload(chosen[: len(next_ids)], next_ids)
         return score_rows(self.step.target, hidden, chosen, self.step.num_valid_ids)
 
-    def first_token(self, slots: Sequence[int], draft_step: int) -> torch.Tensor:
+    def first_token(self, slots: Sequence[int], chain: int) -> torch.Tensor:
         """What follows the last pieces of the prompts in `slots`; returns what Step.first_token does, padding
         rows last.
 
         Raises ValueError for a depth that no program was made for.
         """
-        self._check_draft_step(draft_step)
+        self._check_chain(chain)
         kind = 1 if len(slots) == 1 else self.most_pieces
         size = kind if self.has_shapes else len(slots)
         self._upload(self._ended[size], (*slots, *[0] * (size - len(slots))))
-        return self._first_token[draft_step, kind](self._ended[size], draft_step)
+        return self._first_token[chain, kind](self._ended[size], chain)
 
     def drop(self) -> None:
         """Give back every program, and with them the CUDA graphs: nothing runs any more."""
-        for programs in (self._decode, self._verify, self._accept, self._prefill, self._first_token):
+        for programs in (self._decode, self._halves, self._prefill, self._first_token):
             programs.clear()
         self._catch_up.clear()
 
@@ -328,18 +330,18 @@ class Programs:
         has no kernel of its own there.
         """
         step, kept_rows = self.step, self.step.verified_logits.shape[0]
-        smallest = {(b.verify_step, b.draft_step): b for b in sorted(self.buckets, reverse=True)}
+        smallest = {b.shape: b for b in sorted(self.buckets, reverse=True)}
         step.reserve_halves(max(bucket.rows for bucket in smallest.values()))
         for bucket in smallest.values():
             state_index = self._state_indices[bucket.groups]
-            filtered = step.filter_half(state_index, bucket.verify_step)
-            packed = step.accept_half(state_index, bucket.verify_step, bucket.draft_step)
+            filtered = step.filter_half(state_index, bucket.shape)
+            packed = step.accept_half(state_index, bucket.shape)
             step.logprobs(packed, state_index, step.verified_logits[: bucket.rows], filtered)
         masks = step.masks[:1].clone()
         step.reserve_halves(kept_rows)
-        for draft_step in dict.fromkeys(draft_step for draft_step, _ in self._first_token):
+        for chain in dict.fromkeys(chain for chain, _ in self._first_token):
             for own_masks in (None, masks):
-                self.first(0, draft_step, own_masks, with_logprobs=True, with_processed=True)
+                self.first(0, chain, own_masks, with_logprobs=True, with_processed=True)
         hidden = step.slots.last_hidden[:1]
         score_rows(step.target, hidden, self._zeros(SLICE_ROWS, torch.int64), step.num_valid_ids)
 
@@ -356,8 +358,8 @@ class Programs:
             self._pool = torch.cuda.graph_pool_handle()
             largest = max(self.buckets)
             state_index = self._state_indices[largest.groups]
-            self.step.decode(state_index, largest.verify_step, largest.draft_step)
-            self.step.first_token(self._ended[1], largest.draft_step)
+            self.step.decode(state_index, largest.shape)
+            self.step.first_token(self._ended[1], largest.shape.chain)
         for table in self._pieces.values():
             table[2, 0] = 1
             table[3, 1:] = PIECE_MULTIPLE
@@ -395,11 +397,11 @@ class Programs:
     @torch.no_grad()
     def adopt(self, shape: Shape, program: Program) -> None:
         """Make a loaded program ready, on padding rows alone, while requests are decoded in other shapes."""
+        # What was uploaded last is not what they hold from here on.
+        self._batches.clear()
         for tensor in shape.inputs:
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()
-        # They are not what was uploaded last.
-        self._batches.clear()
         self._make_ready(shape, program)
         self.step.slots.clear_padding_row()
 
@@ -426,29 +428,20 @@ class Programs:
             chunk = (self._prefill_inputs[length], self._pieces[piece_limit(length, self.max_batch)])
             yield Shape(None, f"prefill_{length}", Step.prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):
-            verify_step, draft_step = bucket.verify_step, bucket.draft_step
-            inputs = (self._state_indices[bucket.groups], verify_step, draft_step)
-            name, depth = f"{verify_step}_to_{draft_step}_drafts", max(verify_step, draft_step)
+            inputs = (self._state_indices[bucket.groups], bucket.shape)
+            name, depth = "{}_to_{}_drafts".format(*bucket.shape), max(bucket.shape)
             name = self._of_batch(name, bucket.groups)
             yield Shape(depth, f"decode_{name}", Step.decode, inputs, self._decode, bucket)
-            if self.with_halves:
-                yield Shape(depth, f"accept_{name}", Step.accept_half, inputs, self._accept, bucket)
         for groups in sorted(self._catch_up, reverse=True):
             index = (self._state_indices[groups],)
             name = self._of_batch("catch_up", groups)
             yield Shape(0, name, Step.catch_up, index, self._catch_up, groups)
-        for key in sorted(self._verify, reverse=True) if self.with_halves else ():
-            rows, verify_step = key
-            groups = rows // (verify_step + 1)
-            half = (self._state_indices[groups], verify_step)
-            name = self._of_batch(f"verify_{verify_step}_drafts", groups)
-            yield Shape(verify_step, name, Step.verify_half, half, self._verify, key)
         for first in self._first_token:
-            draft_step, count = first
-            name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], draft_step)
-            name = f"{name}_{draft_step}_drafts"
+            chain, count = first
+            name, ended = "first_token" if count == 1 else "first_tokens", (self._ended[count], chain)
+            name = f"{name}_{chain}_drafts"
             # Captured in no time, they need not wait for their rounds.
-            of_depth = draft_step if self.graph_mode is None else None
+            of_depth = chain if self.graph_mode is None else None
             yield Shape(of_depth, name, Step.first_token, ended, self._first_token, first)
 
     def _of_batch(self, name: str, size: int) -> str:
@@ -468,7 +461,7 @@ class Programs:
             self._capture(program, shape.inputs) if is_captured else torch.no_grad()(program)
         )
 
-    def _capture(self, program: Program, inputs: tuple[torch.Tensor | int, ...]) -> Program:
+    def _capture(self, program: Program, inputs: Inputs) -> Program:
         begin_s = time.perf_counter()
         captured = capture(program, inputs, self._pool)
         self.capture_s += time.perf_counter() - begin_s
@@ -484,8 +477,7 @@ class Programs:
         """What saved programs assume of the tensors they are given. Whole rounds do not touch what lies
         between halves, which is made when the first half needs it."""
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
-        left_out = frozenset[str]() if self.with_halves else self.step.between_halves
-        kept = [(name, tensor) for name, tensor in tensors if name not in left_out]
+        kept = [(name, tensor) for name, tensor in tensors if name not in self.step.between_halves]
         return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in kept}
 
     def check_layout(self, saved: Path) -> None:
@@ -498,12 +490,10 @@ class Programs:
                     "it again with `compiled-mtp export`"
                 )
 
-    def _check_draft_step(self, draft_step: int) -> None:
-        if (draft_step, 1) not in self._first_token:
+    def _check_chain(self, chain: int) -> None:
+        if (chain, 1) not in self._first_token:
             known = sorted({known for known, _ in self._first_token})
-            raise ValueError(
-                f"draft_step must be one of {known}, got {draft_step}; name it when the programs are made"
-            )
+            raise ValueError(f"chain must be one of {known}, got {chain}; name it when the programs are made")
 
     def _upload_slots(self, bucket: Bucket, slots: tuple[int, ...]) -> torch.Tensor:
         """The static input of a bucket, which holds `slots` and then padding."""
@@ -515,15 +505,30 @@ class Programs:
             self._batches[size] = slots
         return state_index
 
-    def _call_half(
-        self, programs: dict[Any, Program], key: Hashable, inputs: tuple[torch.Tensor | int, ...]
-    ) -> Any:
-        """Run a program, and capture what is not compiled: its operators have kernels and counters now."""
-        output = programs[key](*inputs)
+    def _write_masks(self, masks: torch.Tensor | None) -> None:
+        """Have the accept that is launched next masked by `masks` [rows, words], its other rows by none.
+
+        Every accept says so for itself: one that failed, or was interrupted, leaves its masks behind. What
+        the rows hold is known here, so that a round without masks launches nothing more unless the one
+        before it had some.
+        """
+        rows, num_stale = 0 if masks is None else masks.shape[0], self._masked_rows
+        # Rather too many than too few: an error or an interrupt may come between any two lines.
+        self._masked_rows = max(rows, num_stale)
+        if masks is not None:
+            self.step.masks[:rows] = masks
+        if num_stale > rows:
+            self.step.masks[rows:num_stale] = -1
+        self._masked_rows = rows
+
+    def _call_half(self, name: str, bucket: Bucket, state_index: torch.Tensor) -> Any:
+        """Run half a round, and capture it once: its operators have kernels and counters then."""
+        key, inputs = (name, bucket), (state_index, bucket.shape)
+        output = self._halves[key](*inputs)
         if key in self._uncaptured:
             self._uncaptured.remove(key)
             try:
-                programs[key] = self._capture(programs[key], inputs)
+                self._halves[key] = self._capture(self._halves[key], inputs)
             except RuntimeError as error:  # No memory for its pool, say: who decodes is not to end.
                 logger.warning("half a round of %s runs without a graph: %s", key, error)
         return output

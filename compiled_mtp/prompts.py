@@ -32,7 +32,7 @@ def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
         given = "neither" if prompts is None else "both"
         raise ValueError(f"prompts and messages must be given exactly once, got {given}; choose one")
     if isinstance(prompts, str):
-        raise ValueError(f"prompts must be a list, got the text {quote(prompts)}; put it into a list")
+        return [prompts]
     if prompts is None:
         return _as_chats(messages)
     try:

@@ -20,17 +20,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.replicas.config import ReplicaConfig, check_door, check_proxy, find_inert, split_args
+from compiled_mtp.replicas.config import (
+    ReplicaConfig,
+    check_door,
+    check_proxy,
+    check_seed,
+    find_inert,
+    split_args,
+)
 from compiled_mtp.replicas.connection import WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
-from compiled_mtp.replicas.identity import identify
+from compiled_mtp.replicas.identity import identify, list_files
 from compiled_mtp.replicas.messages import Call, Message
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import assemble_service, name_model, settle_interpreter
 
 if TYPE_CHECKING:
@@ -70,7 +78,7 @@ def app(args: Mapping[str, Any]) -> Any:
             "request_router_kwargs": {"max_imbalance": settings.max_imbalance},
         },
         **scale,
-    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer)
+    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer, server.step_timeout_s)
     return serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
@@ -102,7 +110,8 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
     if gpus is None:
         ray = _import_ray("ray")
         has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-        gpus = 1.0 if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0.0
+        is_on_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpus)
+        gpus = float(engine.tensor_parallel) if is_on_gpu else 0.0
     if engine.device == "cuda" and not gpus:
         raise ValueError("gpus must be above 0 with device=cuda, got 0; raise it, or set device=cpu")
     if engine.device == "cpu" and gpus:
@@ -119,17 +128,27 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
 class EngineReplica:
     """One engine, stepped in a thread of its own: the deployment that decodes."""
 
-    def __init__(self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int) -> None:
+    def __init__(
+        self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int, step_timeout_s: float
+    ) -> None:
         from compiled_mtp.engine import Engine
 
         config = EngineConfig(**engine_fields)
-        engine = Engine(config)
+        front = open_front(config)
+        files = list_files(front.path)
+        engine = Engine(config, front=front)
         metrics = Metrics()
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
-        self._identity = identify(config, engine)
+        self._identity = identify(config, engine, files)
         self._max_model_len = engine.runner.max_model_len
-        self._engine = AsyncEngine(engine, max_open=max_open, stream_buffer=stream_buffer, observer=metrics)
+        self._engine = AsyncEngine(
+            engine,
+            max_open=max_open,
+            stream_buffer=stream_buffer,
+            step_timeout_s=step_timeout_s,
+            observer=metrics,
+        )
         self._gauges = RayGauges(metrics.collect)
         settle_interpreter()
 
@@ -154,9 +173,11 @@ class EngineReplica:
         return self._engine.stats
 
     def check_health(self) -> None:
-        """Raise for an engine that died: Ray puts another replica in the place of this one."""
-        if not self._engine.is_alive:
+        """Raise for an engine that died or whose step hangs: Ray puts another replica in the place of this
+        one."""
+        if self._engine.status == "stopped":
             raise RuntimeError("the engine died; its log says why")
+        self._engine.check_step()
 
     def __del__(self) -> None:
         """End the engine with its replica."""
@@ -194,7 +215,7 @@ class Ingress:
         self._engines = engines
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Future[Any] | None = None
         # What the replicas tell themselves would count twice.
         self._gauges = RayGauges(self._metrics.collect_own)
 
@@ -204,6 +225,8 @@ class Ingress:
         Ray calls it once, on the loop of the requests. It waits for the first replica.
         """
         settings, config, server = self._settings, self._engine_config, self._server
+        told = await asyncio.to_thread(_count_replicas)
+        check_seed(config, told["Ingress"])
         front = open_front(config)
         if front.tokenizer is None:
             raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
@@ -212,33 +235,30 @@ class Ingress:
         self._engine = ReplicatedEngine(
             lambda call: _follow(streaming, call),
             self._metrics,
-            RelayLimits(settings.max_failovers, settings.start_timeout_s),
+            RelayLimits(settings.max_failovers, settings.start_timeout_s, settings.silence_timeout_s),
             seed=config.seed,
             # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
             chunk=config.resolve_prefill_chunk("cpu", front.model_config),
             num_chunks=settings.prefix_chunks,
-            max_open=server.max_open * settings.most_replicas,
+            max_open=server.max_open,
             stream_buffer=server.stream_buffer,
         )
-        self._looking = asyncio.create_task(
-            _look_at_replicas(self._ask_stats, self._metrics, self._engine, settings.stats_period_s)
+        service = assemble_service(
+            self._engine, self._metrics, front.tokenizer, front.path, described["max_model_len"], server
         )
-        found = create_app(
-            assemble_service(
-                self._engine,
-                self._metrics,
-                front.tokenizer,
-                front.path,
-                described["max_model_len"],
-                server,
-            )
+        _set_bounds(told, self._engine, service.prompts, server.max_open)
+        period_s = settings.stats_period_s
+        self._looking = asyncio.gather(
+            _look_at_replicas(self._ask_stats, self._metrics, self._engine, period_s),
+            _keep_bounds(_count_replicas, self._engine, service.prompts, server.max_open, period_s),
         )
+        found = create_app(service)
         found.add_middleware(WithConnection)
         return found
 
     def __del__(self) -> None:
         """Look no more; Ray calls it on the loop of the requests."""
-        looking: asyncio.Task[None] | None = getattr(self, "_looking", None)
+        looking: asyncio.Future[Any] | None = getattr(self, "_looking", None)
         if looking is not None:
             looking.cancel()
         if hasattr(self, "_gauges"):
@@ -257,6 +277,49 @@ def _proxy_host() -> str | None:
         return str(_import_ray("ray.serve.context")._get_global_client().http_config.host)
     except (AttributeError, ImportError):
         return None
+
+
+def _count_replicas() -> dict[str, int]:
+    """Replicas that each deployment of this replica's application may have, by its name.
+
+    A config file's `deployments`, and a later deployment of it, decide over the arguments, and only Ray knows
+    them: what it tells is what its REST interface does. Blocks until Ray's controller answers.
+    """
+    client = _import_ray("ray.serve.context")._get_global_client()
+    application = _import_ray("ray.serve").get_replica_context().app_name
+    found = {}
+    for name, said in client.get_serve_details()["applications"][application]["deployments"].items():
+        scaled = said["deployment_config"].get("autoscaling_config") or {}
+        found[name] = max(said["target_num_replicas"], scaled.get("max_replicas", 0))
+    return found
+
+
+def _set_bounds(
+    told: Mapping[str, int], engine: ReplicatedEngine, prompts: PromptPool, max_open: int
+) -> None:
+    """Let in `max_open` choices, and prompts, for each engine that there may be; while there are none, what
+    one takes."""
+    engine.max_open = prompts.max_waiting = max_open * max(1, told["Engine"])
+
+
+async def _keep_bounds(
+    count: Callable[[], Mapping[str, int]],
+    engine: ReplicatedEngine,
+    prompts: PromptPool,
+    max_open: int,
+    period_s: float,
+) -> None:
+    """Keep the bounds as they are while replicas are deployed, until cancelled."""
+    has_failed = False
+    while True:
+        try:
+            _set_bounds(await asyncio.to_thread(count), engine, prompts, max_open)
+            has_failed = False
+        except Exception:
+            if not has_failed:
+                logger.warning("Ray does not tell how many replicas there are; max_open stays", exc_info=True)
+            has_failed = True
+        await asyncio.sleep(period_s)
 
 
 async def _look_at_replicas(

@@ -23,6 +23,8 @@ from compiled_mtp.stop_strings import StopStrings
 new_tuple = tuple.__new__
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What an error comes from: the caller's own parameters, which fail everywhere, or the engine and its device.
+ErrorKind = Literal["parameters", "engine"]
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -168,7 +170,7 @@ class RequestOutput(NamedTuple):
     for each token. prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for
     each token of the prompt but the first, None in every other output and where the request ended before its
     prompt was read. drafts, None if nobody asked for them, hold an entry for each verify round that gave
-    these tokens.
+    these tokens. error_kind, None unless the request ended with "error": what it comes from.
     """
 
     request_id: str
@@ -181,6 +183,7 @@ class RequestOutput(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # OpenAI's name; nobody looks for an item of an output.
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] | None = None
+    error_kind: ErrorKind | None = None
 
 
 def _no_bytes(token_id: int) -> bytes:

@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from compiled_mtp.build import Fill, Progress, build
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.exchange import Exchange
@@ -34,10 +34,10 @@ class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
     `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
-    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `features` are those that
-    EngineConfig does not know. `exchange`: the model is held by several ranks, each of which runs the same
-    plans. Raises ValueError while it is created for a checkpoint that does not fit its
-    config.
+    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `exchange`: the model is
+    held by several ranks, each of which runs the same plans. `save_to`: a directory that does not exist yet,
+    into which every compiled program is written, for a graph_cache. Raises ValueError while it is created for
+    a checkpoint that does not fit its config.
     """
 
     def __init__(
@@ -47,13 +47,12 @@ class Runner:
         num_valid_ids: int,
         progress: Progress | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
         exchange: Exchange | None = None,
+        save_to: Path | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
-        self.features = features if features is not None else Features()
-        assembly = build(config, model_config, num_valid_ids, self.features, progress, fill, exchange)
+        assembly = build(config, model_config, num_valid_ids, progress, fill, exchange, save_to)
         self.device = assembly.device
         self.max_model_len = assembly.max_model_len
         self.num_blocks = assembly.num_blocks
@@ -103,10 +102,10 @@ class Runner:
         """Allow `plan`, of kind first or accept, which is launched next, no other ids than its masks do.
 
         masks [rows, ceil(vocab_size / 32)] int32 on the host, a bit an id, the lowest first; rows are those
-        of the plan's slots, verify_step + 1 each, or the one of a first token. It may be written again at
+        of the plan's slots, shape.verify + 1 each, or the one of a first token. It may be written again at
         once after the launch. Raises ValueError for another shape or kind.
         """
-        rows = 1 if plan.kind == "first" else len(plan.slots) * (plan.verify_step + 1)
+        rows = len(plan.slots) * (plan.shape.verify + 1)
         shape = (rows, -(-self.model_config.vocab_size // 32))
         if plan.kind not in ("first", "accept") or tuple(masks.shape) != shape:
             raise ValueError(
@@ -148,15 +147,15 @@ class Runner:
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; returns the packed StepOutput of those that have one."""
-        programs, depth = self.programs, (plan.verify_step, plan.draft_step)
+        programs = self.programs
         if plan.catches_up:
             programs.catch_up(plan.slots)
         if plan.kind == "decode":
-            return programs.decode(plan.slots, *depth)
+            return programs.decode(plan.slots, plan.shape)
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.pieces)
             ended = [plan.slots[index] for index in plan.ended]
-            output = programs.first_token(ended, plan.draft_step) if ended else None
+            output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:
                 return output
             empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
@@ -164,11 +163,11 @@ class Runner:
         masks = self._masks.pop(plan.step_id, None)
         wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
         if plan.kind == "first":
-            return programs.first(plan.slots[0], plan.draft_step, masks, **wants)
+            return programs.first(plan.slots[0], plan.shape.chain, masks, **wants)
         if plan.kind == "accept":
-            return programs.accept(plan.slots, *depth, masks, **wants)
+            return programs.accept(plan.slots, plan.shape, masks, **wants)
         if plan.kind == "verify":
-            programs.verify(plan.slots, *depth)
+            programs.verify(plan.slots, plan.shape)
         return None
 
     def _fetch(self, output: torch.Tensor | None) -> _HostBuffer:
@@ -205,6 +204,7 @@ class Runner:
     def _fail(self, plan: StepPlan, error: Exception) -> StepResult:
         """The result of a launch that failed, none of whose copies is under way any more."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
+        self._masks.pop(plan.step_id, None)
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 
@@ -226,14 +226,13 @@ class Runner:
                 prompt_logprobs=prompt_logprobs,
                 is_late=is_late,
             )
-        num_tokens = 1 if plan.kind in ("prefill", "first") else plan.verify_step + 1
+        num_tokens = plan.shape.verify + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
         # Of a prefill those whose prompts have ended have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
         output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(owners)
-        wants_drafts = plan.wants_drafts or self.features.with_drafts
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
-        drafts = output.drafts(count) if wants_drafts else []
+        drafts = output.drafts(count) if plan.wants_drafts else []
         if count < len(plan.slots):
             tokens, drafts = (_spread(found, owners, len(plan.slots)) for found in (tokens, drafts))
         return StepResult(

@@ -1,6 +1,6 @@
 """A token's whole life on the device. Read this first: `Step.decode` is one round.
 
-Notation: a round verifies S1 = verify_step drafts, on W = S1 + 1 rows a request, and makes S2 = draft_step
+Notation: a round verifies S1 = shape.verify drafts, on W = S1 + 1 rows a request, and makes S2 = shape.chain
 new ones; B requests of a bucket. `pos` of a request is the absolute position of its last token, which is
 emitted but not yet processed; `base` is the position up to which its stored GDN state is folded. Rows are
 request-major: row b * W + k.
@@ -22,6 +22,7 @@ from compiled_mtp.cache.slot_sampling import PROCESSED_LOGPROBS
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.draft_head import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
@@ -50,8 +51,8 @@ class Step(nn.Module):
     """Models, caches and slot rows, bound together so that the compiler sees their buffers at static
     addresses.
 
-    mtp_step is the most drafts that a round verifies or makes. half_rows is the most rows of a round that
-    runs as two halves, 0 for none: the buffers between the halves are as long.
+    mtp_step is the most drafts that a round verifies or makes. The buffers between the halves of rounds are
+    empty until `reserve_halves`.
     """
 
     cos_sin: torch.Tensor
@@ -76,7 +77,6 @@ class Step(nn.Module):
         max_model_len: int,
         synthetic_acceptance: float | None = None,
         draft_head: DraftHead | None = None,
-        half_rows: int = 0,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -102,7 +102,7 @@ class Step(nn.Module):
         self.register_buffer("draft_head", head.weight)
         self.register_buffer("draft_head_scale", head.scale)
         self.register_buffer("draft_ids", head.ids)
-        self.reserve_halves(half_rows)
+        self.reserve_halves(0)
 
     def accept_at(self, rate: float | None) -> None:
         """Keep drafts at another synthetic rate, None for what they are worth, from the next launch on.
@@ -118,19 +118,20 @@ class Step(nn.Module):
         hidden_size = like.shape[1]
         made = {
             "verified_hidden": like.new_zeros((rows, hidden_size)),
-            "verified_logits": like.new_zeros((rows, vocab_size), dtype=torch.float32),
-            # A bit an id, as `sample` takes them: all ones but while a round with a grammar is accepted.
+            # A bit an id, as `sample` takes them; whoever launches an accept writes the rows that it reads.
             "masks": like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32),
         }
         for name in Window._fields:
             row = self.slots.block_table if name == "block_table" else self.slots.pos
             made[f"verified_{name}"] = row.new_zeros((rows, *row.shape[1:]))
+        # Whether there are enough rows is asked of the logits: they come last, an interrupt may come between.
+        made["verified_logits"] = like.new_zeros((rows, vocab_size), dtype=torch.float32)
         # All or none: memory may have run out.
         for name, buffer in made.items():
             self.register_buffer(name, buffer)
         self.between_halves = frozenset(made)
 
-    def decode(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
+    def decode(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """One round: verify the S1 first drafts of each request and leave S2 new ones.
 
         state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = S1 + 1 and S = S2. Mutates
@@ -138,9 +139,9 @@ class Step(nn.Module):
         S2 = 0) keeps for the draft model what it will need to draft again: `catch_up` must come before more
         such rounds than a slot has room for, and before a round with drafts.
         """
-        window = self.read_window(state_index, verify_step)
+        window = self.read_window(state_index, shape)
         hidden, logits = self.verify(state_index, window)
-        return self._conclude(state_index, window, hidden, logits, draft_step)
+        return self._conclude(state_index, window, hidden, logits, shape)
 
     def catch_up(self, state_index: torch.Tensor) -> None:
         """Write the pairs that rounds without drafts have kept into the draft's KV, as they would have.
@@ -162,38 +163,38 @@ class Step(nn.Module):
         self.draft.write_keys(self.target.embed.weight, *pairs, rows, kv, self.cos_sin)
         slots.num_kept[index] = torch.zeros_like(pos)
 
-    def verify_half(self, state_index: torch.Tensor, verify_step: int) -> None:
+    def verify_half(self, state_index: torch.Tensor, shape: RoundShape) -> None:
         """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches
         keep."""
-        window = self.read_window(state_index, verify_step)
+        window = self.read_window(state_index, shape)
         # Before the forward, whose head is a fence: sampling and accepting read a window early, so that
         # the second half, which has no product before them, cannot read it anew.
-        for kept, part in zip(self._verified_window(len(state_index), verify_step), window, strict=True):
+        for kept, part in zip(self._verified_window(len(state_index), shape), window, strict=True):
             kept.copy_(part)
         hidden, logits = self.verify(state_index, window)
         self.verified_hidden[: hidden.shape[0]] = hidden
         self.verified_logits[: logits.shape[0]] = logits
 
-    def accept_half(self, state_index: torch.Tensor, verify_step: int, draft_step: int) -> torch.Tensor:
+    def accept_half(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """The second half of `decode`, of the round that `verify_half` has left; returns what `decode` does.
 
         The requests of state_index must be those of that round, and as they were then.
         """
-        window = self._verified_window(len(state_index), verify_step)
+        window = self._verified_window(len(state_index), shape)
         rows = window.tokens.shape[0]
         hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
-        return self._conclude(state_index, window, hidden, logits, draft_step, self.masks[:rows])
+        return self._conclude(state_index, window, hidden, logits, shape, self.masks[:rows])
 
-    def filter_half(self, state_index: torch.Tensor, verify_step: int) -> torch.Tensor:
+    def filter_half(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Between the halves: what `accept_half` will add its noise to, [B * W, V]; mutates nothing."""
-        window = self._verified_window(len(state_index), verify_step)
+        window = self._verified_window(len(state_index), shape)
         rows = window.tokens.shape[0]
         logits, masks = self.verified_logits[:rows], self.masks[:rows]
         return filter_logits(logits, *self._sampling(window, state_index), None, masks)
 
-    def _verified_window(self, batch: int, verify_step: int) -> Window:
+    def _verified_window(self, batch: int, shape: RoundShape) -> Window:
         """What the buffers between the halves hold of the window of a round of `batch` requests."""
-        rows = batch * (verify_step + 1)
+        rows = batch * (shape.verify + 1)
         lengths = {"base": batch, "pos": batch, "block_table": batch}
         kept = {name: getattr(self, f"verified_{name}") for name in Window._fields}
         return Window(**{name: buffer[: lengths.get(name, rows)] for name, buffer in kept.items()})
@@ -204,20 +205,20 @@ class Step(nn.Module):
         window: Window,
         hidden: torch.Tensor,
         logits: torch.Tensor,
-        draft_step: int,
+        shape: RoundShape,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What follows the forward of a round."""
         sampled = sample(logits, *self._sampling(window, state_index), None, masks)
         accepted = self.accept_and_commit(state_index, window, sampled)
-        drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, draft_step)
+        drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, shape)
         head = accepted.packed
         return StepOutput(head[:, 0], head[:, 1], head[:, 2:], drafts).pack()
 
-    def read_window(self, state_index: torch.Tensor, verify_step: int) -> Window:
+    def read_window(self, state_index: torch.Tensor, shape: RoundShape) -> Window:
         """The W rows of each request, from the slots' cursors and drafts."""
         slots = self.slots
-        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        place = (shape.verify, self.kv_cache.block_size, self.max_model_len)
         return read_window(state_index, self._cursors(), slots.drafts, slots.block_table, *place)
 
     def verify(self, state_index: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,8 +251,8 @@ class Step(nn.Module):
         """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
         4. Commit: base becomes the old pos, pos and the last token move past the new tokens. One launch.
         """
-        verify_step = window.tokens.shape[0] // window.pos.shape[0] - 1
-        place = (verify_step, self.kv_cache.block_size, self.max_model_len)
+        num_drafts = window.tokens.shape[0] // window.pos.shape[0] - 1
+        place = (num_drafts, self.kv_cache.block_size, self.max_model_len)
         return accept_window(
             window.tokens,
             sampled.token,
@@ -272,22 +273,22 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
-        draft_step: int,
+        shape: RoundShape,
     ) -> torch.Tensor:
         """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
         if self.draft is None:
             return tokens.new_empty((state_index.shape[0], 0))
-        if not draft_step and tokens.shape[0] == state_index.shape[0]:
+        if not shape.chain and tokens.shape[0] == state_index.shape[0]:
             return self._keep_pairs(state_index, window, tokens, hidden, accepted)
         rows = self._decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
         drafted = self._draft_forward(tokens, hidden, rows, accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
-        if draft_step > chain[0].shape[0]:
+        if shape.chain > chain[0].shape[0]:
             # The operator places a chain as deep as the window.
             end = window.pos + accepted.packed[:, 0]
             place = (self.max_model_len, window.block_table, self.kv_cache.block_size)
-            chain = place_chain(end, draft_step, *place)
-        drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, draft_step)
+            chain = place_chain(end, shape.chain, *place)
+        drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, shape.chain)
         return self._keep_drafts(state_index, drafts)
 
     def prefill(self, token_ids: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
@@ -326,14 +327,14 @@ class Step(nn.Module):
         slots.pos[index] = start + length
         return hidden
 
-    def first_token(self, state_index: torch.Tensor, draft_step: int) -> torch.Tensor:
+    def first_token(self, state_index: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """Sample y_0 after the last pieces of prompts and draft from it: the first round is a real one.
 
-        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = draft_step.
+        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = num_drafts.
         Mutates the slots' last token, first drafts and history, and the draft's KV.
         """
         logits, sampling = self.first_logits(state_index)
-        return self.conclude_first(state_index, logits, sampling, draft_step)
+        return self.conclude_first(state_index, logits, sampling, num_drafts)
 
     def first_logits(self, state_index: torch.Tensor) -> tuple[torch.Tensor, SamplingArguments]:
         """The logits [B, V] that y_0 is drawn from, and what else it is drawn with."""
@@ -348,7 +349,7 @@ class Step(nn.Module):
         state_index: torch.Tensor,
         logits: torch.Tensor,
         sampling: SamplingArguments,
-        draft_step: int,
+        num_drafts: int,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What follows `first_logits`; masks as `sample` takes them. Returns what `first_token` does."""
@@ -368,9 +369,9 @@ class Step(nn.Module):
             rows = self._rows(state_index, index, pos, 1, pos)
             drafted = self._draft_forward(token, hidden, rows)
             chain = place_chain(
-                pos, draft_step, self.max_model_len, rows.block_table, self.kv_cache.block_size
+                pos, num_drafts, self.max_model_len, rows.block_table, self.kv_cache.block_size
             )
-            drafts = self._draft_chain(drafted, token, rows, *chain, draft_step)
+            drafts = self._draft_chain(drafted, token, rows, *chain, num_drafts)
             drafts = self._keep_drafts(state_index, drafts)
         num_new = is_live.to(torch.int64)
         num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
@@ -413,10 +414,10 @@ class Step(nn.Module):
         rows: Rows,
         chain_positions: torch.Tensor,
         chain_slots: torch.Tensor,
-        draft_step: int,
+        num_drafts: int,
     ) -> torch.Tensor:
         """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos`, the last `token`
-        [B]; S = draft_step.
+        [B]; S = num_drafts.
 
         Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, which chain_slots
         [>= S, >= B] names, past the accepted tail, where the next extend overwrites them. The draft samples
@@ -425,7 +426,7 @@ class Step(nn.Module):
         """
         drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
         head = self.draft_head
-        for i in range(draft_step):
+        for i in range(num_drafts):
             if i:
                 # The pair of the draft before.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compiled_mtp.errors import quote
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -131,7 +134,7 @@ class ChatTemplate:
     """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json.
 
     Rendered in a sandbox, with the filters and functions that Hugging Face gives templates. Raises ValueError
-    for JSON or a template that cannot be read; that there is none is an error only when a chat is rendered.
+    for JSON that cannot be read; a template that is missing or broken is an error when a chat is rendered.
     """
 
     def __init__(self, root: Path) -> None:
@@ -143,7 +146,14 @@ class ChatTemplate:
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
-        self._template = self._compile(config)
+        self._template: Template | None = None
+        # What is wrong with it; plain prompts do without.
+        self._fault = ""
+        try:
+            self._template = self._compile(config)
+        except ValueError as error:
+            self._fault = str(error)
+            logger.warning("chats are refused: %s", self._fault)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of `messages` (role and content each) up to where the assistant's answer begins.
@@ -151,6 +161,8 @@ class ChatTemplate:
         Raises ValueError, naming the message, for a shape that is no chat and for images; and for what the
         template refuses.
         """
+        if self._fault:
+            raise ValueError(self._fault)
         if self._template is None:
             raise ValueError(
                 f"messages must have a chat template, got none in {self._root}; add chat_template.jinja or "
@@ -182,7 +194,7 @@ class ChatTemplate:
                 named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
                 source = named.get("default")
             return None if source is None else environment.from_string(source)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, OSError) as error:
             raise ValueError(
                 f"chat template of {self._root} must be Jinja, got: {error}; download the file again"
             ) from None

@@ -1,6 +1,7 @@
 """The shapes that are compiled: how many rows a decode graph has, how long a prefill chunk is padded.
 
-Pure arithmetic. Rows of a decode bucket are whole groups of verify_step + 1, one group per request.
+Pure arithmetic. Rows of a decode bucket are whole groups, one per request: a row of each draft that the round
+verifies, and one more.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 PREFILL_MULTIPLE = 64
 """Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
@@ -18,79 +20,75 @@ PIECE_MULTIPLE = 8
 _LEAST_ROWS_EACH = 32
 
 
+class RoundShape(NamedTuple):
+    """A round of each request: the number of drafts that it verifies, and of those that its chain leaves."""
+
+    verify: int
+    chain: int
+
+
+NO_DRAFTS = RoundShape(0, 0)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A decode shape: `rows` rows, in groups of verify_step + 1 that each belong to one request.
-
-    Each request has verify_step drafts verified and is left draft_step new ones.
-    """
+    """A decode shape: `rows` rows, in groups of shape.verify + 1 that each belong to one request."""
 
     rows: int
-    verify_step: int
-    draft_step: int
+    shape: RoundShape
 
     @property
     def groups(self) -> int:
         """Number of requests that fit."""
-        return self.rows // (self.verify_step + 1)
+        return self.rows // (self.shape.verify + 1)
 
 
 def ladder(
-    unit: int,
-    verify_step: int,
-    max_batch: int,
-    batch_sizes: Sequence[int] | None = None,
-    *,
-    draft_step: int | None = None,
+    unit: int, shape: RoundShape, max_batch: int, batch_sizes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of one depth, smallest first: rows double until they cover max_batch requests.
+    """Return the buckets of one round shape, smallest first: rows double until they cover max_batch requests.
 
-    Rows are multiples of lcm(unit, verify_step + 1), `unit` being the row granularity of the backend; the
-    last bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are those that
-    cover these batches and max_batch, and no others. draft_step is verify_step unless given. Raises
-    ValueError for a number out of range.
+    Rows are multiples of lcm(unit, verify + 1), `unit` being the row granularity of the backend; the last
+    bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are those that cover
+    these batches and max_batch, and no others. Raises ValueError for a number out of range.
     """
-    draft_step = verify_step if draft_step is None else draft_step
     _check("unit", unit, 1)
-    _check("verify_step", verify_step, 0)
-    _check("draft_step", draft_step, 0)
+    _check("verify", shape.verify, 0)
+    _check("chain", shape.chain, 0)
     _check("max_batch", max_batch, 1)
-    query_len = verify_step + 1
+    query_len = shape.verify + 1
     step = lcm(unit, query_len)
     if batch_sizes is None:
         counts = _doubling(-(-max_batch * query_len // step))
     else:
         counts = tuple(sorted({-(-batch * query_len // step) for batch in (*batch_sizes, max_batch)}))
-    return tuple(Bucket(count * step, verify_step, draft_step) for count in counts)
+    return tuple(Bucket(count * step, shape) for count in counts)
 
 
 def ladders(
-    unit: int, depths: Iterable[tuple[int, int]], max_batch: int, batch_sizes: Sequence[int] | None = None
+    unit: int, shapes: Iterable[RoundShape], max_batch: int, batch_sizes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of all rounds that verify and leave as many drafts as one of the pairs `depths`."""
+    """Return the buckets of all rounds of these shapes."""
     return tuple(
-        bucket
-        for verify_step, draft_step in sorted(set(depths))
-        for bucket in ladder(unit, verify_step, max_batch, batch_sizes, draft_step=draft_step)
+        bucket for shape in sorted(set(shapes)) for bucket in ladder(unit, shape, max_batch, batch_sizes)
     )
 
 
-def pick(buckets: Iterable[Bucket], num_requests: int, verify_step: int, draft_step: int) -> Bucket:
-    """Return the first of `buckets` (sorted by rows) of that depth that holds num_requests.
+def pick(buckets: Iterable[Bucket], num_requests: int, shape: RoundShape) -> Bucket:
+    """Return the first of `buckets` (sorted by rows) of that shape that holds num_requests.
 
     Raises ValueError if none does.
     """
     _check("num_requests", num_requests, 1)
     largest = 0
     for bucket in buckets:
-        if bucket.verify_step == verify_step and bucket.draft_step == draft_step:
+        if bucket.shape == shape:
             if bucket.groups >= num_requests:
                 return bucket
             largest = bucket.groups
     if not largest:
         raise ValueError(
-            "verify_step and draft_step must be depths that programs were made for, got "
-            f"{verify_step} and {draft_step}; name them when the programs are made"
+            f"round must have a shape that programs were made for, got {shape}; name it when they are made"
         )
     raise ValueError(f"num_requests must be at most {largest}, got {num_requests}; raise max_batch")
 

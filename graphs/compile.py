@@ -18,11 +18,13 @@ from typing import Any, Literal
 
 import torch
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.registry import overloads
 
 GraphMode = Literal["reduce-overhead", "replay"]
 Program = Callable[..., Any]
 """Takes the static inputs of its shape; returns a tensor, or None for one that only mutates."""
+Inputs = tuple[torch.Tensor | int | RoundShape, ...]
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def compile_program(function: Program, name: str, graph_mode: GraphMode | None) 
     if not is_tree:
         return compiled
 
-    def begin_and_run(*arguments: torch.Tensor | int) -> Any:
+    def begin_and_run(*arguments: torch.Tensor | int | RoundShape) -> Any:
         # What the call before returned has been copied out.
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(*arguments)
@@ -143,7 +145,7 @@ def mark_sizes(tensors: Collection[torch.Tensor]) -> None:
         torch._dynamo.mark_dynamic(tensor, 0, min=min(sizes), max=max(sizes))
 
 
-def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any) -> Program:
+def capture(program: Program, inputs: Inputs, pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
     `program`, compiled or not, has run before, so nothing compiles inside. The replay returns the same output
@@ -155,7 +157,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any)
     with without_collector(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = program(*inputs)
 
-    def replay(*arguments: torch.Tensor | int) -> Any:
+    def replay(*arguments: torch.Tensor | int | RoundShape) -> Any:
         assert all(given is static for given, static in zip(arguments, inputs, strict=True))
         graph.replay()
         return output
@@ -163,7 +165,7 @@ def capture(program: Program, inputs: tuple[torch.Tensor | int, ...], pool: Any)
     return replay
 
 
-def save_program(function: Program, owner: Any, inputs: tuple[torch.Tensor | int, ...], file: Path) -> None:
+def save_program(function: Program, owner: Any, inputs: Inputs, file: Path) -> None:
     """Compile `function(owner, *inputs)` for the shapes of `inputs`, or all that `mark_sizes` declares, and
     write the result to `file`.
 
@@ -197,7 +199,7 @@ def load_program(file: Path, owner: Any) -> Program:
 
 
 def _with_own_code(function: Program, name: str) -> Program:
-    def program(*arguments: torch.Tensor | int) -> Any:
+    def program(*arguments: torch.Tensor | int | RoundShape) -> Any:
         return function(*arguments)
 
     code = program.__code__.replace(co_name=name)

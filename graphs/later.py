@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.graphs.compile import Program, load_program
-from compiled_mtp.graphs.maker import ProgramMaker
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +28,12 @@ class LaterProgram:
 class LaterDepths:
     """Loads programs for `owner`, in their order, on a thread of its own.
 
-    With `maker` they are compiled meanwhile, and each is loaded when it has been; closing ends the maker.
     `take` is for the thread that steps; is_free says whether a program may be adopted now. One that cannot be
     loaded or made ready ends the loading with a warning: the depths that are ready go on.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[LaterProgram],
-        owner: Any,
-        is_free: Callable[[], bool],
-        maker: ProgramMaker | None = None,
-    ) -> None:
+    def __init__(self, programs: Sequence[LaterProgram], owner: Any, is_free: Callable[[], bool]) -> None:
         self._programs = programs
-        self._maker = maker
         self._owner = owner
         self._is_free = is_free
         self._num_left = Counter(program.depth for program in programs)
@@ -64,8 +55,6 @@ class LaterDepths:
         except Exception as error:  # Of a CUDA graph that has no memory, say: who decodes is not to end.
             logger.warning("depth %d and those after it are not used: %s", program.depth, error)
             self._is_closed = True
-            if self._maker is not None:
-                self._maker.close()
             self._loaded.clear()
             return None
         self._num_left[program.depth] -= 1
@@ -79,30 +68,17 @@ class LaterDepths:
     def close(self) -> None:
         """Load nothing more; waits for what is being loaded."""
         self._is_closed = True
-        if self._maker is not None:
-            self._maker.close()
         self._thread.join()
         self._loaded.clear()
 
     def _load(self) -> None:
-        try:
-            self._load_all()
-        finally:
-            if self._maker is not None:
-                self._maker.close()
-
-    def _load_all(self) -> None:
         loaded: dict[Path, Program] = {}
-        for index, program in enumerate(self._programs):
+        for program in self._programs:
             file = program.file
             try:
-                if self._maker is not None:
-                    if not index:
-                        self._maker.start()
-                    self._maker.wait_for(file.name)
                 if file not in loaded and not self._is_closed:
                     loaded[file] = load_program(file, self._owner)
-            except (ValueError, OSError) as error:  # The folder is gone once it is closed.
+            except ValueError as error:
                 if not self._is_closed:
                     logger.warning("depth %d and those after it are not used: %s", program.depth, error)
                 return

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.buckets import RoundShape, ladders
+from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import (
     Admit,
@@ -26,6 +28,7 @@ from compiled_mtp.plan import (
     StepPlan,
     StepResult,
 )
+from compiled_mtp.programs import Programs
 from compiled_mtp.runner import Runner
 from tests import tiny
 
@@ -33,7 +36,7 @@ MAX_MODEL_LEN, BLOCK_SIZE = 128, 16
 BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
 
 
-def make_runner(directory: Path, features: Features | None = None, **options: Any) -> Runner:
+def make_runner(directory: Path, **options: Any) -> Runner:
     """A runner of three slots and room for four requests' blocks, every row and block full of NaN."""
     defaults: dict[str, Any] = {
         "device": "cpu",
@@ -46,8 +49,27 @@ def make_runner(directory: Path, features: Features | None = None, **options: An
     }
     config = EngineConfig(model=directory, **(defaults | options))
     model_config = read_model_config(directory)
-    runner = Runner(config, model_config, model_config.vocab_size, features=features)
+    runner = Runner(config, model_config, model_config.vocab_size)
     tiny.poison(runner.step)
+    return runner
+
+
+def with_rounds(
+    runner: Runner,
+    shapes: Iterable[tuple[int, int]],
+    *,
+    is_compiled: bool = False,
+    graph_mode: GraphMode | None = None,
+) -> Runner:
+    """A runner that was made uncompiled, with rounds of any of these shapes."""
+    config = runner.config
+    assert config.prefill_chunk is not None
+    buckets = ladders(8, starmap(RoundShape, shapes), config.max_batch, config.batch_sizes)
+    runner.programs = Programs(
+        runner.step, buckets, config.prefill_chunk, is_compiled=is_compiled, graph_mode=graph_mode
+    )
+    if runner.programs.has_shapes:
+        runner.programs.warm_up()
     return runner
 
 
@@ -119,7 +141,7 @@ class Driver:
         prompt: list[int],
         *,
         temperature: float = 0.8,
-        draft_step: int = 3,
+        chain: int = 3,
         sampling: SlotSampling | None = None,
         is_first_apart: bool = False,
         chunk: int = 64,
@@ -140,12 +162,19 @@ class Driver:
             token_ids = tuple(prompt[begin : begin + chunk])
             is_last = begin + chunk >= len(prompt) and not is_first_apart
             pieces = (Piece(token_ids, begin, len(prompt), is_last),)
-            depth = draft_step if is_last else 0
-            self.run("prefill", (name,), moves=moves, block_updates=updates, draft_step=depth, pieces=pieces)
+            shape = RoundShape(0, chain if is_last else 0)
+            self.run(
+                "prefill",
+                (name,),
+                moves=moves,
+                block_updates=updates,
+                shape=shape,
+                pieces=pieces,
+            )
             moves, updates = (), ()
 
-    def decode(self, *names: str, verify_step: int = 3, draft_step: int = 3, **fields: Any) -> None:
-        self.run("decode", names, verify_step=verify_step, draft_step=draft_step, **fields)
+    def decode(self, *names: str, verify: int = 3, chain: int = 3, **fields: Any) -> None:
+        self.run("decode", names, shape=RoundShape(verify, chain), **fields)
 
     def free_blocks(self) -> list[int]:
         """Blocks that no request owns or leaves, the lowest last: tables are not in order."""
@@ -157,19 +186,6 @@ class Driver:
     def updates(self, name: str) -> tuple[BlockUpdate, ...]:
         own = enumerate(self.blocks[name])
         return tuple(BlockUpdate(self.slots[name], column, block) for column, block in own)
-
-    def move(self, name: str, slot: int, *, with_blocks: bool) -> None:
-        """Move a request to another slot, with or without its blocks; poison what it leaves, behind the copy:
-        both stand in the order of launches.
-        """
-        self.wait_for_place(slot)
-        source, old = self.slots[name], self.blocks[name]
-        new = self.free_blocks() if with_blocks else old
-        pairs = tuple(zip(old, new, strict=True)) if with_blocks else ()
-        copy = Copy(next(self.copy_ids), Place("slot", source), Place("slot", slot), pairs)
-        self.slots[name], self.blocks[name] = slot, new
-        self.run("move", moves=(copy, Release(source)), block_updates=self.updates(name))
-        self.poison(source, old if with_blocks else [])
 
     def offload(self, name: str, record: int) -> None:
         """Move a request to host memory; what it leaves is poisoned once the copy is done."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from compiled_mtp.build import Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import Admit, Copy, StepPlan
 from compiled_mtp.request import RequestOutput
 from compiled_mtp.step import Step
@@ -22,7 +22,7 @@ from tests import tiny
 
 
 def make_engine(
-    directory: Path, progress: Progress | None = None, features: Features | None = None, **options: Any
+    directory: Path, progress: Progress | None = None, save_to: Path | None = None, **options: Any
 ) -> Engine:
     """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
     defaults: dict[str, Any] = {
@@ -34,7 +34,7 @@ def make_engine(
         "max_batch": 8,
     }
     config = EngineConfig(model=directory, **(defaults | options))
-    engine = Engine(config, progress=progress, features=features)
+    engine = Engine(config, progress=progress, save_to=save_to)
     step = engine.runner.step
     tiny.poison(step)
     carry_out = engine.runner.moves.carry_out
@@ -109,26 +109,26 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
     step, programs = engine.runner.step, engine.runner.programs
     decode, verify = programs.decode, programs.verify
 
-    def force(slots: tuple[int, ...], verify_step: int) -> None:
+    def force(slots: tuple[int, ...], verify: int) -> None:
         for slot in slots:
             request = engine.scheduler.running[slot]
             stream, pos = streams[request.request_id], int(step.slots.pos[slot])
             done = pos - request.prompt_len + 1
             right = num_right(request.request_id, pos)
             drafts = []
-            for k in range(verify_step):
+            for k in range(verify):
                 following = stream[done + k] if done + k < len(stream) else 0
                 drafts.append(following if k < right else (following + 1) % step.num_valid_ids)
                 step.slots.drafts[slot, k] = drafts[-1]
             engine.scheduler._holdings.owners[slot].drafts = drafts
 
-    def forced_decode(slots: tuple[int, ...], verify_step: int, draft_step: int) -> torch.Tensor:
-        force(slots, verify_step)
-        return decode(slots, verify_step, draft_step)
+    def forced_decode(slots: tuple[int, ...], shape: RoundShape) -> torch.Tensor:
+        force(slots, shape.verify)
+        return decode(slots, shape)
 
-    def forced_verify(slots: tuple[int, ...], verify_step: int, draft_step: int) -> None:
-        force(slots, verify_step)
-        verify(slots, verify_step, draft_step)
+    def forced_verify(slots: tuple[int, ...], shape: RoundShape) -> None:
+        force(slots, shape.verify)
+        verify(slots, shape)
 
     programs.decode, programs.verify = forced_decode, forced_verify  # type: ignore[method-assign]
 

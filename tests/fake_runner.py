@@ -222,7 +222,7 @@ class FakeRunner:
                 self.rows.pop(place, None)
             elif isinstance(move, Draft):
                 assert move.slot in plan.slots, "drafts are uploaded for a round that is not this one"
-                self._upload(self.rows[place], move, plan.verify_step)
+                self._upload(self.rows[place], move, plan.shape.verify)
             elif isinstance(move, Admit):
                 assert place not in self.rows, "a slot is given out before it was released"
                 drafts = [-1] * self.scheduler.limits.mtp_step
@@ -236,10 +236,10 @@ class FakeRunner:
             assert row.generation in (None, generation)
             row.generation = generation
 
-    def _upload(self, row: Row, move: Draft, verify_step: int) -> None:
+    def _upload(self, row: Row, move: Draft, verify: int) -> None:
         """Own tokens that are computed again."""
         done, count = row.pos - len(row.prompt) + 1, len(move.token_ids)
-        assert 0 < count <= verify_step
+        assert 0 < count <= verify
         expected = tuple(token_at(row.seed, done + k) for k in range(count))
         assert move.token_ids == expected or not self.checks_uploads
         self.num_uploaded += count
@@ -347,12 +347,12 @@ class FakeRunner:
         assert sum(piece.mark > 0 for piece in plan.pieces) <= 1
         self.rows.pop(Place("slot", limits.max_batch + 1), None)
         for slot, piece in zip(plan.slots, plan.pieces, strict=True):
-            self._process(slot, piece, plan.draft_step if piece.is_last else 0)
+            self._process(slot, piece, plan.shape.chain if piece.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
         self.last_chunks |= dict.fromkeys(plan.slots, plan)
         return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
 
-    def _process(self, slot: int, piece: Piece, draft_step: int) -> None:
+    def _process(self, slot: int, piece: Piece, chain: int) -> None:
         row, end = self.rows[Place("slot", slot)], piece.start + len(piece.token_ids)
         request = self.scheduler._holdings.owners[slot].request
         assert row.prompt == request.prompt_token_ids[: piece.start], "another prompt's state"
@@ -368,7 +368,7 @@ class FakeRunner:
             place = Place("slot", self.scheduler.limits.max_batch + 1)
             self.rows[place] = Row(None, None, marked, len(marked))
         self._read(row, piece.start)
-        self._write(row, piece.start, end - 1 + draft_step)
+        self._write(row, piece.start, end - 1 + chain)
         row.pos = end
 
     def _first(self, plan: StepPlan) -> StepResult:
@@ -380,7 +380,7 @@ class FakeRunner:
         assert plan.generations == chunk.generations[at : at + 1]
         row = self.rows[Place("slot", slot)]
         assert row.pos == chunk.pieces[at].prompt_len == len(row.prompt)
-        self._write(row, row.pos, row.pos - 1 + plan.draft_step)
+        self._write(row, row.pos, row.pos - 1 + plan.shape.chain)
         return self._emit(plan, [0])
 
     def _decode(self, plan: StepPlan) -> StepResult:
@@ -402,29 +402,29 @@ class FakeRunner:
             return StepResult(plan, error="nothing was verified")
         self.open_round = None
         assert (plan.slots, plan.generations) == (opened.slots, opened.generations)
-        assert (plan.verify_step, plan.draft_step) == (opened.verify_step, opened.draft_step)
+        assert plan.shape == opened.shape
         return self._emit_round(plan)
 
     def _verify_rows(self, plan: StepPlan) -> None:
         for slot in plan.slots:
             row = self.rows[Place("slot", slot)]
             row.num_kept = 0 if plan.catches_up else row.num_kept
-            assert row.num_kept <= (0 if plan.verify_step else self.scheduler.limits.mtp_step)
+            assert row.num_kept <= (0 if plan.shape.verify else self.scheduler.limits.mtp_step)
             self._read(row, row.pos)
-            self._write(row, row.pos, row.pos + plan.verify_step)
+            self._write(row, row.pos, row.pos + plan.shape.verify)
 
     def _emit_round(self, plan: StepPlan) -> StepResult:
         counts = []
         for slot in plan.slots:
-            row, most = self.rows[Place("slot", slot)], plan.verify_step
+            row, most = self.rows[Place("slot", slot)], plan.shape.verify
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
             done = row.pos - len(row.prompt) + 1
             right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
             accepted = max(accepted, (*right, False).index(False))
             self.verified[plan.step_id, row.seed] = (done, row.drafts[:most])
             self._read(row, row.pos)
-            self._write(row, row.pos, row.pos + accepted + plan.draft_step)
-            row.num_kept += not plan.draft_step and self.scheduler.limits.mtp_step > 0
+            self._write(row, row.pos, row.pos + accepted + plan.shape.chain)
+            row.num_kept += not plan.shape.chain and self.scheduler.limits.mtp_step > 0
             counts.append(accepted)
         return self._emit(plan, counts)
 
@@ -447,15 +447,15 @@ class FakeRunner:
             token_ids.append([token_at(row.seed, i) for i in indices])
             if not is_first:
                 row.pos += count + 1
-            missing = self.scheduler.limits.mtp_step - plan.draft_step
-            row.drafts = [FIRST_DRAFT + row.pos + k for k in range(plan.draft_step)] + [0] * missing
+            missing = self.scheduler.limits.mtp_step - plan.shape.chain
+            row.drafts = [FIRST_DRAFT + row.pos + k for k in range(plan.shape.chain)] + [0] * missing
         logprobs = [_logprobs(new) for new in token_ids] if plan.logprobs >= 0 else []
         drafts = self._draft(plan) if plan.wants_drafts else []
         not_finite, all_masked = map(tuple, ends.values())
         return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
-        return [self.rows[Place("slot", slot)].drafts[: plan.draft_step] for slot in plan.slots]
+        return [self.rows[Place("slot", slot)].drafts[: plan.shape.chain] for slot in plan.slots]
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:
@@ -503,6 +503,18 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
     scheduler.update(runner.run(plan))
     scheduler.check_integrity()
     return scheduler.take_outputs()
+
+
+def send_away(scheduler: Scheduler, name: str) -> bool:
+    """As where blocks run short: a request leaves, to the host if there is room; False where none would."""
+    planner, choices = scheduler._planner, scheduler._live.get(name, [])
+    leaving = [one for one in choices if one in scheduler._holdings.staying() and one.transfer is None]
+    if planner._open_round is not None or not leaving:
+        return False
+    planner._preempt(leaving[0])
+    planner.look_again()
+    scheduler.check_integrity()
+    return True
 
 
 def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[RequestOutput]]:

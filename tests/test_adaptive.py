@@ -140,7 +140,7 @@ def test_auto_chooses_by_itself_and_counts_what_it_chose(
     after = engine.stats().rounds_by_depth
     for depth in DEPTHS:
         rounds = [p for p in launched if getattr(p, "kind", "") in ("decode", "verify")]
-        mine = sum(getattr(plan, "verify_step", -1) == depth for plan in rounds)
+        mine = sum(plan.shape.verify == depth for plan in rounds)
         assert sum(after[depth].values()) - sum(before[depth].values()) == mine
     assert sum(why["only"] for why in after.values()) == 0
 

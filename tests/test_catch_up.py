@@ -18,7 +18,7 @@ WIDTH = 4
 def start(step: Step) -> None:
     for slot, length in PROMPTS.items():
         tiny.admit(step, slot, seed=slot, temperature=0.8)
-        tiny.prefill(step, slot, [(5 * i * i + i + slot) % 97 for i in range(length)], draft_step=0)
+        tiny.prefill(step, slot, [(5 * i * i + i + slot) % 97 for i in range(length)], chain=0)
 
 
 def draft_kv(step: Step, slot: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_a_full_ring_at_the_end_of_max_model_len_writes_nothing_beyond() -> None
     step = tiny.build_step(CONFIGS["dense"], WIDTH - 1, max_model_len=48)
     assert step.kv_cache.draft is not None
     tiny.admit(step, 1)
-    tiny.prefill(step, 1, list(range(45)), draft_step=0)
+    tiny.prefill(step, 1, list(range(45)), chain=0)
     for _ in range(WIDTH):
         tiny.decode(step, [1], 0, 0)
     assert int(step.slots.pos[1]) == 49

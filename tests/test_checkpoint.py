@@ -49,6 +49,10 @@ def ask(front: Front, **given: Any) -> None:
     ("given", "message"),
     [
         ({"prompt_token_ids": [1] * 64}, "prompt must be shorter than max_model_len=64 tokens, got 64"),
+        (
+            {"prompt_token_ids": [1] * 4096},
+            r"^prompt must be shorter than 4096 tokens, the checkpoint's limit, got 4096; shorten it$",
+        ),
         ({"prompt_token_ids": [512]}, r"prompt_token_ids must lie in 0..511, got 512"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "chat template, got: role judge; change"),
         ({"prompt": ""}, "prompt must have at least one token"),
@@ -67,6 +71,13 @@ def test_an_engine_goes_on_with_the_front_and_sets_its_limits(checkpoint: Path) 
     assert engine.front is front
     assert front.limits == engine.scheduler.limits
     assert front.limits.num_blocks == 9
+
+
+def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
+    with Engine(checkpoint, **SMALL | {"mtp_step": 3}) as engine:
+        assert engine.config == EngineConfig(model=checkpoint, **SMALL | {"mtp_step": 3})
+    with pytest.raises(ValueError, match=r"^mtp_step must stand in the EngineConfig"):
+        Engine(EngineConfig(model=checkpoint), mtp_step=3)
 
 
 def test_run_refuses_before_the_weights_are_loaded(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.tiny import tiny_config
@@ -414,12 +414,34 @@ def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(EngineConfig.model_fields.keys() - {"prefix_cache", "check_weights", "offline"})
+    "name", [name for name, field in EngineConfig.model_fields.items() if field.annotation is not bool]
 )
 def test_a_bool_is_no_number(name: str) -> None:
     for value in (True, [True]) if name == "batch_sizes" else (True,):
-        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; give "):
+        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; write out what"):
             EngineConfig(**{name: value})
+
+
+def test_an_engine_takes_the_settings_as_they_are() -> None:
+    path = Path("somewhere")
+    assert as_config(None, {}) == EngineConfig()
+    assert as_config("somewhere", {"mtp_step": 3}) == EngineConfig(model=path, mtp_step=3)
+    assert as_config(path, {}) == EngineConfig(model=path)
+    assert as_config(None, {"model": path, "max_batch": 2}) == EngineConfig(model=path, max_batch=2)
+    config = EngineConfig(mtp_step=1)
+    assert as_config(config, {}) is config
+    for given, settings, message in (
+        (
+            config,
+            {"mtp_step": 3},
+            r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC",
+        ),
+        (path, {"model": "x"}, "model must be given once, got somewhere and x; leave one out"),
+        (None, {"mtp_stepp": 3}, "config must name settings only, got mtp_stepp; known are"),
+        (None, {"mtp_step": 9}, "mtp_step must be auto or 0 to 7, got 9; choose one"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            as_config(given, settings)
 
 
 def test_frozen() -> None:
@@ -428,28 +450,31 @@ def test_frozen() -> None:
 
 
 ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"mtp_step": 8}, "mtp_step must be less than or equal to 7, got 8; give tokens drafted a step, 0 to 7;"),
-    ({"mtp_step": -1}, "mtp_step must be greater than or equal to 0, got -1; give tokens drafted a step"),
-    ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; give the most requests decoded"),
-    ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; give auto for the GPU if"),
-    ({"dtype": "float16"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; give auto for the"),
+    ({"mtp_step": 8}, "mtp_step must be auto or 0 to 7, got 8; choose one"),
+    ({"mtp_step": -1}, "mtp_step must be auto or 0 to 7, got -1; choose one"),
+    ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; raise it"),
+    ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; choose one of them"),
+    (
+        {"dtype": "float16"},
+        "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; choose one of them",
+    ),
     (
         {"kv_dtype": "bfloat16"},
-        "kv_dtype must be 'auto' or 'float8_e4m3fn', got 'bfloat16'; give dtype of cached keys and values:",
+        "kv_dtype must be 'auto' or 'float8_e4m3fn', got 'bfloat16'; choose one of them",
     ),
     (
         {"max_model_len": 1},
-        "max_model_len must be greater than or equal to 2, got 1; give the most tokens of",
+        "max_model_len must be greater than or equal to 2, got 1; raise it",
     ),
-    ({"block_size": 24}, "block_size must be a multiple of 16, got 24; give tokens of a KV block"),
-    ({"num_blocks": 1}, "num_blocks must be greater than or equal to 2, got 1; give KV blocks; default"),
+    ({"block_size": 24}, "block_size must be a multiple of 16, got 24; round it"),
+    ({"num_blocks": 1}, "num_blocks must be greater than or equal to 2, got 1; raise it"),
     (
         {"prefill_chunk": 100},
-        "prefill_chunk must be a multiple of 64, got 100; give tokens of a prefill chunk",
+        "prefill_chunk must be a multiple of 64, got 100; round it",
     ),
     (
         {"prefill_chunk": 64 * 10**13},
-        "prefill_chunk must be less than or equal to 8192, got 640000000000000; give tokens of a prefill",
+        "prefill_chunk must be less than or equal to 8192, got 640000000000000; lower it",
     ),
     (
         {"block_size": 384, "prefill_chunk": 512},
@@ -459,34 +484,49 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"block_size": 2064},
         "block_size must divide a multiple of 64 that is at most 8192, got 2064; give a power of two",
     ),
-    ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; give GiB of the device for the"),
+    ({"prefix_cache_gb": 0}, "prefix_cache_gb must be greater than 0, got 0; raise it"),
     (
         {"offload_gb": 1e300},
-        f"offload_gb must be less than or equal to {2**20}, got 1e+300; give GiB of host",
+        f"offload_gb must be less than or equal to {2**20}, got 1e+300; lower it",
     ),
     ({"draft_vocab": "~nobody-here/x"}, "draft_vocab must be a path, got ~nobody-here/x; Could not"),
     ({"graph_cache": "~nobody-here/x"}, "graph_cache must be a path, got ~nobody-here/x; Could not"),
-    ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; give off to run without"),
+    ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; choose one of them"),
     (
         {"graph_mode": "x"},
-        "graph_mode must be 'auto', 'reduce-overhead', 'replay' or 'off', got 'x'; give how",
+        "graph_mode must be 'auto', 'reduce-overhead', 'replay' or 'off', got 'x'; choose one of them",
     ),
-    ({"draft_vocab": 0}, "draft_vocab must be greater than or equal to 1, got 0; give draft only from that"),
-    ({"seed": 2**63}, f"seed must be less than {2**63}, got {2**63}; give seed of requests that bring none"),
+    (
+        {"draft_vocab": 0},
+        "draft_vocab must be a number of ids, at least 1, or a file of ids, got 0; leave it out for all ids",
+    ),
+    ({"seed": 2**63}, f"seed must be less than {2**63}, got {2**63}; lower it"),
     (
         {"synthetic_acceptance": 1.5},
-        "synthetic_acceptance must be less than or equal to 1, got 1.5; give bench",
+        "synthetic_acceptance must be less than or equal to 1, got 1.5; lower it",
     ),
     (
         {"max_in_flight": 2},
-        "max_in_flight must be less than or equal to 1, got 2; give steps launched before",
+        "max_in_flight must be less than or equal to 1, got 2; lower it",
     ),
     (
         {"num_threads": 10**6},
         f"num_threads must be at most {os.cpu_count()}, the cores of this machine, got 1000000; lower it",
     ),
-    ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; give CPU threads of torch"),
-    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['batch_sizes',"),
+    ({"num_threads": 0}, "num_threads must be greater than or equal to 1, got 0; raise it"),
+    (
+        {"max_batch": "x"},
+        "max_batch must be a valid integer, unable to parse string as an integer, got 'x'; give a",
+    ),
+    (
+        {"offload_gb": "x"},
+        "offload_gb must be a valid number, unable to parse string as a number, got 'x'; give a",
+    ),
+    (
+        {"prefix_cache": 3},
+        "prefix_cache must be a valid boolean, unable to interpret input, got 3; give true or",
+    ),
+    ({"mtp_steps": 3}, "config must name settings only, got mtp_steps; known are ['allow_extra_tensors',"),
 ]
 
 
@@ -497,6 +537,9 @@ def test_engine_refusals(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
         EngineConfig(**kwargs)
     assert "\n" not in str(error.value)
+    # The help text describes a setting; it is no remedy.
+    described = {field.description for field in EngineConfig.model_fields.values()}
+    assert not any(one and one in str(error.value) for one in described)
 
 
 def test_one_line_per_mistake() -> None:

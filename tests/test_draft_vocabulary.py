@@ -31,6 +31,10 @@ def test_a_number_is_that_many_lowest_ids() -> None:
     assert choose_draft_ids(None, 100, (50,)) is None
     assert choose_draft_ids(100, 100, (50,)) is None
     assert choose_draft_ids(99, 100, (99,)) is None
+    with pytest.raises(
+        ValueError, match=r"^draft_vocab must be at most 100, the ids of this checkpoint, got 101; leave"
+    ):
+        choose_draft_ids(101, 100, (50,))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,9 @@ def test_config_takes_numbers_and_paths(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COMPILED_MTP_DRAFT_VOCAB", "~/ids.txt")
     assert EngineConfig().draft_vocab == Path.home() / "ids.txt"
     assert EngineConfig(draft_vocab=Path("~/ids.txt")).draft_vocab == Path.home() / "ids.txt"
-    with pytest.raises(ValueError, match="draft_vocab must be greater than or equal to 1, got '-3'"):
+    with pytest.raises(
+        ValueError, match="draft_vocab must be a number of ids, at least 1, or a file of ids, got '-3'"
+    ):
         EngineConfig(draft_vocab="-3")  # type: ignore[arg-type]
 
 
@@ -119,6 +125,8 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
     assert 0.3 < told["coverage"] < 1.0
     assert main(["rank-vocabulary", str(tmp_path), "--suffix", ".rst", "--output", str(output)]) == 2
     assert "error: paths must hold text, got none in 1 paths;" in capsys.readouterr().err
+    output.unlink()
+    assert main(["rank-vocabulary", str(tmp_path), "--out", str(output)]) == 0
     output.unlink()
     refused = {
         "top must be at least 1, got 0": [str(tmp_path), "--top=0"],

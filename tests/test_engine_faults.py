@@ -356,9 +356,13 @@ def test_arguments_of_another_type_are_refused_by_name(
     engine = make_engine(checkpoint, mtp_step=0)
     with pytest.raises(ValueError, match=message):
         engine.add_request(**arguments)
-    with pytest.raises(ValueError, match="prompts must be a list, got the text 'abc'"):
-        engine.generate("abc")
     assert not engine.has_unfinished_requests()
+
+
+def test_a_text_is_one_prompt(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step=0)
+    (one,), (listed,) = engine.generate("abc", PARAMS), engine.generate(["abc"], PARAMS)
+    assert one.new_token_ids == listed.new_token_ids
 
 
 def test_ids_of_our_own_keep_clear_of_the_callers(checkpoint: Path) -> None:

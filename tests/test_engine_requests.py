@@ -390,3 +390,16 @@ def test_a_row_without_a_legal_id_is_an_error_that_names_the_parameters(checkpoi
     assert bad.error is not None
     assert bad.error.startswith("allowed_token_ids, min_tokens must leave a token to draw, got none for pos")
     assert len(good.new_token_ids) == 4
+    assert (bad.error_kind, good.error_kind) == ("parameters", None)
+
+
+def test_bad_words_ban_ids_and_not_letters(checkpoint: Path) -> None:
+    """A token that holds a banned word inside may be drawn: what is banned is the word's own ids."""
+    engine = engine_of(checkpoint, 3)
+    holder = next(i for i in range(300, 4000) if "Error" in TOKENIZER.decode([i]).strip()[1:])
+    text = TOKENIZER.decode([holder])
+    params = SamplingParams(bad_words=["Error"], logit_bias={holder: 100.0}, max_tokens=3, temperature=0)
+    (output,) = engine.generate(["a"], [params])
+    assert text in output.new_text
+    (own,) = engine.generate(["a"], [params.model_copy(update={"bad_words": (text,)})])
+    assert text not in own.new_text

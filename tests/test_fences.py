@@ -12,6 +12,7 @@ import ast
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear, RMSNorm, settle_held
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
@@ -321,7 +323,8 @@ def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: bool) -> None:
-    step = tiny.build_step(tiny.tiny_config(), 3, half_rows=12)
+    step = tiny.build_step(tiny.tiny_config(), 3)
+    step.reserve_halves(12)
     if held:
         hold_all(step)
     recorder = Recorder(embedding=step.target.embed.weight)
@@ -331,13 +334,13 @@ def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: boo
     with recorder:
         for slot in (1, 2):
             tiny.prefill(step, slot, list(range(70)))
-        for depths in ((3, 1), (1, 3), (3, 3)):
-            step.verify_half(state_index, depths[0])
-            step.accept_half(state_index, *depths)
+        for shape in starmap(RoundShape, ((3, 1), (1, 3), (3, 3))):
+            step.verify_half(state_index, shape)
+            step.accept_half(state_index, shape)
         for _ in range(2):
-            step.decode(state_index, 0, 0)
+            step.decode(state_index, RoundShape(0, 0))
         step.catch_up(state_index)
-        step.decode(state_index, 3, 3)
+        step.decode(state_index, RoundShape(3, 3))
     assert recorder.wrong == []
 
 

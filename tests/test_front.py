@@ -125,7 +125,7 @@ def test_an_abort_that_came_too_late_does_not_meet_the_next_of_its_name(
 ) -> None:
     take = engine.scheduler.take_outputs
 
-    def take_and_abort(request_ids: object = None) -> list[RequestOutput]:
+    def take_and_abort(*given: object) -> list[RequestOutput]:
         if engine.scheduler._outputs:
             # Another thread's, while the request ends in this very step.
             engine._inbox._aborts.add("same")

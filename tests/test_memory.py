@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache_sizes import length_bytes, shelf_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.host_memory import plan_host_memory
@@ -169,7 +168,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
     def sizes(**given: Any) -> list[float]:
         caplog.clear()
         config = EngineConfig(block_size=64, **given)
-        host, shelf = plan_host_memory(config, Features(), "cuda", plan, 40 * gib)
+        host, shelf = plan_host_memory(config, "cuda", plan, 40 * gib)
         host_bytes = host.num_records * plan.state_row_bytes + host.num_blocks * plan.block_bytes
         shelf_sum = shelf.num_records * plan.checkpoint_bytes + shelf.num_blocks * plan.block_bytes
         return [host_bytes / gib, shelf_sum / gib]
@@ -186,7 +185,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
     config, part = EngineConfig(block_size=64, offload_gb=12), EngineConfig(block_size=64, offload_gb=6)
-    places = (Features(), "cuda", plan, 20 * gib)
+    places = ("cuda", plan, 20 * gib)
     assert plan_host_memory(config, *places, world=2) == plan_host_memory(part, *places)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
@@ -194,11 +193,22 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
 
 def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
     numbers: dict[str, Any] = {"block_size": 64, "max_batch": 1, "max_model_len": 512}
-    text = r"7168\.0 MiB for those who leave, got 1024\.0 MiB; lower max_batch, offload_gb or num_blocks$"
+    text = r"7168\.0 MiB for those who leave, got 8192\.0 MiB; lower max_batch, offload_gb or num_blocks$"
     with pytest.raises(ValueError, match=text):
         plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, num_blocks=10**4, **numbers)
+    text = r"beside 9216\.0 MiB for those who leave and 1024\.0 MiB for a step, got 8192\.0 MiB;"
+    with pytest.raises(ValueError, match=text):
+        plan_memory(8 << 30, SHAPE_27B, host_bytes=9 << 30, other_bytes=1 << 30, **numbers)
     plan = plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, **numbers)
     assert plan == plan_memory(1 << 30, SHAPE_27B, **numbers)
+
+
+def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^offload_gb must be at most the \d+\.\d\d GiB of host mem.* got 99999"
+    ):
+        make_engine(directory, offload_gb=99999)
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 600 * 128 * 24)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import SlotSampling, StepPlan, StepResult
 from compiled_mtp.runner import Runner
 from tests.checkpoints import write_checkpoint
-from tests.drivers import BLOCKS_EACH, Driver, make_runner
+from tests.drivers import BLOCKS_EACH, Driver, make_runner, with_rounds
 from tests.engines import prompt_of
 from tests.ops.sample_cases import pack_masks
 
@@ -31,7 +32,8 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runner]:
     """Of depth 0 alone, and of up to 3."""
     directory: Path = tmp_path_factory.mktemp("mixes")
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64)
-    return {mtp_step: make_runner(directory, mtp_step=mtp_step) for mtp_step in (0, 3)}
+    deep = with_rounds(make_runner(directory), product((0, 1, 3), repeat=2))
+    return {0: make_runner(directory, mtp_step=0), 3: deep}
 
 
 @st.composite
@@ -76,7 +78,7 @@ class Mixed:
 
     def run(self, kind: Any, names: list[str], **fields: Any) -> StepResult | None:
         """Launch a plan, with masks if its kind takes them, and keep what came of it."""
-        driver, verify_step = self.driver, fields.get("verify_step", 0)
+        driver, verify = self.driver, fields["shape"].verify
         slots = tuple(driver.slots[name] for name in names)
         self.number += 1
         listed = {"logprobs": 20, "has_processed_logprobs": True}
@@ -85,7 +87,7 @@ class Mixed:
             rows = []
             for name in names:
                 last = driver.tokens[name][-1:] or [0]
-                rows += [self.mask(name, t) for t in [*last, *self.drafts.get(name, [])][: verify_step + 1]]
+                rows += [self.mask(name, t) for t in [*last, *self.drafts.get(name, [])][: verify + 1]]
             self.runner.set_masks(plan, pack_masks(torch.tensor(rows)))
         result = self.runner.run(plan)
         assert result is not None
@@ -102,13 +104,13 @@ class Mixed:
         """Whether its first token could be drawn."""
         self.driver.start(name, slot, prompt, sampling=sampling, is_first_apart=True)
         self.logprobs[name] = []
-        result = self.run("first", [name], draft_step=depth)
+        result = self.run("first", [name], shape=RoundShape(0, depth))
         assert result is not None
         return not result.all_masked
 
-    def round(self, names: list[str], verify_step: int, draft_step: int) -> list[str]:
+    def round(self, names: list[str], verify: int, chain: int) -> list[str]:
         """The names of those whose next token could not be drawn."""
-        depth = {"verify_step": verify_step, "draft_step": draft_step}
+        depth = {"shape": RoundShape(verify, chain)}
         self.run("verify", names, **depth)
         result = self.run("accept", names, **depth)
         assert result is not None
@@ -139,8 +141,8 @@ def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
     while live := [name for name in live if len(mixed.driver.tokens[name]) < COUNT]:
         group = rng.sample(live, rng.randint(1, len(live)))
         # Rounds at another depth than was left: a request's missing drafts are those it had before.
-        verify_step = rng.choice([d for d in (0, 1, 3) if d <= min(len(mixed.drafts[n]) for n in group)])
-        ended = mixed.round(group, verify_step, rng.choice((0, 1, 3)))
+        verify = rng.choice([d for d in (0, 1, 3) if d <= min(len(mixed.drafts[n]) for n in group)])
+        ended = mixed.round(group, verify, rng.choice((0, 1, 3)))
         live = [name for name in live if name not in ended]
     for name, stream in streams.items():
         wanted, got = stream.driver.tokens["a"], mixed.driver.tokens[name]
@@ -194,7 +196,7 @@ def test_what_is_asked_is_done(tmp_path: Path) -> None:
 
 
 def test_masks_are_checked(runners: dict[int, Runner]) -> None:
-    plan = StepPlan(0, "accept", (1, 2), (0, 1), verify_step=3, draft_step=3)
+    plan = StepPlan(0, "accept", (1, 2), (0, 1), shape=RoundShape(3, 3))
     with pytest.raises(ValueError, match=r"masks must have shape \(8, 16\) for a first or accept plan, got"):
         runners[3].set_masks(plan, torch.zeros(7, 16, dtype=torch.int32))
     with pytest.raises(ValueError, match="for decode; give every row its own"):

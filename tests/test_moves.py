@@ -11,7 +11,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.cache.host_tier import _powers_of_two
 from compiled_mtp.cache.lane import Lane
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
@@ -22,7 +21,6 @@ from tests.engines import prompt_of
 
 VOCAB = 512
 PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(70, 2, VOCAB)}
-HOST = Features(host_records=2, host_blocks=2 * BLOCKS_EACH)
 SIZES = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
 
 
@@ -35,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(directory: Path, **options: object) -> Driver:
     """Two requests with a few tokens each."""
-    driver = Driver(make_runner(directory, HOST, **options))
+    driver = Driver(make_runner(directory, **options))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
         driver.start(name, slot, prompt)
     driver.decode("a", "b")
@@ -55,22 +53,6 @@ def check(driver: Driver, streams: dict[str, list[int]]) -> None:
     for name, tokens in driver.drain().items():
         assert len(tokens) > 6
         assert tokens == streams[name][: len(tokens)]
-
-
-@pytest.mark.parametrize("max_in_flight", [0, 1])
-@pytest.mark.parametrize("with_blocks", [False, True])
-def test_a_request_moves_to_another_slot(
-    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int, with_blocks: bool
-) -> None:
-    driver = begin(checkpoint, max_in_flight=max_in_flight)
-    for slot in (3, 1, 3):
-        driver.move("a", slot, with_blocks=with_blocks)
-        driver.decode("b", "a")
-        driver.decode("a")
-    driver.move("b", 1, with_blocks=with_blocks)
-    for _ in range(3):
-        driver.decode("a", "b")
-    check(driver, streams)
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
@@ -102,7 +84,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
 
 
 def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
-    driver = Driver(make_runner(checkpoint, HOST))
+    driver = Driver(make_runner(checkpoint))
     moves = driver.runner.moves
     dummy = torch.full((5, 5), -1, dtype=torch.int32)
     moves.slot_tensors.register(SlotTensor("dummy", dummy, initial=9))
@@ -110,11 +92,10 @@ def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
     driver.start("a", 1, PROMPTS["a"])
     assert dummy[1].tolist() == [9] * 5
     dummy[1] = torch.arange(5)
-    driver.move("a", 3, with_blocks=False)
     driver.offload("a", 0)
-    assert dummy[3].tolist() == [3] * 5
+    assert dummy[1].tolist() == [3] * 5
     driver.bring_back("a", 0, 2)
-    assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [3] * 5, [-1] * 5]
+    assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [-1] * 5, [-1] * 5]
 
 
 def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(checkpoint: Path) -> None:
@@ -157,7 +138,6 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: 
     pairs = tuple((block, block - 1) for block in range(1, BLOCKS_EACH + 1))
     back = tuple((target, source) for source, target in pairs)
     copies = {
-        "slot": Copy(0, slot, Place("slot", 2)),
         "save": Copy(1, slot, Place("checkpoint", 0)),
         "resume": Copy(2, Place("checkpoint", 0), Place("slot", 2)),
         "out": Copy(3, slot, record, pairs),
@@ -165,7 +145,7 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: 
     }
     counts = []
     for directory in (checkpoint, tmp_path):
-        moves = make_runner(directory, HOST).moves
+        moves = make_runner(directory).moves
         counts.append({})
         for name, copy in copies.items():
             with Launches() as launches:
@@ -173,11 +153,11 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: 
             counts[-1][name] = len(launches.names)
     assert counts[0] == counts[1]
     # Five kinds of GDN state, the other rows together (one launch a dtype on their way back), and the blocks.
-    assert counts[0] == {"slot": 9, "save": 3, "resume": 3, "out": 7, "in": 10}
+    assert counts[0] == {"save": 3, "resume": 3, "out": 7, "in": 10}
 
 
 def test_blocks_that_lie_apart_and_in_any_order_come_back(checkpoint: Path) -> None:
-    moves = make_runner(checkpoint, HOST).moves
+    moves = make_runner(checkpoint).moves
     (pages,) = moves._block_layout._spread
     for block in range(33):
         pages.tensor[block] = block
@@ -206,18 +186,21 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> Non
     slots = driver.runner.step.slots
     last = int(slots.last_token[1])
     admit = Admit(1, SlotSampling(5, 0.5, 3, 0.25, 0.125))
-    copies = [Copy(i, Place("slot", 1), Place("slot", 3)) for i in (0, 1)]
-    driver.run("move", moves=(copies[0], admit))
+    record = Place("host", 0)
+    out = [Copy(i, Place("slot", 1), record) for i in (0, 1)]
+    back = [Copy(i, record, Place("slot", 3)) for i in (2, 3)]
+    driver.run("move", moves=(out[0], admit, back[0]))
     assert int(slots.last_token[3]) == last
     assert int(slots.last_token[1]) == int(slots.pos[1]) == int(slots.base[1]) == 0
     given = [getattr(slots, name)[1].item() for name in ("seed", "temperature", "top_k", "top_p", "min_p")]
     assert given == [5, 0.5, 3, 0.25, 0.125]
-    driver.run("move", moves=(admit, copies[1]))
+    driver.run("move", moves=(admit, out[1], back[1]))
     assert int(slots.last_token[3]) == 0
 
 
 def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -> None:
-    runner, bare = make_runner(checkpoint, HOST), make_runner(checkpoint, offload_gb=0, prefix_cache=False)
+    runner, bare = make_runner(checkpoint), make_runner(checkpoint, offload_gb=0, prefix_cache=False)
+    runner.moves.allocate_host(2, 2 * BLOCKS_EACH)
     slot, record = Place("slot", 1), Place("host", 0)
     wrong = (
         (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
@@ -273,7 +256,7 @@ def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
 ) -> None:
     """What is freed a device gives to others at once."""
     gc.collect()  # Others' runners wait for theirs.
-    runner = make_runner(checkpoint, HOST)
+    runner = make_runner(checkpoint)
     caches = (runner.step.kv_cache, runner.step.slots)
     memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]
     seen = []
@@ -285,7 +268,7 @@ def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
 
 
 def test_uploaded_drafts_are_verified(checkpoint: Path, streams: dict[str, list[int]]) -> None:
-    driver = Driver(make_runner(checkpoint, HOST))
+    driver = Driver(make_runner(checkpoint))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
         driver.start(name, slot, prompt)
     for begin in (1, 5, 9):
@@ -299,10 +282,9 @@ def test_memory_for_the_host_tier_of_a_cpu_is_planned(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compiled_mtp.build.available_bytes", lambda: 1 << 29)
-    assert make_runner(checkpoint, HOST).num_blocks == 4 * BLOCKS_EACH + 1
-    for features in (Features(host_records=10**5), Features(host_records=1, host_blocks=10**6)):
-        with pytest.raises(ValueError, match=r"^free memory must hold .* of caches"):
-            make_runner(checkpoint, features)
+    assert make_runner(checkpoint, offload_gb=0.3).num_blocks == 4 * BLOCKS_EACH + 1
+    with pytest.raises(ValueError, match=r"^free memory must hold .* of caches"):
+        make_runner(checkpoint, offload_gb=0.5)
 
 
 def test_registration_is_checked() -> None:

@@ -117,3 +117,9 @@ def test_installed_package_imports(built: Path, tmp_path: Path) -> None:
     result = run(sys.executable, "-I", "-c", code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert all(Path(p).resolve().is_relative_to(tmp_path.resolve()) for p in result.stdout.split())
+
+
+def test_the_package_shows_its_public_names() -> None:
+    import compiled_mtp
+
+    assert {*compiled_mtp.__all__} <= {*dir(compiled_mtp)}

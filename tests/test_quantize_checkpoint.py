@@ -75,7 +75,7 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
         quantize_checkpoint(quantized, tmp_path / "out")
     plain = write_checkpoint(tmp_path / "plain")
-    with pytest.raises(ValueError, match="out must be a new directory, got"):
+    with pytest.raises(ValueError, match="output must be a new directory, got"):
         quantize_checkpoint(plain, quantized)
     assert not (tmp_path / "out").exists()
     # Fine-tunes lose what config.json says of it; the weights are FP8 all the same.
@@ -85,7 +85,7 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
         quantize_checkpoint(quantized, tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="out must be a new directory, got"):
+    with pytest.raises(ValueError, match="output must be a new directory, got"):
         quantize_checkpoint(plain, tmp_path / "link")
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     monkeypatch.setattr(quantize, "save_file", fail)
     assert main(["quantize", str(plain), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith(
-        f"error: out must have room for the weights, got {tmp_path}/out ("
+        f"error: output must have room for the weights, got {tmp_path}/out ("
     )
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
@@ -123,6 +123,42 @@ def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> Non
     out = tmp_path / "out"
     quantize_checkpoint(write_checkpoint(tmp_path / "plain", sharded=True), out)
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+
+
+def test_a_repository_of_the_hub_is_a_checkpoint_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, asked = write_checkpoint(tmp_path / "plain"), []
+
+    def find(model: Path, *, is_offline: bool) -> Path:
+        asked.append((model, is_offline))
+        return plain
+
+    monkeypatch.setattr(quantize, "find_checkpoint", find)
+    monkeypatch.setenv("COMPILED_MTP_OFFLINE", "1")
+    assert main(["quantize", "Acme/Tiny-1.0", "--output", str(tmp_path / "made")]) == 0
+    assert asked == [(Path("Acme/Tiny-1.0"), True)]
+    assert (tmp_path / "made" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["{new}"], 0, ""),
+        (["--output={new}"], 0, ""),
+        (["--out={new}"], 0, ""),
+        ([], 2, "error: output must be given once, got neither; name the directory to make with --output"),
+        (["{new}", "--output=x"], 2, "error: output must be given once, got {new} and x; name the directory"),
+    ],
+)
+def test_the_output_has_one_name_and_older_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    plain, new = write_checkpoint(tmp_path / "plain"), tmp_path / "new"
+    given = [word.format(new=new) for word in words]
+    assert main(["quantize", str(plain), *given]) == code
+    assert capsys.readouterr().err.startswith(said.format(new=new))
+    assert new.exists() == (code == 0)
 
 
 def test_without_numpy_the_command_says_what_to_install(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.programs import Programs
 from compiled_mtp.prompt_logprobs import SLICE_ROWS
 from tests.checkpoints import write_checkpoint
-from tests.drivers import Driver, make_runner
+from tests.drivers import Driver, make_runner, with_rounds
 from tests.engines import prompt_of
 
 VOCAB = 512
@@ -36,9 +36,9 @@ def streams(checkpoint: Path) -> dict[str, list[int]]:
     """Each request token by token."""
     driver = Driver(make_runner(checkpoint, mtp_step=0))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
-        driver.start(name, slot, prompt, draft_step=0)
+        driver.start(name, slot, prompt, chain=0)
         for _ in range(40):
-            driver.decode(name, verify_step=0, draft_step=0)
+            driver.decode(name, verify=0, chain=0)
     return driver.drain()
 
 
@@ -50,7 +50,7 @@ def check(driver: Driver, streams: dict[str, list[int]]) -> None:
 
 def halved_round(driver: Driver, *names: str, between: str | None = None) -> None:
     """A round as two halves; `between` is prefilled between them."""
-    depth = {"verify_step": 3, "draft_step": 3}
+    depth = {"shape": RoundShape(3, 3)}
     driver.run("verify", names, **depth)
     if between is not None:
         driver.start(between, 3, PROMPTS[between])
@@ -75,7 +75,7 @@ def mixed_rounds(driver: Driver) -> None:
 def test_whole_and_halved_rounds_by_turns(
     checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
 ) -> None:
-    runner = make_runner(checkpoint, Features(with_halves=True), max_in_flight=max_in_flight)
+    runner = make_runner(checkpoint, max_in_flight=max_in_flight)
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
@@ -83,11 +83,10 @@ def test_whole_and_halved_rounds_by_turns(
 
 
 def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
-    features = Features(with_halves=True)
-    runner = make_runner(checkpoint, features, compile="on", batch_sizes=(2,))
-    # Two and three requests have theirs in common.
+    runner = make_runner(checkpoint, compile="on", batch_sizes=(2,))
+    # Two and three requests have theirs in common; halves run as they are.
     names = {shape.name for shape in runner.programs.shapes()}
-    assert (runner.programs.count, len(names)) == (9, 6)
+    assert (runner.programs.count, len(names)) == (5, 4)
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
         mixed_rounds(driver)
@@ -96,19 +95,20 @@ def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, l
 
 def deep_and_shallow(driver: Driver) -> None:
     """Depths 3, 1, 0, 7, 3 in a request's life, each verified in the round after; then 7 on 1 draft."""
-    driver.start("a", 1, PROMPTS["a"], draft_step=3)
-    driver.start("b", 2, PROMPTS["b"], draft_step=0)
-    for verify_step, draft_step in pairwise(DEPTHS):
-        driver.decode("a", "b", verify_step=verify_step, draft_step=draft_step)
-    for verify_step, draft_step in ((3, 1), (7, 0), (1, 3)):
-        driver.decode("b", "a", verify_step=verify_step, draft_step=draft_step)
+    driver.start("a", 1, PROMPTS["a"], chain=3)
+    driver.start("b", 2, PROMPTS["b"], chain=0)
+    for verify, chain in pairwise(DEPTHS):
+        driver.decode("a", "b", verify=verify, chain=chain)
+    for verify, chain in ((3, 1), (7, 0), (1, 3)):
+        driver.decode("b", "a", verify=verify, chain=chain)
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 def test_depth_changes_from_round_to_round(
     checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
 ) -> None:
-    driver = Driver(make_runner(checkpoint, mtp_step=7, max_in_flight=max_in_flight))
+    runner = make_runner(checkpoint, mtp_step=7, max_in_flight=max_in_flight)
+    driver = Driver(with_rounds(runner, product({*DEPTHS}, repeat=2)))
     deep_and_shallow(driver)
     check(driver, streams)
 
@@ -116,47 +116,46 @@ def test_depth_changes_from_round_to_round(
 def test_compiled_programs_have_the_depths_they_were_made_for(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:
-    features = Features(depths=(0, 2))
-    runner = make_runner(checkpoint, features, mtp_step=2, compile="on", batch_sizes=(3,))
+    runner = make_runner(checkpoint, mtp_step=2, batch_sizes=(3,))
+    with_rounds(runner, product((0, 2), repeat=2), is_compiled=True)
     # Four rounds, first tokens of one and of two prompts, a chunk, and what a round without drafts keeps.
     assert runner.programs.count == 4 + 4 + 1 + 1
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
-        driver.start("a", 1, PROMPTS["a"], draft_step=2)
-        driver.start("b", 2, PROMPTS["b"], draft_step=0)
-        for verify_step, draft_step in ((2, 0), (0, 0), (0, 2), (2, 2), (2, 2), (2, 2)):
-            driver.decode("a", "b", verify_step=verify_step, draft_step=draft_step)
-        result = runner.run(StepPlan(0, "decode", (1,), (0,), verify_step=1, draft_step=2))
+        driver.start("a", 1, PROMPTS["a"], chain=2)
+        driver.start("b", 2, PROMPTS["b"], chain=0)
+        for verify, chain in ((2, 0), (0, 0), (0, 2), (2, 2), (2, 2), (2, 2)):
+            driver.decode("a", "b", verify=verify, chain=chain)
+        result = runner.run(StepPlan(0, "decode", (1,), (0,), shape=RoundShape(1, 2)))
     assert result is not None
     assert result.error is not None
-    assert "must be depths that programs were made for, got 1 and 2" in result.error
+    assert "must have a shape that programs were made for, got RoundShape" in result.error
     check(driver, streams)
 
 
 def test_drafts_are_told_where_they_are_asked_for(checkpoint: Path) -> None:
     for with_drafts in (False, True):
-        driver = Driver(make_runner(checkpoint, Features(with_drafts=with_drafts)))
-        driver.start("a", 1, PROMPTS["a"], draft_step=2)
+        driver = Driver(with_rounds(make_runner(checkpoint), product((0, 2, 3), repeat=2)))
+        driver.start("a", 1, PROMPTS["a"], chain=2)
         slots = driver.runner.step.slots
-        for draft_step in (2, 3, 0):
-            if draft_step != 2:
-                driver.decode("a", verify_step=3, draft_step=draft_step)
-            expected = [slots.drafts[1, :draft_step].tolist()] if with_drafts else []
+        for chain in (2, 3, 0):
+            driver.decode("a", verify=3, chain=chain, wants_drafts=with_drafts)
+            expected = [slots.drafts[1, :chain].tolist()] if with_drafts else []
             assert list(driver.results[-1].drafts) == expected
 
 
 def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
-    driver = Driver(make_runner(checkpoint, Features(with_halves=True)))
+    driver = Driver(make_runner(checkpoint))
     driver.start("a", 1, PROMPTS["a"])
     driver.start("b", 2, PROMPTS["b"])
-    driver.run("verify", ("a", "b"), verify_step=3, draft_step=3)
-    for slots, verify_step in (((2, 1), 3), ((1, 2), 2)):
-        plan = StepPlan(0, "accept", slots, (0, 1), verify_step=verify_step, draft_step=3)
+    driver.run("verify", ("a", "b"), shape=RoundShape(3, 3))
+    for slots, verify in (((2, 1), 3), ((1, 2), 2)):
+        plan = StepPlan(0, "accept", slots, (0, 1), shape=RoundShape(verify, 3))
         result = driver.runner.run(plan)
         assert result is not None
         assert "accept must follow the verify of its own round, got" in str(result.error)
-    driver.run("accept", ("a", "b"), verify_step=3, draft_step=3)
-    result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), verify_step=3, draft_step=3))
+    driver.run("accept", ("a", "b"), shape=RoundShape(3, 3))
+    result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), shape=RoundShape(3, 3)))
     assert result is not None
     assert "after None; plan both halves" in str(result.error)
 
@@ -165,7 +164,7 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kernel of a round with masks and log probabilities, at every depth, and no request sees it."""
-    runner = make_runner(checkpoint)
+    runner = with_rounds(make_runner(checkpoint), product(range(4), repeat=2))
     rows: dict[str, list[int]] = {}
 
     def record(module: str, name: str) -> None:
@@ -184,10 +183,10 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     record("prompt_logprobs", "row_logprobs")
     runner.programs.launch_apart()
     buckets = runner.programs.buckets
-    depths = {(bucket.verify_step, bucket.draft_step) for bucket in buckets}
-    least = {key: min(b.rows for b in buckets if (b.verify_step, b.draft_step) == key) for key in depths}
+    shapes = {bucket.shape for bucket in buckets}
+    least = {shape: min(b.rows for b in buckets if b.shape == shape) for shape in shapes}
     rounds = sorted(least.values(), reverse=True)
-    firsts = [1] * len({bucket.draft_step for bucket in buckets})
+    firsts = [1] * len({bucket.shape.chain for bucket in buckets})
     assert len(rounds) == 16
     assert sorted(rows["filter_logits"], reverse=True) == rounds
     assert sorted(rows["sample masked"], reverse=True) == rounds + firsts
@@ -254,7 +253,6 @@ def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rou
     assert {getattr(step, name).shape[0] for name in step.between_halves} == {0}
     step.reserve_halves(8)
     assert {getattr(step, name).shape[0] for name in step.between_halves} == {8}
-    # A process that compiles whole rounds alone laid them out before.
     programs.check_layout(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import subprocess
@@ -24,6 +23,7 @@ from tests.fake_runner import (
     finish_all,
     make_request,
     make_scheduler,
+    send_away,
     step,
     stream,
 )
@@ -328,14 +328,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.requests)))
-        kind = data.draw(st.sampled_from(["move", "offload", "resume"]))
-        with contextlib.suppress(ValueError):
-            if kind == "move":
-                self.scheduler.move(name, data.draw(st.integers(0, 4)))
-            else:
-                getattr(self.scheduler, kind)(name)
+    def send_away(self, data: st.DataObject) -> None:
+        send_away(self.scheduler, data.draw(st.sampled_from(sorted(self.requests))))
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -367,10 +361,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.scheduler.has_unfinished():
                 break
-            for name, request in self.requests.items():
-                if request.finish_reason is None:
-                    with contextlib.suppress(ValueError):
-                        self.scheduler.resume(name)
             self.step()
         assert set(self.reasons) == set(self.requests)
         self.every_block_and_slot_has_one_owner()

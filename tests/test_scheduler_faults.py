@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.scheduler import Scheduler
+from tests.aimed import Aim, Line
 from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
 
 
@@ -110,3 +111,40 @@ def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) 
         assert tokens == (expected[: len(tokens)] if reasons[name] == "error" else expected)
     assert reasons.keys() == requests.keys()
     assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> None:
+    """Every request that had begun is told so once, and those who wait go on."""
+    files = ("scheduler", "cache", "request.py")
+
+    def down(aim: Aim, steps: int) -> None:
+        scheduler = make_scheduler(max_in_flight=delay, max_batch=2)
+        runner = FakeRunner(scheduler, delay)
+        requests = {name: make_request(name, 12, 9, seed=5, ignore_eos=True) for name in "abcd"}
+        for request in requests.values():
+            scheduler.add(request)
+        outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
+        started = {name for name in requests if (name, 0) not in scheduler._planner.waiting}
+        finished = {output.request_id for output in outputs if output.finish_reason}
+        try:
+            with aim.watching():
+                scheduler.recover("interrupted")
+        except KeyboardInterrupt:
+            scheduler.recover("interrupted again")
+        scheduler.check_integrity()
+        runner.drop()
+        outputs += stream(scheduler, runner)
+        ends = [(one.request_id, one.finish_reason) for one in outputs if one.finish_reason]
+        assert len(ends) == len(requests)
+        assert {name for name, reason in ends if reason == "error"} == started - finished
+        for name, reason in ends:
+            tokens = [token for one in outputs if one.request_id == name for token in one.new_token_ids]
+            expected = expected_tokens(requests[name], 40)
+            assert tokens == (expected[: len(tokens)] if reason == "error" else expected)
+
+    for steps in (4, 9):
+        watch = Aim(files)
+        down(watch, steps)
+        for target in [Line(*key, time) for key, most in watch.lines.items() for time in {1, 2, most}]:
+            down(Aim(files, target=target), steps)

@@ -11,7 +11,15 @@ from compiled_mtp.plan import Copy, Release, StepPlan
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import TRANSITIONS, RequestPhase, check_transition
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.fake_runner import (
+    FakeRunner,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+    send_away,
+    step,
+    stream,
+)
 
 HOST = {"host_records": 2, "host_blocks": 24}
 
@@ -35,40 +43,8 @@ def check_tokens(requests: dict[str, Request], outputs: list[RequestOutput]) -> 
         assert tokens == expected_tokens(request, 40)
 
 
-def slot_of(scheduler: Scheduler, name: str) -> int:
-    return next(slot for slot, request in scheduler.running.items() if request.request_id == name)
-
-
 def copies(plans: list[StepPlan]) -> list[tuple[StepPlan, Copy]]:
     return [(plan, move) for plan in plans for move in plan.moves if isinstance(move, Copy)]
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("copy_delay", [0, 3])
-@pytest.mark.parametrize("is_halved", [False, True])
-def test_a_request_moves_to_another_slot_in_the_middle_of_its_output(
-    delay: int, copy_delay: int, is_halved: bool
-) -> None:
-    scheduler = make_scheduler(max_in_flight=delay, max_batch=4, num_blocks=60, is_halved=lambda: is_halved)
-    runner = FakeRunner(scheduler, delay, copy_delay=copy_delay)
-    requests, outputs = start(scheduler, runner)
-    old = slot_of(scheduler, "b")
-    scheduler.move("b", 4)
-    scheduler.check_integrity()
-    for call in (lambda: scheduler.move("b", 4), lambda: scheduler.offload("b")):
-        with pytest.raises(ValueError, match="request_id must name a request that is running, got 'b', wh"):
-            call()
-    with pytest.raises(ValueError, match=r"target must be a free slot, got 4; free are \[\]"):
-        scheduler.move("a", 4)
-    outputs += stream(scheduler, runner)
-    check_tokens(requests, outputs)
-    ((plan, copy),) = copies(runner.plans)
-    assert (copy.source, copy.target, copy.blocks) == (("slot", old), ("slot", 4), ())
-    assert {update.slot for update in plan.block_updates} >= {4}
-    rounds_between = [p for p in runner.plans if p.kind == "decode" and p.slots and old not in p.slots]
-    assert is_halved or any(4 in p.slots for p in rounds_between)
-    later = runner.plans[runner.plans.index(plan) + 1 :]
-    assert any(Release(old) in p.moves for p in later)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -78,24 +54,10 @@ def test_a_request_goes_to_the_host_and_comes_back_into_other_blocks(delay: int,
     runner = FakeRunner(scheduler, delay, copy_delay=copy_delay)
     requests, outputs = start(scheduler, runner)
     used = scheduler.pool.num_used
-    scheduler.offload("b")
+    assert send_away(scheduler, "b")
     while scheduler.phase("b") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
     assert scheduler.pool.num_used < used
-    scheduler.add(make_request("d", 9, 12, 9, ignore_eos=True))
-    with pytest.raises(ValueError, match="request_id must name a request that is offloaded, got 'a', which"):
-        scheduler.resume("a")
-    for _ in range(3):
-        outputs += step(scheduler, runner)
-    with pytest.raises(ValueError, match="for which a slot and blocks are free, got 'b'; wait"):
-        scheduler.resume("b")
-    while scheduler.phase("b") is RequestPhase.OFFLOADED:
-        outputs += step(scheduler, runner)
-        if scheduler.num_running < 3:
-            with_room = scheduler.pool.num_used
-            scheduler.resume("b")
-            assert scheduler.pool.num_used > with_room
-            break
     outputs += stream(scheduler, runner)
     check_tokens(requests, outputs)
     assert [copy.source.tier for _, copy in copies(runner.plans)] == ["slot", "host"]
@@ -107,13 +69,11 @@ def test_with_copies_alone_outstanding_a_plan_that_launches_nothing_waits_for_th
     scheduler = make_scheduler(max_in_flight=delay, **HOST)
     runner = FakeRunner(scheduler, delay, copy_delay=99)
     requests, outputs = start(scheduler, runner, "a")
-    scheduler.offload("a")
+    assert send_away(scheduler, "a")
     while scheduler.phase("a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
         assert len(runner.plans) < 20
     assert runner.plans[-1].kind == "move"
-    assert scheduler.schedule() is None
-    scheduler.resume("a")
     outputs += stream(scheduler, runner)
     check_tokens(requests, outputs)
 
@@ -123,7 +83,7 @@ def test_the_last_result_of_a_request_that_leaves_is_read_and_may_end_it() -> No
     runner = FakeRunner(scheduler, 1, accept=3)
     scheduler.add(request := make_request("a", 5, 5, 1, ignore_eos=True))
     outputs = [output for _ in range(2) for output in step(scheduler, runner)]
-    scheduler.offload("a")
+    assert send_away(scheduler, "a")
     outputs += stream(scheduler, runner)
     check_tokens({"a": request}, outputs)
     assert outputs[-1].finish_reason == "length"
@@ -132,21 +92,18 @@ def test_the_last_result_of_a_request_that_leaves_is_read_and_may_end_it() -> No
 
 @pytest.mark.parametrize("steps", range(4))
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("kind", ["move", "offload", "resume"])
+@pytest.mark.parametrize("kind", ["offload", "resume"])
 def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_is_done(
     steps: int, delay: int, kind: str
 ) -> None:
     scheduler = make_scheduler(max_in_flight=delay, max_batch=4, num_blocks=60, **HOST)
     runner = FakeRunner(scheduler, delay, copy_delay=4)
     requests, outputs = start(scheduler, runner)
-    if kind == "move":
-        scheduler.move("b", 4)
-    else:
-        scheduler.offload("b")
+    assert send_away(scheduler, "b")
     if kind == "resume":
-        while scheduler.phase("b") is not RequestPhase.OFFLOADED:
+        (holding,) = scheduler._live["b"]
+        while holding.phase is not RequestPhase.OFFLOADED or holding.transfer is None:
             outputs += step(scheduler, runner)
-        scheduler.resume("b")
     for _ in range(steps):
         outputs += step(scheduler, runner)
     scheduler.abort("b")
@@ -168,7 +125,7 @@ def test_a_lost_plan_ends_the_requests_whose_copies_it_carried(delay: int, is_la
     scheduler = make_scheduler(max_in_flight=delay, **HOST)
     runner = FakeRunner(scheduler, delay)
     _, outputs = start(scheduler, runner)
-    scheduler.offload("b")
+    assert send_away(scheduler, "b")
     is_lost = False
     while not is_lost:
         plan = scheduler.schedule()
@@ -187,34 +144,20 @@ def test_after_a_lost_plan_a_slot_is_released_before_a_request_is_copied_to_it()
     scheduler = make_scheduler(max_in_flight=0, max_batch=1, num_blocks=12, **HOST)
     runner = FakeRunner(scheduler, 0)
     requests, outputs = start(scheduler, runner, "a")
-    scheduler.offload("a")
+    assert send_away(scheduler, "a")
     while scheduler.phase("a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
     # The plan that releases the slot never happens, and the next one to come into it is a copy.
-    scheduler.add(make_request("b", 5, 4))
+    urgent = make_request("b", 5, 4)
+    urgent.priority = -1
+    scheduler.add(urgent)
     runner.lose_next = True
     outputs += step(scheduler, runner)
     assert not scheduler.is_live("b")
-    scheduler.resume("a")
     outputs += stream(scheduler, runner)
     check_tokens(requests, outputs)
     plan, copy = copies(runner.plans)[-1]
     assert plan.moves.index(Release(copy.target.number)) < plan.moves.index(copy)
-
-
-def test_what_the_host_has_no_room_for_is_refused() -> None:
-    scheduler = make_scheduler()
-    runner = FakeRunner(scheduler, 1)
-    start(scheduler, runner)
-    with pytest.raises(
-        ValueError, match="host tier must have a record and 10 blocks free, got 0 records and"
-    ):
-        scheduler.offload("a")
-    scheduler.check_integrity()
-    waiting = make_request("w", 5, 5)
-    scheduler.add(waiting)
-    with pytest.raises(ValueError, match="got 'w', which is waiting"):
-        scheduler.move("w", 2)
 
 
 def cycle(*values: int) -> Callable[..., int]:
@@ -234,8 +177,7 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
     check_tokens(requests, outputs)
     rounds = [plan for plan in runner.plans if plan.kind == "decode"]
     expected = list(itertools.islice(itertools.cycle(depths), len(rounds) + 1))
-    assert [plan.verify_step for plan in rounds] == expected[1:]
-    assert [plan.draft_step for plan in rounds] == expected[1:]
+    assert [plan.shape for plan in rounds] == [(depth, depth) for depth in expected[1:]]
     assert [plan.num_drafts for plan in rounds] == list(map(min, itertools.pairwise(expected)))
     assert any(plan.catches_up for plan in rounds)
     metrics = [output.metrics for output in outputs if output.finish_reason]
@@ -243,7 +185,7 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
         pairs = zip(one.accepted_by_index, one.drafted_by_index, strict=True)
         assert all(kept <= (had if accept else 0) or accept is None for kept, had in pairs)
     for slot, request in enumerate(requests.values(), start=1):
-        bounds = [(plan.num_drafts, plan.verify_step) for plan in rounds if slot in plan.slots]
+        bounds = [(plan.num_drafts, plan.shape.verify) for plan in rounds if slot in plan.slots]
         for (least, most), pair in zip(bounds, request.history.rounds, strict=False):
             assert pair // 16 == max(least, pair % 16) <= most
 

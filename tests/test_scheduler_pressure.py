@@ -48,11 +48,11 @@ class Recorder:
 def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> None:
     """When masks are made, grammars have taken what the device has, and drafts are those of the round."""
     for window in scheduler.windows(plan):
-        row = runner.row(plan.slots[window.row // (plan.verify_step + 1)])
+        row = runner.row(plan.slots[window.row // (plan.shape.verify + 1)])
         assert isinstance(window.guide, Recorder)
         num_tokens = 0 if plan.kind == "first" else row.pos - len(row.prompt) + 1
         assert window.guide.num_taken == num_tokens
-        assert list(window.drafts) == row.drafts[: plan.verify_step]
+        assert list(window.drafts) == row.drafts[: plan.shape.verify]
 
 
 def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import OutputRow, StepOutput
@@ -185,18 +186,18 @@ def test_the_draft_kv_follows_at_every_depth() -> None:
     out = {}
     for slot in (1, 2, 3):
         tiny.admit(step, slot, seed=100 + slot, temperature=TEMPERATURES[slot])
-        out[slot] = [tiny.prefill(step, slot, prompt_of(slot), draft_step=3)]
+        out[slot] = [tiny.prefill(step, slot, prompt_of(slot), chain=3)]
     rng = random.Random(3)
     depths = ((3, 1), (1, 0), (0, 7), (7, 3), (3, 0), (7, 0), (0, 0), (0, 0), (7, 3))
-    for last, (verify_step, draft_step) in pairwise(((0, 0), *depths)):
-        if last == (0, 0) != (verify_step, draft_step):
+    for last, (verify, chain) in pairwise(((0, 0), *depths)):
+        if last == (0, 0) != (verify, chain):
             tiny.catch_up(step, [3, 1, 2])
         for slot in out:
             stream = plain_stream("dense", "float32", slot)
-            force(step, slot, stream, len(out[slot]), rng.randint(0, verify_step))
-        new = tiny.decode(step, [3, 1, 2], verify_step, draft_step)
+            force(step, slot, stream, len(out[slot]), rng.randint(0, verify))
+        new = tiny.decode(step, [3, 1, 2], verify, chain)
         for slot, tokens in zip((3, 1, 2), new, strict=True):
-            assert len(tokens) <= verify_step + 1
+            assert len(tokens) <= verify + 1
             out[slot] += tokens
     for slot, tokens in out.items():
         pos = int(step.slots.pos[slot])
@@ -277,7 +278,7 @@ def outputs(step: Step, slots: list[int], mtp_step: int) -> Sequence[OutputRow]:
     """What a round gives, whether or not its logits are finite."""
     index = torch.tensor(slots, dtype=torch.int32)
     with torch.no_grad():
-        return StepOutput.unpack(step.decode(index, mtp_step, mtp_step), mtp_step + 1)
+        return StepOutput.unpack(step.decode(index, RoundShape(mtp_step, mtp_step)), mtp_step + 1)
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])

@@ -175,10 +175,11 @@ def test_a_second_thread_that_streams_is_told_so(engine: Engine) -> None:
         except ValueError as error:
             caught.append(error)
 
-    with engine._as_only_stepper():
-        thread = threading.Thread(target=intrude)
-        thread.start()
-        thread.join()
+    assert engine._turn.take()
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    thread.join()
+    engine._turn.leave()
     assert "must be stepped, asked to generate and closed by one thread at a time" in str(caught[0])
     assert engine.step() == []
     assert not engine.has_unfinished_requests()

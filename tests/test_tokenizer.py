@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,6 @@ def test_whatever_a_template_raises_is_named(folder: Path, tmp_path: Path, templ
         ({"tokenizer__json": "[]"}, "tokenizer.json must be a tokenizer, got an error"),
         ({"tokenizer_config__json": "{"}, "tokenizer_config.json must be JSON, got an error"),
         ({"tokenizer_config__json": "[]"}, "tokenizer_config.json must hold a JSON object, got list"),
-        ({"chat_template__jinja": "{% if %}"}, "chat template of .* must be Jinja, got"),
-        (
-            {"chat_template__jinja": None, "tokenizer_config__json": '{"chat_template": 5}'},
-            "chat template of .* must be Jinja, got",
-        ),
         (
             {"tokenizer_config__json": '{"eos_token": {"id": 2}}'},
             "eos_token must be a string or an object with content, got {'id': 2}; download tokenizer_config",
@@ -256,6 +252,25 @@ def test_bad_files_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Tokenizer(copy(folder, tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template__jinja": "{% if %}"},
+        {"chat_template__jinja": None, "tokenizer_config__json": '{"chat_template": 5}'},
+    ],
+)
+def test_a_broken_template_stops_chats_alone(
+    folder: Path, tmp_path: Path, files: dict[str, str | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer(copy(folder, tmp_path, **files))
+    assert tokenizer.decode(tokenizer.encode("plain")) == "plain"
+    message = "chat template of .* must be Jinja, got: .*; download the file again"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    (record,) = caplog.records
+    assert re.match(f"chats are refused: {message}", record.getMessage())
 
 
 def test_another_decoder_is_refused(folder: Path, tmp_path: Path) -> None:

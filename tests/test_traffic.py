@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler
+from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, send_away
 from tests.test_prefix import request_of
 from tests.test_scheduler_pressure import Recorder, check_windows
 
@@ -157,15 +156,7 @@ class Traffic:
             else:
                 setattr(self.runner, fault, True)
         if live and rng.random() < traffic["move_rate"]:
-            name, kind = rng.choice(live), rng.choice(["move", "offload", "resume"])
-            arguments = [rng.randint(1, traffic["max_batch"])] if kind == "move" else []
-            with suppress(ValueError):
-                getattr(scheduler, kind)(name, *arguments)
-            scheduler.check_integrity()
-        for name in live:  # Nobody is left in host memory.
-            if rng.random() < 0.1:
-                with suppress(ValueError):
-                    scheduler.resume(name)
+            send_away(scheduler, rng.choice(live))
 
     def take(self, outputs: list[RequestOutput]) -> None:
         """What callers are told is what they would be told alone."""

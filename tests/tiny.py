@@ -13,6 +13,7 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
@@ -103,7 +104,6 @@ def build_step(
     device: str = "cpu",
     ring_step: int | None = None,
     is_poisoned: bool = True,
-    half_rows: int = 0,
 ) -> Step:
     """A step over random weights (the same for the same config), its caches full of NaN unless told
     otherwise."""
@@ -125,7 +125,6 @@ def build_step(
         mtp_step,
         config.vocab_size,
         max_model_len,
-        half_rows=half_rows,
     )
     if is_poisoned:
         poison(step)
@@ -181,7 +180,7 @@ def prefill_rows(step: Step, slot: int, start: int, count: int) -> PrefillRows:
 
 
 @torch.no_grad()
-def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_step: int | None = None) -> int:
+def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, chain: int | None = None) -> int:
     """Prefill a prompt in chunks and return its first token; drafts follow, as many as can be."""
     device = step.slots.pos.device
     index = torch.tensor([slot], dtype=torch.int32, device=device)
@@ -189,19 +188,19 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, draft_ste
         part = torch.tensor(prompt[start : start + chunk], device=device)
         pieces = torch.tensor([[slot], [start], [len(part)], [0], [0]], device=device)
         step.prefill(part, pieces)
-    packed = step.first_token(index, step.mtp_step if draft_step is None else draft_step)
+    packed = step.first_token(index, step.mtp_step if chain is None else chain)
     return StepOutput.unpack(packed, 1)[0].tokens[0]
 
 
 @torch.no_grad()
 def decode(
-    step: Step, slots: list[int], verify_step: int | None = None, draft_step: int | None = None
+    step: Step, slots: list[int], verify: int | None = None, chain: int | None = None
 ) -> list[list[int]]:
     """One decode round; the new tokens of each slot (padding slots are 0). Depths are the deepest unless
     given."""
-    depths = [step.mtp_step if depth is None else depth for depth in (verify_step, draft_step)]
+    depths = [step.mtp_step if depth is None else depth for depth in (verify, chain)]
     index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
-    return new_tokens(step.decode(index, *depths), depths[0])
+    return new_tokens(step.decode(index, RoundShape(*depths)), depths[0])
 
 
 @torch.no_grad()
@@ -210,9 +209,9 @@ def catch_up(step: Step, slots: list[int]) -> None:
     step.catch_up(torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device))
 
 
-def new_tokens(packed: torch.Tensor, verify_step: int) -> list[list[int]]:
+def new_tokens(packed: torch.Tensor, verify: int) -> list[list[int]]:
     """The tokens that a packed output gives each request; all of them must be of finite logits."""
-    rows = StepOutput.unpack(packed, verify_step + 1)
+    rows = StepOutput.unpack(packed, verify + 1)
     assert all(row.num_new == row.num_finite for row in rows)
     return [row.tokens[: row.num_new] for row in rows]
 

@@ -40,9 +40,9 @@ from saved_rows import Row, describe_beside, read_rows, rows_beside
 from torch._dynamo.utils import calculate_time_spent
 
 from compiled_mtp import __version__
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
@@ -275,9 +275,9 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
     """One row of the table, but for its kernels, from a loop that has just started."""
     runner = loop.runner
     times, host_times, tokens, total = time_steps(loop)
-    slots, depth = tuple(sorted(loop.scheduler.running)), (runner.step.mtp_step,) * 2
+    slots, shape = tuple(sorted(loop.scheduler.running)), RoundShape(*[runner.step.mtp_step] * 2)
     assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
-    runner.programs.decode(slots, *depth)
+    runner.programs.decode(slots, shape)
     torch.cuda.synchronize()
     gpu_ms = gpu_time_ms(runner, slots)
     items = floor_bytes(
@@ -306,12 +306,12 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
 @torch.no_grad()
 def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
     """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
-    spans, depth = [], (runner.step.mtp_step,) * 2
+    spans, shape = [], RoundShape(*[runner.step.mtp_step] * 2)
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(8):
-            runner.programs.decode(slots, *depth)
+            runner.programs.decode(slots, shape)
         end.record()
         end.synchronize()
         spans.append(start.elapsed_time(end) / 8)
@@ -326,11 +326,12 @@ def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
     from torch.profiler import ProfilerActivity, profile
 
     runner = loop.runner
-    slots, depth = tuple(sorted(loop.scheduler.running))[:batch], (runner.step.mtp_step,) * 2
-    runner.programs.decode(slots, *depth)
+    slots = tuple(sorted(loop.scheduler.running))[:batch]
+    shape = RoundShape(*[runner.step.mtp_step] * 2)
+    runner.programs.decode(slots, shape)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        runner.programs.decode(slots, *depth)
+        runner.programs.decode(slots, shape)
         torch.cuda.synchronize()
     return own_spans(trace.events())
 
@@ -539,9 +540,9 @@ def run(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    features = Features(save_to=directory / PROGRAMS_NAME if arguments.export else None)
+    save_to = directory / PROGRAMS_NAME if arguments.export else None
     model, config = model_of(arguments), config_of(arguments, batches, mtp_step, mode, rate)
-    runner = Runner(config, model, model.vocab_size, None, fill, features)
+    runner = Runner(config, model, model.vocab_size, None, fill, save_to=save_to)
     startup_s = time.perf_counter() - loaded[0]
     phases = start_by_phase(startup_s, runner.programs.capture_s)
     mode = str(runner.programs.graph_mode) if mode == "auto" else mode

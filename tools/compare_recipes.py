@@ -1,6 +1,6 @@
 """What FP8 weights, and quantised rows before them, cost a checkpoint: errors, loss and greedy agreement.
 
-    compiled-mtp quantize compiled_mtp/default_model /tmp/fp8
+    compiled-mtp quantize compiled_mtp/default_model --output /tmp/fp8
     python tools/compare_recipes.py compiled_mtp/default_model /tmp/fp8
 
 Compares the bfloat16 checkpoint with its FP8 one under W8A16 and W8A8, on text that the checkpoint that ships

@@ -1,6 +1,6 @@
 """The same as `compiled-mtp export`, from a tree that is not installed.
 
-python tools/export_graphs.py --model PATH --out FILE --mtp-step 3 --max-batch 8
+python tools/export_graphs.py --model PATH --output FILE --mtp-step 3 --max-batch 8
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A picture of the service's page, light and dark: a server of its own, headless Chromium, one answer.
+"""A picture of the service's page, light and dark: a server of its own, headless Chromium, an answer each.
 
-`make screenshot` writes docs/page.png and docs/page-dark.png. Needs the extra `browser`, Chromium and its
-driver, which `make browser` installs.
+`make screenshot` writes docs/page.png and docs/page-dark.png. Run it on a quiet machine: the speeds are in
+the picture. Needs the extra `browser`, Chromium and its driver, which `make browser` installs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def _serve() -> Iterator[str]:
 def _take(url: str, path: Path, *, is_dark: bool) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
 
     with open_browser(is_dark=is_dark) as driver:
         driver.get(url)
@@ -96,10 +98,16 @@ def _take(url: str, path: Path, *, is_dark: bool) -> None:
         driver.find_element(By.CSS_SELECTOR, "#model option")
         for name, value in _FIELDS.items():
             driver.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, value)
-        driver.find_element(By.CSS_SELECTOR, "#examples button").click()
-        driver.find_element(By.CSS_SELECTOR, ".foot:not(:empty)")
-        replaced = driver.find_elements(By.CSS_SELECTOR, ".round:has(.kept) .replaced:not(.blank)")
-        ActionChains(driver).move_to_element(replaced[len(replaced) // 2]).perform()
+        # The first answer of a server is slower than those after it: another one stands before the picture's.
+        for example in ("#examples button:last-child", "#examples button:first-child"):
+            driver.find_element(By.ID, "new").click()
+            driver.find_element(By.CSS_SELECTOR, example).click()
+            driver.find_element(By.CSS_SELECTOR, ".foot:not(:empty)")
+            WebDriverWait(driver, _TIMEOUT_S).until(
+                lambda found: found.find_element(By.ID, "new").is_enabled()
+            )
+        replaced = driver.find_elements(By.CSS_SELECTOR, ".round:has(.kept) .replaced .mark")
+        ActionChains(driver).move_to_element(replaced[0]).perform()
         time.sleep(0.3)  # A frame for what follows the pointer.
         path.write_bytes(driver.get_screenshot_as_png())
 
@@ -108,9 +116,20 @@ def main() -> int:
     """Write both pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/page.png"), help="the light one; -dark is beside it"
+        "--output",
+        "--out",
+        dest="out",
+        type=Path,
+        default=Path("docs/page.png"),
+        help="the light one; -dark is beside it",
     )
     out = parser.parse_args().out
+    load, most = os.getloadavg()[0], (os.cpu_count() or 1) / 2
+    if load > most:
+        print(
+            f"load average {load:.1f} is above {most:.1f}: the speeds in the picture will be low",
+            file=sys.stderr,
+        )
     with _serve() as url:
         _take(url, out, is_dark=False)
         _take(url, out.with_stem(f"{out.stem}-dark"), is_dark=True)

@@ -3,8 +3,8 @@
     python tools/tune_products.py narrow                              # 1 to 16 rows: tiles, parts of K
     python tools/tune_products.py narrow --shapes 27b --recipes bf16 --weights down,gdn_out  # no bit changes
     python tools/tune_products.py held --shapes 0.8b                  # 1 to 16 rows: weights in shared memory
-    python tools/tune_products.py tall --rows 128,32 --weights gdn_out --out FILE     # 17 to 256 rows
-    python tools/tune_products.py w8a8 --rows 4,32,128 --out FILE     # FP8 rows, either operand on the left
+    python tools/tune_products.py tall --rows 128,32 --weights gdn_out --output FILE     # 17 to 256 rows
+    python tools/tune_products.py w8a8 --rows 4,32,128 --output FILE  # FP8 rows, either operand on the left
     python tools/tune_products.py recipes --rows 4,128                # bf16, W8A16 and W8A8 beside each other
 
 Kernels are first compiled without a GPU, in many processes, then run in one that is killed when a kernel
@@ -351,7 +351,9 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", help="comma-separated row counts; of narrow and held one, for all up to 16")
     parser.add_argument("--weights", default="", help="comma-separated names, as down,gate|up; all by rule")
     parser.add_argument("--recipes", help="of narrow and recipes: comma-separated of bf16, w8a16, w8a8")
-    parser.add_argument("--out", type=Path, help="the table to write; narrow and held write theirs")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, help="the table to write; narrow and held write theirs"
+    )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, help="start nothing further after this long")
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 class Moves:
     """The executor of `StepPlan.moves` over the registered tensors and every layer's blocks.
 
-    A copy takes every registered row and the listed blocks, with their scales. It takes no row of the block
-    table: who moves a request into a slot lists its blocks in the plan's block_updates. holds_launches: every
-    later launch waits for a copy, since whoever plans does not ask here whether it is complete.
+    A copy takes every registered row and the listed blocks, with their scales; one between a slot and a
+    checkpoint has no blocks. It takes no row of the block table: who moves a request into a slot
+    lists its blocks in the plan's block_updates. holds_launches: every later launch waits for a copy, since
+    whoever plans does not ask here whether it is complete.
     """
 
     def __init__(
@@ -161,8 +162,6 @@ class Moves:
         lane = self._lane(copy)
         if lane is None:
             self._copy_rows(copy)
-            if copy.blocks:
-                self._copy_blocks_within(copy)
             return True
         with lane.queue():
             self._copy_rows(copy)
@@ -199,9 +198,7 @@ class Moves:
     def _copy_rows(self, copy: Copy) -> None:
         source, target = copy.source, copy.target
         tiers = (source.tier, target.tier)
-        if tiers == ("slot", "slot"):
-            self._layout().copy(source.number, target.number)
-        elif tiers == ("slot", "checkpoint"):
+        if tiers == ("slot", "checkpoint"):
             # What it held may still be on its way to the shelf.
             self._lanes["shelf"].hold_launches()
             self._checkpoint_layout.pack(source.number, self.checkpoints[target.number])
@@ -217,14 +214,6 @@ class Moves:
             layout = self._record_layout if source.tier == "host" else self._checkpoint_layout
             unpack = partial(layout.unpack, target.number)
             self._lanes[source.tier].staging.load(self._tiers[source.tier].pieces(source.number), unpack)
-
-    def _copy_blocks_within(self, copy: Copy) -> None:
-        """Blocks of the device, to others."""
-        sources, targets = (self._indices(ids) for ids in zip(*copy.blocks, strict=True))
-        num_bytes = len(copy.blocks) * self._block_layout.row_bytes
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.block_table.device)
-        self._block_layout.pack_many(sources, flat)
-        self._block_layout.unpack_many(targets, flat)
 
     def _copy_blocks(self, copy: Copy, lane: Lane) -> None:
         """Blocks to or from host memory."""

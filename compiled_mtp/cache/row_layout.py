@@ -68,15 +68,6 @@ class RowLayout:
             [section.within(source) for section in self._whole],
         )
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a row of every tensor to another row."""
-        for section in self._spread:
-            section.tensor[target].copy_(section.tensor[source])
-        _copy_each(
-            [section.tensor[target] for section in self._whole],
-            [section.tensor[source] for section in self._whole],
-        )
-
     def pack_many(self, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the rows [n] int64 of every tensor to `target` [n * row_bytes] uint8, on the same device."""
         flat = target.view(rows.numel(), self.row_bytes)

@@ -25,6 +25,7 @@ from compiled_mtp.cli.console import (
 from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.reasoning import find_reasoning
 from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
 from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
 
@@ -139,9 +140,7 @@ class Conversation:
         self._stdout, self._interrupts = stdout, interrupts
         self._messages = [*system]
         self._num_turns = 0
-        # As in the service: both tags are tokens.
-        sizes = [len(self._tokenizer.encode(tag)) for tag in ("<think>", "</think>")]
-        self._has_reasoning = sizes == [1, 1]
+        self._reasoning = find_reasoning(self._tokenizer)
 
     def clear(self) -> None:
         """Forget all but the system message."""
@@ -168,10 +167,11 @@ class Conversation:
         say(_describe(last))
 
     def _make_parser(self, messages: list[dict[str, str]]) -> OutputParser:
+        if self._reasoning is None:
+            return OutputParser()
         variables = self._params.chat_template_kwargs or {}
-        prompt = self._tokenizer.apply_chat_template(messages, **variables)
-        is_thinking = prompt.rstrip().endswith("<think>")
-        return OutputParser(has_reasoning=self._has_reasoning, is_thinking=is_thinking)
+        prompt = self._tokenizer.encode(self._tokenizer.apply_chat_template(messages, **variables))
+        return OutputParser(has_reasoning=True, is_thinking=self._reasoning.is_open(prompt))
 
     def _decode(
         self, messages: list[dict[str, str]], parser: OutputParser, reply: Reply

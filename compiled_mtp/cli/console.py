@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -20,7 +21,6 @@ from compiled_mtp.config import Torchrun
 from compiled_mtp.errors import escape
 
 if TYPE_CHECKING:  # What they come from waits for torch.
-    from compiled_mtp.build_order import Features
     from compiled_mtp.config import EngineConfig
     from compiled_mtp.engine import Engine
     from compiled_mtp.front import Front
@@ -151,11 +151,9 @@ class Progress:
             self._bars.popitem()[1].close()
 
 
-def start_engine(
-    config: EngineConfig, front: Front | None = None, features: Features | None = None
-) -> Engine:
+def start_engine(config: EngineConfig, front: Front | None = None, save_to: Path | None = None) -> Engine:
     """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
-    recipe of FP8 weights. `front` and `features` are what `Engine` takes. Raises ValueError where torchrun
+    recipe of FP8 weights. `front` and `save_to` are what `Engine` takes. Raises ValueError where torchrun
     has started processes that it has no use for."""
     Torchrun().check_ranks(config.tensor_parallel)
     with leaving():
@@ -163,7 +161,7 @@ def start_engine(
 
     progress = Progress()
     try:
-        engine = Engine(config, progress=progress, front=front, features=features)
+        engine = Engine(config, progress=progress, front=front, save_to=save_to)
     finally:
         progress.close()
     if engine.num_threads is not None:

@@ -1,13 +1,13 @@
 """`compiled-mtp export`: compile every shape of an engine and write one file, with which `graph_cache=FILE`
 starts without compiling.
 
-    compiled-mtp export --model PATH --out FILE --mtp-step 3 --max-batch 8
+    compiled-mtp export --model PATH --output FILE --mtp-step 3 --max-batch 8
 
 Takes the fields of EngineConfig as flags, but for compile and graph_cache; the engine that loads the file
 must be given the same values. --graph-mode is "replay" unless given: of "reduce-overhead" only the generated
 code can be saved, and every start traces the model again. Prints one JSON line: the file, its bytes, the
-number of shapes and the seconds it took. --out is written whole or not. With --mtp-step auto every depth of
---mtp-depths is in the file; an engine starts with one and loads the others beside its first steps. With
+number of shapes and the seconds it took. --output is written whole or not. With --mtp-step auto every depth
+of --mtp-depths is in the file; an engine starts with one and loads the others beside its first steps. With
 --tensor-parallel N the file holds the programs of each of N ranks, for engines of as many.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_command, start_engine, write_text
-from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.flags import Parser, add_fields, add_output, given
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import check
@@ -38,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser: --out, and a flag for each field of EngineConfig that an export has."""
+    """Return the parser: --output, and a flag for each field of EngineConfig that an export has."""
     parser = Parser(
         prog="compiled-mtp export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    add_output(parser, type=Path, required=True, metavar="FILE", help="the file to write")
     add_fields(parser, "engine", EngineConfig, skip=_SKIPPED)
     return parser
 
 
 def _export(flags: dict[str, Any], interrupts: Interrupts) -> int:
-    begin_s, out = time.perf_counter(), flags["out"]
+    begin_s, out = time.perf_counter(), flags["output"]
     stdout, fields = check_stdout(), given(flags, EngineConfig, skip=_SKIPPED)
     # Not the cache that the environment may name either: nothing would be compiled.
     config = EngineConfig(**fields, compile="on", graph_cache=None)
@@ -76,14 +76,13 @@ def check_writable(out: Path) -> None:
             raise IsADirectoryError("it is a directory")
     except OSError as error:
         raise ValueError(
-            f"out must be a file that can be written, got {out}: {error}; name another"
+            f"output must be a file that can be written, got {out}: {error}; name another"
         ) from None
 
 
 def export(config: EngineConfig, out: Path) -> tuple[int, int]:
     """Compile for `config`; return the bytes of `out` and how many shapes."""
     with leaving():
-        from compiled_mtp.build_order import Features
         from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 
         # As long as there is nothing to remove.
@@ -97,7 +96,7 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         use_directory(directory)
         # A compiler that is killed leaves its own temporary files.
         os.environ["TMPDIR"] = str(scratch)
-        engine = start_engine(config, features=Features(save_to=directory / PROGRAMS_NAME))
+        engine = start_engine(config, save_to=directory / PROGRAMS_NAME)
         size = save(out, directory, engine.runner.cache_key)
         shapes = engine.runner.programs.count
         engine.close()

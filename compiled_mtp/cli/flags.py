@@ -56,6 +56,11 @@ def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = (
         group.add_argument("--" + name.replace("_", "-"), **options)
 
 
+def add_output(parser: Parser, **options: Any) -> None:
+    """Add --output, the one name of what a command writes, and --out, its older one."""
+    parser.add_argument("--output", "--out", **options)
+
+
 def given(flags: dict[str, Any], model: Any, skip: Collection[str] = ()) -> dict[str, Any]:
     """The fields of `model` that were given as flags, but those in `skip`."""
     return {name: flags[name] for name in model.model_fields if name in flags and name not in skip}

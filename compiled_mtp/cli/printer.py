@@ -144,8 +144,7 @@ class Printer:
                     say("")
             else:
                 name = "" if job.id is None else f" {escape(str(job.id), 200)}"
-                say(f"--- {job.index}{name} ({job.where}): {job.finish_reason}")
-                self._write(job.text + "\n")
+                self._write(f"--- {job.index}{name} ({job.where}): {job.finish_reason}\n{job.text}\n")
             if job.error is not None:
                 what = "note" if job.finish_reason == "length" else "error"
                 say(f"{what}: {escape(f'{job.where}: {job.error}', MOST_ERROR_CHARACTERS)}")

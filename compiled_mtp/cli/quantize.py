@@ -1,6 +1,6 @@
 """`compiled-mtp quantize`: a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases are.
 
-    compiled-mtp quantize CHECKPOINT OUT
+    compiled-mtp quantize CHECKPOINT --output DIRECTORY
 
 Projections of attention, of GDN (but its gates b and a), of FFNs and of experts become float8_e4m3fn with a
 factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become a tensor each, as in
@@ -28,8 +28,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.cli.flags import Parser
+from compiled_mtp.cli.flags import Parser, add_output
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
+from compiled_mtp.hub import find_checkpoint
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
@@ -113,7 +115,7 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
     check(is_plain, "checkpoint", "be in bfloat16", str(source), "give what it was quantised from")
     # A link to nothing is in the way too.
     is_new = not (out.exists() or out.is_symlink())
-    check(is_new, "out", "be a new directory", str(out), "name another or remove it")
+    check(is_new, "output", "be a new directory", str(out), "name another or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as enclosing:
         made = Path(enclosing) / "made"
@@ -148,7 +150,7 @@ def _save(stored: dict[str, torch.Tensor], file: Path, out: Path) -> None:
         save_file(stored, file, metadata={"format": "pt"})
     except SafetensorError as error:  # Of what the disk says.
         raise fail(
-            "out", "have room for the weights", f"{out} ({error})", "free some or name another"
+            "output", "have room for the weights", f"{out} ({error})", "free some or name another"
         ) from None
     file.chmod(mode)
 
@@ -181,8 +183,11 @@ def make_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, help="directory of a bfloat16 checkpoint")
-    parser.add_argument("out", type=Path, help="the directory to make")
+    described = "a bfloat16 checkpoint: a directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    parser.add_argument("checkpoint", help=described)
+    # The older way to name it.
+    parser.add_argument("out", nargs="?", type=Path, help=argparse.SUPPRESS)
+    add_output(parser, type=Path, metavar="DIRECTORY", help="the directory to make")
     parser.add_argument(
         "--scale-dtype",
         choices=("bfloat16", "float32"),
@@ -197,9 +202,15 @@ def _quantize(flags: argparse.Namespace) -> int:
     # safetensors writes tensors through it; nothing else of this package needs it.
     has_numpy = find_spec("numpy") is not None
     check(has_numpy, "numpy", "be installed to write a checkpoint", "none", "pip install numpy")
-    counts = quantize_checkpoint(flags.checkpoint, flags.out, getattr(torch, flags.scale_dtype))
+    given = [out for out in (flags.out, flags.output) if out is not None]
+    got, remedy = " and ".join(map(str, given)) or "neither", "name the directory to make with --output"
+    check(len(given) == 1, "output", "be given once", got, remedy)
+    (out,) = given
+    config = EngineConfig(model=flags.checkpoint)
+    source = find_checkpoint(config.model, is_offline=config.offline)
+    counts = quantize_checkpoint(source, out, getattr(torch, flags.scale_dtype))
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
-    told = {"out": str(flags.out), "converted": counts.converted, "kept": len(counts.kept)}
+    told = {"out": str(out), "converted": counts.converted, "kept": len(counts.kept)}
     told |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
     write_text(stdout, json.dumps(told) + "\n")
     return EXIT_OK

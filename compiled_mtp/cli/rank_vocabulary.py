@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.cli.flags import Parser
+from compiled_mtp.cli.flags import Parser, add_output
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
 from compiled_mtp.hub import find_checkpoint
@@ -62,10 +62,10 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="+", type=Path, help="texts, and directories of them")
-    parser.add_argument("--model", type=Path, default=EngineConfig().model, help="whose tokenizer counts")
+    parser.add_argument("--model", default=str(EngineConfig().model), help="whose tokenizer counts")
     parser.add_argument("--suffix", default=".txt", help="of the files in directories")
     parser.add_argument("--top", type=int, help="how many ids to write; default: all that occur")
-    parser.add_argument("--output", type=Path, required=True, help="one id a line, the most frequent first")
+    add_output(parser, type=Path, required=True, help="one id a line, the most frequent first")
     return parser
 
 
@@ -77,7 +77,8 @@ def _rank(flags: argparse.Namespace) -> int:
     can_write = flags.output.parent.is_dir() and not flags.output.is_dir()
     # Counting may take hours.
     check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
-    tokenizer = Tokenizer(find_checkpoint(flags.model, is_offline=False))
+    config = EngineConfig(model=flags.model)
+    tokenizer = Tokenizer(find_checkpoint(config.model, is_offline=config.offline))
     counts = count_ids(tokenizer, flags.paths, flags.suffix)
     got = f"none in {len(flags.paths)} paths"
     check(bool(counts), "paths", "hold text", got, f"directories are searched for *{flags.suffix}")

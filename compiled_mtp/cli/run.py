@@ -21,12 +21,13 @@ from compiled_mtp.cli.console import (
     say,
     start_engine,
 )
-from compiled_mtp.cli.flags import Parser, add_fields, given
+from compiled_mtp.cli.flags import Parser, add_fields, add_output, given
 from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
 from compiled_mtp.cli.printer import Printer
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.cli.summary import Outcome, find_difference, summarize
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.request import SamplingParams
 
 if TYPE_CHECKING:  # What they come from waits for torch.
@@ -48,8 +49,8 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
     sampling = given(flags, SamplingParams)
     settings = given(flags, EngineConfig, skip=SamplingParams.model_fields)
     config = EngineConfig(**settings)
-    if flags["compare"] and not config.depths[-1]:
-        raise ValueError("mtp_step must be at least 1 with --compare, got 0; raise it or drop --compare")
+    if flags["compare"]:
+        _check_drafts(config)
     # A graph cache holds the shapes of one mtp_step.
     plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
     stdout, file = check_stdout(), flags["prompt_file"]
@@ -57,7 +58,7 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
     if flags["output"] is not None:
         check_output(flags["output"], file)
     printer = Printer(stdout, flags["output"], jobs, is_in_order=flags["in_order"])
-    outcomes = [decode(config, jobs, printer, interrupts)]
+    outcomes = [decode(config, jobs, printer, interrupts, is_compared=flags["compare"])]
     if plain is not None and not outcomes[0].is_interrupted:
         is_cached = config.graph_cache is not None
         dropped = f", without graph_cache, which is of mtp_step {config.mtp_step}" if is_cached else ""
@@ -90,11 +91,8 @@ def make_parser() -> Parser:
         help="text (one prompt, - is standard input), or .jsonl: one request a line, an object with prompt, "
         "messages or prompt_token_ids, any sampling field, and an id, which its result has too",
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE.jsonl",
-        help="write one line a result, when it ends: id, text, tokens, metrics",
-    )
+    said = "write one line a result, when it ends: id, text, tokens, metrics"
+    add_output(parser, metavar="FILE.jsonl", help=said)
     parser.add_argument(
         "--in-order", action="store_true", help="print and write results in the order of the requests"
     )
@@ -108,7 +106,14 @@ def make_parser() -> Parser:
     return parser
 
 
-def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, interrupts: Interrupts) -> Outcome:
+def decode(
+    config: EngineConfig,
+    jobs: list[Job],
+    printer: Printer | None,
+    interrupts: Interrupts,
+    *,
+    is_compared: bool = False,
+) -> Outcome:
     """Decode all jobs together and return what came of them; mutates the jobs, prints as they go.
 
     An interrupt ends it with what was decoded. Raises ValueError, before the weights are loaded where that
@@ -118,6 +123,9 @@ def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, inter
         from compiled_mtp.checkpoint import open_front
 
     front = open_front(config)
+    config = config.settle(front.model_config, front.path)
+    if is_compared:
+        _check_drafts(config)
     requests = [job for job in jobs if job.choice == 0]
     if printer is not None:
         for job in requests:
@@ -146,6 +154,12 @@ def decode(config: EngineConfig, jobs: list[Job], printer: Printer | None, inter
     rounds = engine.stats().rounds_by_depth
     step, most = config.mtp_step, config.depths[-1]
     return Outcome(step, most, jobs, seconds, is_interrupted, engine.is_compiled, rounds)
+
+
+def _check_drafts(config: EngineConfig) -> None:
+    """Raise ValueError for a config whose rounds are those of mtp_step 0."""
+    remedy = "raise it or drop --compare"
+    check(config.depths[-1] > 0, "mtp_step", "be at least 1 with --compare", 0, remedy)
 
 
 def _check(job: Job, front: Front) -> None:

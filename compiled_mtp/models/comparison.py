@@ -30,8 +30,10 @@ def checked_layout(
     headers: Mapping[str, Header],
     formats: Formats,
     with_mtp: bool,
-) -> dict[str, Stored]:
-    """The whole model's layout, without factors, once the files in `path` are known to hold just that.
+    allow_extra: bool,
+) -> tuple[dict[str, Stored], list[str]]:
+    """The whole model's layout, without factors, once the files in `path` are known to hold just that, or
+    more if allow_extra; and the names of what is more.
 
     Raises ValueError that names the first tensors that are missing, unused, or of another shape or dtype.
     """
@@ -44,11 +46,12 @@ def checked_layout(
     used = {n: h for n, h in headers.items() if not (config.tie_word_embeddings and n == HEAD)}
     unused, misfitting, without_scale = _compare(layout, used)
     missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
-    kinds = (("missing", missing), ("unused", unused), ("misfitting", misfitting))
-    problems = [f"{kind} tensors: {_first_few(names)}" for kind, names in kinds if names]
+    refused = [] if allow_extra else unused
+    kinds = (("missing", missing), ("unused", refused), ("misfitting", misfitting))
+    problems = [f"{kind} tensors: {first_few(names)}" for kind, names in kinds if names]
     if problems:
-        raise _misfit(problems, path, _common_cause(config, missing, unused))
-    return {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
+        raise _misfit(problems, path, _common_cause(missing, misfitting, unused))
+    return {n: stored for n, stored in layout.items() if with_mtp or not n.startswith("mtp.")}, unused
 
 
 def check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
@@ -115,10 +118,10 @@ def check_parameters(
                 filled[piece.parameter] += count * piece.rows * math.prod(width)
     wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
     if wrong:
-        raise _misfit([f"parameters that do not fit: {_first_few(dict.fromkeys(wrong))}"], path)
+        raise _misfit([f"parameters that do not fit: {first_few(dict.fromkeys(wrong))}"], path)
 
 
-def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) -> str:
+def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:
     """What is likely to be wrong and what to do about it, or nothing."""
     if any(mark in name for name in unused for mark in _ADAPTER_MARKS):
         return "these are an adapter's: merge it into its base model (PEFT: merge_and_unload) and save that"
@@ -130,10 +133,11 @@ def _common_cause(config: ModelConfig, missing: list[str], unused: list[str]) ->
                 prefix = ".".join(parts[:cut])
                 owner = "PEFT's" if prefix.startswith("base_model.model") else "a wrapper's"
                 return f"the names begin with {shown(prefix)}., {owner}: save the model without it"
-    return ""
+    is_whole = not missing and not misfitting
+    return "remove them, or pass allow_extra_tensors to skip them" if is_whole else ""
 
 
-def _first_few(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
     names = list(names)
     few = ", ".join(map(shown, names[:_FEW]))
     return few if len(names) <= _FEW else f"{few} and {len(names) - _FEW} more"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 
+Name = TypeVar("Name")
+
 
 @torch.no_grad()
-def check_finite(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError that names the parameters with an element that is NaN or infinite.
+def find_not_finite(tensors: Mapping[Name, torch.Tensor]) -> list[Name]:
+    """The names of those with an element that is NaN or infinite.
 
     One reduction a tensor where it lies, and one look at all results. Takes no memory but for FP8.
     """
-    if not parameters:
-        return
-    flags = torch.stack([_is_finite(tensor) for tensor in parameters.values()]).tolist()
-    wrong = [name for name, is_finite in zip(parameters, flags, strict=True) if not is_finite]
-    if wrong:
-        raise ValueError(
-            f"weights must be finite, got NaN or infinity in {', '.join(wrong[:3])}"
-            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; check the checkpoint's files, "
-            "or whether its numbers fit dtype"
-        )
+    if not tensors:
+        return []
+    flags = torch.stack([_is_finite(tensor) for tensor in tensors.values()]).tolist()
+    return [name for name, is_finite in zip(tensors, flags, strict=True) if not is_finite]
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

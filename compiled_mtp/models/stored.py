@@ -24,9 +24,10 @@ _ROWS = 4096
 def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     """Return `config` as the tensors in `root` have it; a folder without *.safetensors changes nothing.
 
-    mtp_num_layers is 1 where an MTP head is stored: a draft changes no token, so a head that config.json
-    denies is used. tie_word_embeddings is False where the head that is stored differs from the embedding,
-    as transformers 5 has it. Raises ValueError for an adapter.
+    mtp_num_layers is 1 where an MTP head is stored, else 0: a draft changes no token, so a head that
+    config.json denies is used, and transformers saves fine-tunes without the one that it names.
+    tie_word_embeddings is False where the head that is stored differs from the embedding, as transformers 5
+    has it. Raises ValueError for an adapter.
     """
     adapter = root / "adapter_config.json"
     remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"
@@ -34,9 +35,10 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     if not any(root.glob("*.safetensors")):
         return config
     headers = read_headers(root)
-    if not config.mtp_num_layers and any(name.startswith("mtp.") for name in headers):
+    has_head = any(name.startswith("mtp.") for name in headers)
+    if has_head and not config.mtp_num_layers:
         logger.info("config.json of %s names no MTP head; the one that is stored is used", root)
-        config = replace(config, mtp_num_layers=1)
+    config = replace(config, mtp_num_layers=int(has_head))
     if not config.tie_word_embeddings or not {EMBEDDING, HEAD} <= headers.keys():
         return config
     if _are_equal(headers):

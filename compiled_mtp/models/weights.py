@@ -7,8 +7,9 @@ at a time.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,17 +18,15 @@ from safetensors import safe_open
 
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout
+from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.headers import Header, read_headers
 from compiled_mtp.models.layout import Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
 
-
-def has_mtp(path: str | Path) -> bool:
-    """Whether the checkpoint directory `path` stores an MTP head; without one only mtp_step 0 is possible."""
-    return any(name.startswith("mtp.") for name in read_headers(Path(path)))
+logger = logging.getLogger(__name__)
 
 
 def read_formats(
@@ -66,14 +65,18 @@ def check_weights(
     rank: int = 0,
     world: int = 1,
     prompt_rows: bool = False,
+    allow_extra: bool = False,
 ) -> None:
     """Raise what is wrong with the checkpoint in `path`, before anything is allocated for it.
 
     `formats` are those of `read_formats` and `dtype` that of the other parameters; of `world` ranks this is
-    `rank`; prompt_rows as for `shard_layout`. Raises ValueError as `load_weights`, and for weights that take
+    `rank`; prompt_rows as for `shard_layout`. allow_extra: tensors that the model has no use for are named in
+    the log and not refused. Raises ValueError as `load_weights`, and for weights that take
     more than `free_bytes`.
     """
-    whole = checked_layout(config, path, read_headers(Path(path)), formats, with_mtp)
+    whole, extra = checked_layout(config, path, read_headers(Path(path)), formats, with_mtp, allow_extra)
+    if extra:
+        logger.warning("skipped tensors of %s (allow_extra_tensors): %s", path, first_few(extra))
     needed = 0
     for stored in shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows).values():
         form = formats.get(stored.pieces[0].parameter)
@@ -94,6 +97,8 @@ def load_weights(
     rank: int = 0,
     world: int = 1,
     prompt_rows: bool = False,
+    allow_extra: bool = False,
+    is_checked: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
@@ -103,12 +108,14 @@ def load_weights(
     the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
     are copied with their factors to parameters in FP8 and multiplied out for others. Host memory beside the
     parameters: the largest piece of a stored tensor, and its product where it is multiplied out. `progress`
-    gets the bytes done and the bytes in all.
+    gets the bytes done and the bytes in all. allow_extra: other tensors are not refused. is_checked: what was
+    copied is looked through for NaN and infinity.
     Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
-    another shape or dtype, and the first parameters that would not be filled.
+    another shape or dtype, and the first parameters that would not be filled; after it with the first tensors
+    that are not finite.
     """
     headers = read_headers(Path(path))
-    whole = checked_layout(config, path, headers, formats, with_mtp)
+    whole, _ = checked_layout(config, path, headers, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path)
     held = {name: _held_bytes(stored, headers[name]) for name, stored in layout.items()}
@@ -138,6 +145,27 @@ def load_weights(
             done += held[name]
             if progress is not None:
                 progress(done, sum(held.values()))
+    if is_checked and (wrong := find_not_finite(parameters)):
+        raise _not_finite(wrong, layout, headers, parameters)
+
+
+def _not_finite(
+    wrong: Collection[str],
+    layout: Mapping[str, Stored],
+    headers: Mapping[str, Header],
+    parameters: Mapping[str, torch.Tensor],
+) -> ValueError:
+    """The error that names the stored tensors from which the parameters `wrong` have NaN or infinity."""
+    names = []
+    for name, header in headers.items():
+        pieces = layout[name].pieces if name in layout else ()
+        parts = (p.place_in(parameters[p.parameter], header.shape) for p in pieces if p.parameter in wrong)
+        if find_not_finite(dict(enumerate(parts))):
+            names.append(f"{header.name} ({header.file.name})")
+    return ValueError(
+        f"weights must be finite, got NaN or infinity in {first_few(names)}; check the checkpoint's files, "
+        "or whether its numbers fit dtype"
+    )
 
 
 def _multiply_out(

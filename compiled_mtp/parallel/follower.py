@@ -89,9 +89,7 @@ def _build(order: RankOrder) -> tuple[Runner, Exchange]:
     """The rank's runner, ready, and its way to the others."""
     _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
     exchange = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
-    runner = Runner(
-        order.config, order.model, order.num_valid_ids, None, order.fill, order.features, exchange
-    )
+    runner = Runner(order.config, order.model, order.num_valid_ids, None, order.fill, exchange, order.save_to)
     exchange.expect_steps()
     return runner, exchange
 

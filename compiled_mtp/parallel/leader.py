@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
 from compiled_mtp.build import Fill, Progress
-from compiled_mtp.build_order import Features
 from compiled_mtp.build_settings import resolve_device
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
@@ -47,12 +47,12 @@ class LeadRunner(Runner):
         num_valid_ids: int,
         progress: Progress | None = None,
         fill: Fill | None = None,
-        features: Features | None = None,
+        *,
+        save_to: Path | None = None,
     ) -> None:
         check_ranks(config, model_config, fill)
-        features = features if features is not None else Features()
         device_type = resolve_device(config.device).type
-        self._ranks = Ranks(config, model_config, num_valid_ids, features, device_type, fill)
+        self._ranks = Ranks(config, model_config, num_valid_ids, save_to, device_type, fill)
 
         def told(what: str, done: int, total: int) -> None:
             self._ranks.check()
@@ -61,7 +61,7 @@ class LeadRunner(Runner):
 
         try:
             exchange = self._ranks.connect(fingerprint(config.model, has_files=fill is None))
-            super().__init__(config, model_config, num_valid_ids, told, fill, features, exchange)
+            super().__init__(config, model_config, num_valid_ids, told, fill, exchange, save_to)
             self._ranks.wait_until_ready()
         except (ValueError, KeyboardInterrupt):
             self._ranks.end()

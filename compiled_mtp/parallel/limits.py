@@ -11,7 +11,6 @@ from compiled_mtp.build import Fill
 from compiled_mtp.build_settings import resolve_device
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
-from compiled_mtp.graph_choice import choose_compiled
 from compiled_mtp.graphs.artifacts import check_key, read_key
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
@@ -36,10 +35,6 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | No
     if config.graph_cache is not None and config.compile != "off":
         check_key(config.graph_cache, read_key(config.graph_cache) | {"tensor_parallel": world})
     if device.type == "cpu":
-        # On GPUs the start captures every depth; here a process would compile them for one rank.
-        is_fixed = config.mtp_step != "auto" or not choose_compiled(config, device)
-        rule, remedy = "be a number with several ranks that compile", "pass a number, or compile=off"
-        check(is_fixed, "mtp_step", rule, config.mtp_step, remedy)
         rule = f"be at most {CPU_SHARES} on a CPU"
         check(world <= CPU_SHARES, "tensor_parallel", rule, world, "use fewer ranks")
         is_gloo = config.exchange in ("auto", "gloo")

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.build import Fill
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape
 from compiled_mtp.model_config import ModelConfig
@@ -70,7 +69,7 @@ class RankOrder:
     config: EngineConfig
     model: ModelConfig
     num_valid_ids: int
-    features: Features
+    save_to: Path | None
     device_type: str
     fill: Fill | None
     plans: int
@@ -107,7 +106,7 @@ class Ranks:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str = "cpu",
         fill: Fill | None = None,
     ) -> None:
@@ -116,7 +115,7 @@ class Ranks:
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:
-            self._processes.start(config, model, num_valid_ids, features, device_type, fill)
+            self._processes.start(config, model, num_valid_ids, save_to, device_type, fill)
         except BaseException:
             self._end()
             raise
@@ -237,7 +236,7 @@ class _Processes:
         config: EngineConfig,
         model: ModelConfig,
         num_valid_ids: int,
-        features: Features,
+        save_to: Path | None,
         device_type: str,
         fill: Fill | None,
     ) -> None:
@@ -252,7 +251,7 @@ class _Processes:
                 config,
                 model,
                 num_valid_ids,
-                features,
+                save_to,
                 device_type,
                 fill,
                 self.plans.file,

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import fail, shown
+from compiled_mtp.errors import fail, remedy_of, shown
 from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
 # Ray's own: how its proxy listens. A key in the arguments would be on Ray's dashboard.
@@ -18,6 +18,7 @@ _NOT_HERE = {
     "port": "set Ray's http_options.port",
     "api_key": "set COMPILED_MTP_SERVER_API_KEY where Ray runs, or api_key_file",
     "header_timeout_s": "leave it out; Ray's proxy reads headers, and waits for them as it likes",
+    "keep_alive_timeout_s": "leave it out; Ray's proxy keeps connections as it likes",
     "write_timeout_s": "leave it out; Ray's proxy takes all that is written, however slow its client is",
 }
 
@@ -37,7 +38,8 @@ class ReplicaConfig(BaseModel):
     gpus: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs of a replica, 0 for a CPU; default: 1 if the cluster has some, unless device=cpu",
+        description="GPUs of a replica, 0 for a CPU; default: tensor_parallel if the cluster has some, "
+        "unless device=cpu",
     )
     cpus: float = Field(default=1, ge=0, description="CPU cores of a replica; threads too on a CPU")
     ingress_replicas: int = Field(default=1, ge=1, description="processes that talk to clients")
@@ -47,6 +49,11 @@ class ReplicaConfig(BaseModel):
     )
     start_timeout_s: float = Field(
         default=600.0, gt=0, description="seconds in which a replica must take a request"
+    )
+    silence_timeout_s: float = Field(
+        default=30.0,
+        ge=5,
+        description="seconds without a word after which a replica loses its streams to another",
     )
     prefix_chunks: int = Field(
         default=1, ge=1, description="chunks of a prompt that decide which replica is preferred"
@@ -89,13 +96,6 @@ class ReplicaConfig(BaseModel):
             raise ValueError("hold a whole number of at least 1 as max_replicas")
         return value
 
-    @property
-    def most_replicas(self) -> int:
-        """Replicas that there may be at a time."""
-        if self.autoscaling_config is None:
-            return self.replicas
-        return int(self.autoscaling_config.get("max_replicas", 1))
-
 
 def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, EngineConfig]:
     """Return the three configs that the arguments of an app mean; each name belongs to one of them.
@@ -115,12 +115,17 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
     server = ServerConfig(**fields[ServerConfig])
     check_door(server)
     settings, engine = ReplicaConfig(**fields[ReplicaConfig]), EngineConfig(**fields[EngineConfig])
-    if engine.seed is not None and settings.ingress_replicas > 1:
-        # Each would count its own requests from the first, and give two of them one seed.
+    check_seed(engine, settings.ingress_replicas)
+    return settings, server, engine
+
+
+def check_seed(engine: EngineConfig, num_ingresses: int) -> None:
+    """Raise ValueError for a seed that several ingresses would give: each counts its own requests from the
+    first, and two of them would have one seed."""
+    if engine.seed is not None and num_ingresses > 1:
         raise fail(
             "seed", "be left out with more than one ingress", engine.seed, "send one with each request"
         )
-    return settings, server, engine
 
 
 def check_door(server: ServerConfig) -> None:
@@ -157,6 +162,4 @@ def check_proxy(host: str | None) -> None:
 def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"]) or "args"
     rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should ")
-    field = ReplicaConfig.model_fields.get(name.split(".")[0])
-    remedy = f"give {field.description}" if field is not None and field.description else "leave it out"
-    return str(fail(name, rule, shown(problem["input"], repr), remedy))
+    return str(fail(name, rule, shown(problem["input"], repr), remedy_of(problem["type"])))

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Status, Stream
 from compiled_mtp.replicas.messages import Call
 from compiled_mtp.replicas.relay import OpenReplica, Relay, RelayLimits, RelayObserver
 from compiled_mtp.replicas.routing import prefix_key
@@ -55,14 +55,10 @@ class ReplicatedEngine:
         self._is_closed = False
 
     @property
-    def is_alive(self) -> bool:
-        """Whether requests can still be decoded."""
-        return not self._is_closed
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether requests are still taken."""
-        return self._closing is None
+    def status(self) -> Status:
+        """Return "ok" while requests are taken, "draining" while only open ones are decoded, "stopped" after
+        that. A replica that hangs is not the whole of it."""
+        return "ok" if self._closing is None else "stopped" if self._is_closed else "draining"
 
     @property
     def num_open(self) -> int:

@@ -38,7 +38,7 @@ class Refused(NamedTuple):
     retry_after_s: int = 1
 
 
-# Outputs as a `Teller` tells them.
+# Outputs as a `Teller` tells them. An empty list says that the replica is alive.
 Message = Accepted | Refused | list[RequestOutput]
 
 

@@ -14,6 +14,7 @@ from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
 from compiled_mtp.errors import quote
 from compiled_mtp.replicas.delivery import Delivery, ReplicasDifferError
 from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
+from compiled_mtp.replicas.silence import SilenceWatch
 from compiled_mtp.request import RequestOutput
 
 logger = logging.getLogger("compiled_mtp.replicas")
@@ -49,10 +50,12 @@ class RelayObserver(Protocol):
 @dataclass(frozen=True)
 class RelayLimits:
     """How long a request goes after replicas: begun again at most `max_failovers` times, and at most
-    `start_timeout_s` seconds without a replica between one new token and the next."""
+    `start_timeout_s` seconds without a replica between one new token and the next. A replica that has it and
+    says nothing for `silence_timeout_s` seconds is lost."""
 
     max_failovers: int
     start_timeout_s: float
+    silence_timeout_s: float
 
 
 class _Loss(NamedTuple):
@@ -165,11 +168,15 @@ class Relay:
             if not isinstance(first, Accepted):
                 raise _LostError("it ended before it had said anything")
             self._accept(first)
-            while (said := await _next(messages)) is not None:
-                assert isinstance(said, list)
-                self._deliver(said)
+            async with SilenceWatch(self._limits.silence_timeout_s) as watch:
+                while (said := await _next(messages)) is not None:
+                    watch.heard()
+                    assert isinstance(said, list)
+                    self._deliver(said)
         except _LostError as error:
             return _Loss(str(error), self._last_id)
+        except TimeoutError:
+            return _Loss(f"it said nothing for {self._limits.silence_timeout_s:g} s", self._last_id)
         finally:
             await _close(messages)
         if any(delivery.finish_reason is None for delivery in self._deliveries):
@@ -257,7 +264,13 @@ class Relay:
     def _check_end(self, said: RequestOutput) -> None:
         """Nobody asked for this abort; an error may be the device's, unless another replica says it too or
         none may be asked."""
-        is_doubted = said.finish_reason == "error" and not self._has_failed and self._may_begin_again()
+        # What parameters cause, every replica would say.
+        is_doubted = (
+            said.finish_reason == "error"
+            and said.error_kind != "parameters"
+            and not self._has_failed
+            and self._may_begin_again()
+        )
         if said.finish_reason == "abort" or is_doubted:
             self._has_failed = True
             raise _LostError(said.error or said.finish_reason)

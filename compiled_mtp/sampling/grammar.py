@@ -4,21 +4,24 @@
 requests' rows of a round in one parallel call, and `Matcher.accept` takes the tokens that the round emitted,
 one by one. The extra `guided` (llguidance) is needed from the first `compile` on.
 
-A parser limit may be reached on a path of drafts that is then rejected. So that tokens depend on no draft,
-every error is checked against a new matcher that took the accepted tokens alone.
+Tokens may depend on no draft and on no other request, but llguidance's limits count work: a lexer keeps
+every state that it has ever made, and `LLMatcher.deep_copy` shares that lexer. So each matcher is compiled
+from text, and every error is checked against another new one that took the accepted tokens alone. Steps have
+no limit of lexer fuel, since a lexer that has done part of the work before would need less.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from compiled_mtp.errors import escape
 from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
@@ -26,7 +29,9 @@ from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_KEPT_GRAMMARS = 64
+# Of one lexer, at some 450 bytes each.
+_MAX_LEXER_STATES = 100_000
+_FUEL_TO_COMPILE, _NO_LIMIT = 1_000_000, 2**62
 # Schemas compiled alone to find where in a request an error stands.
 _PLACE_TRIES = 256
 _ALL_IDS = -1
@@ -46,53 +51,35 @@ class Reasoning(NamedTuple):
     lead: str = "\n\n"
 
 
-def is_reasoning(prompt_token_ids: Sequence[int], begin: int, end: int) -> bool:
-    """Whether a prompt leaves off inside a reasoning part: the last of both markers in it is `begin`."""
-    for token_id in reversed(prompt_token_ids):
-        if token_id in (begin, end):
-            return token_id == begin
-    return False
-
-
 class GrammarCompiler:
     """Compiles grammars for one tokenizer; any thread may call it.
 
     tokenizer_json: the text of the checkpoint's tokenizer.json. num_ids: width of the logits. eos_token_ids:
-    all ids that end a request. step_max_items bounds the work of one mask (parser items). The tokenizer's
-    trie is built at the first call (3 s for 248,320 ids). Compiled grammars are kept, the last 64.
+    all ids that end a request. step_max_items bounds the parser items of one mask, max_lexer_states the
+    memory of one matcher. The tokenizer's trie is built at the first call (3 s for 248,320 ids).
     """
 
     def __init__(
-        self, tokenizer_json: str, num_ids: int, eos_token_ids: Iterable[int], *, step_max_items: int = 50_000
+        self,
+        tokenizer_json: str,
+        num_ids: int,
+        eos_token_ids: Iterable[int],
+        *,
+        step_max_items: int = 50_000,
+        max_lexer_states: int = _MAX_LEXER_STATES,
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self._num_ids = num_ids
         self._eos_token_ids = sorted(eos_token_ids)
         self._goes_on = _allow_but(self._eos_token_ids, num_ids)
         self._step_max_items = step_max_items
+        self._max_lexer_states = max_lexer_states
         # A signal's handler may add a request while its thread is adding one.
         self._lock = threading.RLock()
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, source: GrammarSource, reasoning: Reasoning | None = None) -> Matcher:
         """Return a new matcher. Raises ValueError, naming the place, for what cannot be compiled."""
-        text = source.lark(reasoning.lead if reasoning else "")
-        with self._lock:
-            start = self._kept.get(text)
-            if start is not None:
-                with suppress(KeyError):  # A handler's grammar may have taken its place just now.
-                    self._kept.move_to_end(text)
-        if start is None:
-            # Outside the lock: llguidance lets other threads run meanwhile.
-            start = self._compile(source, text)
-            with self._lock:
-                self._kept[text] = start
-                if len(self._kept) > _KEPT_GRAMMARS:
-                    self._kept.popitem(last=False)
-        return Matcher(start, reasoning.end if reasoning else (), self._goes_on)
-
-    def _compile(self, source: GrammarSource, text: str) -> LLMatcher:
         llguidance = _llguidance(source.place)
         with self._lock:
             if self._tokenizer is None:
@@ -102,19 +89,31 @@ class GrammarCompiler:
                     eos_token=self._eos_token_ids,
                     slices=_SLICES,
                 )
-        limits = self._limits()
-        start = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        if not start.is_error():
-            # The first mask shows limits that only matching reaches, and its work serves all later copies.
-            start.compute_bitmask()
+        text = source.lark(reasoning.lead if reasoning else "")
+        start = self._make(text, self._limits(_FUEL_TO_COMPILE))
         if start.is_error():
-            place, problem = _find_place(source, start.get_error(), limits)
+            place, problem = _find_place(source, start.get_error(), self._limits(_FUEL_TO_COMPILE))
             raise ValueError(f"{place} must be a grammar that can be compiled, got: {problem}; simplify it")
-        return start
+        # What a new lexer has left of this fuel must do for all tokens that it takes before its next mask.
+        make = partial(self._make, text, self._limits(_NO_LIMIT))
+        return Matcher(start, make, reasoning.end if reasoning else (), self._goes_on)
 
-    def _limits(self) -> LLParserLimits:
+    def _make(self, text: str, limits: LLParserLimits) -> LLMatcher:
+        """A matcher with a lexer of its own, or one in error."""
+        matcher = _llguidance("grammar").LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            # The first mask shows limits that only matching reaches.
+            matcher.compute_bitmask()
+        return matcher
+
+    def _limits(self, initial_lexer_fuel: int) -> LLParserLimits:
         return _llguidance("grammar").LLParserLimits(
-            max_grammar_size=50_000, step_max_items=self._step_max_items, verbose_errors=False
+            max_grammar_size=50_000,
+            step_max_items=self._step_max_items,
+            initial_lexer_fuel=initial_lexer_fuel,
+            step_lexer_fuel=_NO_LIMIT,
+            max_lexer_states=self._max_lexer_states,
+            verbose_errors=False,
         )
 
 
@@ -125,30 +124,38 @@ class Matcher:
     the request ends with it.
     """
 
-    def __init__(self, start: LLMatcher, reasoning_end: tuple[int, ...], goes_on: torch.Tensor) -> None:
-        self.is_ended = False
-        self.error: str | None = None
-        self._start = start  # never advanced
+    def __init__(
+        self,
+        start: LLMatcher,
+        make: Callable[[], LLMatcher],
+        reasoning_end: tuple[int, ...],
+        goes_on: torch.Tensor,
+    ) -> None:
+        self._make = make  # returns one more like `start`
         self._reasoning_end = reasoning_end
         self._goes_on = goes_on  # the mask of a row in the reasoning part
-        self.reset()
+        self._goes_on_words: NDArray[np.int32] = goes_on.numpy()
+        self._begin(start)
 
-    def reset(self) -> None:
-        """Stand where the output begins."""
-        self.is_ended, self.error = False, None
-        self._live = self._start.deep_copy()
+    def _begin(self, live: LLMatcher) -> None:
+        self.is_ended = False
+        self.error: str | None = None
+        self._live = live
         self._accepted: list[int] = []
         # The last ids of the reasoning part, as many as its end has; None once the grammar has begun.
         self._tail: tuple[int, ...] | None = () if self._reasoning_end else None
         # Drafts after which no mask can be made, and why.
         self._dead_end: tuple[list[int], str] | None = None
 
+    def reset(self) -> None:
+        """Stand where the output begins."""
+        self._begin(self._make())
+
     def fork(self) -> Matcher:
-        """Return a matcher that stands where this one does and goes its own way."""
-        other = Matcher(self._start, self._reasoning_end, self._goes_on)
+        """Return a matcher that stands where this one does and goes its own way; it is compiled anew."""
+        other = Matcher(self._replay([]), self._make, self._reasoning_end, self._goes_on)
         other.is_ended, other.error, other._tail = self.is_ended, self.error, self._tail
-        other._dead_end = self._dead_end
-        other._live, other._accepted = self._live.deep_copy(), list(self._accepted)
+        other._dead_end, other._accepted = self._dead_end, list(self._accepted)
         return other
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -175,7 +182,7 @@ class Matcher:
     def _consume(self, token_id: int) -> bool:
         is_taken = self._live.consume_token(token_id)
         if not is_taken:
-            self._live = self._copy_at([])
+            self._live = self._replay([])
             is_taken = self._live.consume_token(token_id)
         if is_taken:
             self._accepted.append(token_id)
@@ -188,11 +195,11 @@ class Matcher:
             f"the grammar cannot go on after {len(self._accepted)} tokens: {_one_line(matcher.get_error())}"
         )
 
-    def _copy_at(self, drafts: Sequence[int]) -> LLMatcher:
+    def _replay(self, drafts: Sequence[int]) -> LLMatcher:
         """A new matcher that has taken the accepted tokens and `drafts`, and no others."""
-        copy = self._start.deep_copy()
-        copy.consume_tokens([*self._accepted, *drafts])
-        return copy
+        matcher = self._make()
+        matcher.consume_tokens([*self._accepted, *drafts])
+        return matcher
 
     def _first_row(self, drafts: Sequence[int]) -> int | None:
         """The first row of a window that the grammar masks, None if all of it is reasoning."""
@@ -214,11 +221,12 @@ class Matcher:
 
     def _fill_alone(self, masks: torch.Tensor, drafts: Sequence[int]) -> None:
         """Fill the rows of this request again, each by a matcher that saw nothing but its own prefix."""
-        self._live = self._copy_at([])
         first = self._fill_reasoning(masks, drafts)
         assert first is not None
         for row in range(first, len(drafts) + 1):
-            matcher = self._copy_at(drafts[first:row])
+            matcher = self._replay(drafts[first:row])
+            if row == first:
+                self._live = matcher
             if matcher.is_error() and row > first:
                 return  # An illegal draft, or one that `accept` will find the grammar cannot take.
             mask = masks[row]
@@ -230,6 +238,22 @@ class Matcher:
                 else:
                     self._dead_end = (list(drafts[:row]), self._describe(matcher))
                 return
+
+    def _lacks_a_row(self, words: NDArray[np.int32], drafts: Sequence[int]) -> bool:
+        """Whether the row behind a draft that the grammar allows was not written.
+
+        A lexer that reaches its limit while it takes a draft forbids that draft, and says nothing.
+        """
+        for row, draft in enumerate(drafts):
+            word, bit = divmod(draft, 32)
+            if not 0 <= word < words.shape[1]:
+                return False
+            if not (words[row, word] & self._goes_on_words[word]) >> bit & 1:
+                return False  # Forbidden, or an end.
+            behind = words[row + 1]
+            if behind[0] == _ALL_IDS and bool((behind == _ALL_IDS).all()):
+                return True
+        return False
 
 
 class Window(NamedTuple):
@@ -257,14 +281,14 @@ class MaskFiller:
         """
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
         without: list[tuple[LLMatcher, int]] = []
-        masked: list[Window] = []
+        masked: list[tuple[Window, int]] = []
         for window in windows:
             matcher, row, drafts = window
             matcher._dead_end = None
             first = matcher._fill_reasoning(masks[row : row + len(drafts) + 1], drafts)
             if first is None or matcher.error is not None:
                 continue
-            masked.append(window)
+            masked.append((window, first))
             if first < len(drafts):
                 with_drafts.append((matcher._live, row + first, list(drafts[first:])))
             else:
@@ -275,8 +299,10 @@ class MaskFiller:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *place)
         if without:
             self._executor.unsafe_compute_mask_ptr(without, *place)
-        for matcher, row, drafts in masked:
-            if matcher._live.is_error():
+        words = masks.numpy()
+        for (matcher, row, drafts), first in masked:
+            behind = words[row + first : row + len(drafts) + 1]
+            if matcher._live.is_error() or matcher._lacks_a_row(behind, drafts[first:]):
                 matcher._fill_alone(masks[row : row + len(drafts) + 1], drafts)
 
 

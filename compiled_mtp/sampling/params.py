@@ -101,7 +101,7 @@ def stop_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def bad_words(value: Any) -> tuple[str, ...]:
-    """Texts that the output must not hold, each once."""
+    """Texts whose own token sequences are banned, each once; see `bad_word_ids`."""
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -114,6 +114,8 @@ def bad_words(value: Any) -> tuple[str, ...]:
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
     """The id sequences that bad_words forbid: each word as it begins a text and as it follows a space.
+
+    The same letters inside other tokens are not banned: " TypeError" may be one token.
 
     Raises ValueError for more than 64 sequences, or one longer than 16.
     """

@@ -22,7 +22,7 @@ _GENERATION_FIELDS = (
 )
 
 _ELSE = "default: the checkpoint's, else"
-_FLAGS = ("ignore_eos", "include_stop", "include_drafts")
+_FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls")
 
 # Each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
@@ -71,7 +71,9 @@ class SamplingParams(BaseModel):
         default=None, description="the only ids that may be drawn"
     )
     bad_words: tuple[str, ...] = Field(
-        default=(), description="strings that the output must not hold; they make at most 64 id sequences"
+        default=(),
+        description="banned as the ids that the tokenizer writes for each alone and behind a space, at most "
+        "64 sequences; inside other tokens (Error in TypeError) the letters are not banned",
     )
     stop: tuple[str, ...] = Field(
         default=(), description="strings that end the text, at most 64 of at most 256 characters each"
@@ -113,6 +115,9 @@ class SamplingParams(BaseModel):
     )
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="none, auto, required, or a function of tools that is to be called"
+    )
+    parallel_tool_calls: bool = Field(
+        default=True, description="whether tool_choice required may give several calls"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description='variables of the chat template: {"enable_thinking": false}'

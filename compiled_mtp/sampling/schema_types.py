@@ -22,6 +22,29 @@ def check_types(place: str, schema: Schema) -> None:
         check_types(place + below, child)
 
 
+def with_null_types(schema: Schema) -> Schema:
+    """Return a schema in which OpenAPI's `nullable` is a type null beside others."""
+    wider: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+            wider[key] = {name: _with_null_type(one) for name, one in value.items()}
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            wider[key] = [_with_null_type(one) for one in value]
+        elif key in ("items", "additionalProperties"):
+            wider[key] = _with_null_type(value)
+        elif key != "nullable":
+            wider[key] = value
+    kinds = wider.get("type")
+    if schema.get("nullable") and kinds is not None:
+        several = [kinds] if isinstance(kinds, str) else list(kinds)
+        wider["type"] = [*several, *(["null"] if "null" not in several else [])]
+    return wider
+
+
+def _with_null_type(schema: Any) -> Any:
+    return with_null_types(schema) if isinstance(schema, Mapping) else schema
+
+
 def _holds_schemas(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_schema, value.values()))
 
@@ -55,6 +78,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enum": (lambda value: isinstance(value, list) and bool(value), "be a list of values, one at least"),
     "type": (lambda value: isinstance(value, str) or _lists_text(value), "be a type or a list of types"),
     "pattern": (lambda value: isinstance(value, str), "be a regex"),
+    "format": (lambda value: isinstance(value, str), "be a name"),
+    "nullable": (lambda value: isinstance(value, bool), "be true or false"),
     "minLength": _LENGTH,
     "maxLength": _LENGTH,
 }

@@ -22,7 +22,8 @@ from compiled_mtp.sampling.grammar_source import (
     json_rule,
     regex_terminal,
 )
-from compiled_mtp.sampling.schema_types import check_types
+from compiled_mtp.sampling.schema_types import check_types, with_null_types
+from compiled_mtp.sampling.string_schemas import string_regexes
 
 CallForm: TypeAlias = Literal["json", "xml"]
 
@@ -47,7 +48,7 @@ LAST: PIECE & /(?s:.*)\n/
 """
 # Keywords that allow and forbid nothing, and those that text written as it is can obey.
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
-_OF_STRINGS = {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+_OF_STRINGS = {"type", "enum", "const", "pattern", "format", "minLength", "maxLength"}
 # Keywords that say nothing about a string.
 _OF_OTHERS = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -57,12 +58,18 @@ _OF_OTHERS = {
 
 
 def from_tools(
-    tools: Any, tool_choice: Any, form: CallForm, added_tokens: Collection[str]
+    tools: Any,
+    tool_choice: Any,
+    form: CallForm,
+    added_tokens: Collection[str],
+    *,
+    parallel_tool_calls: bool = True,
 ) -> GrammarSource | None:
     """Return the grammar that `tool_choice` (none, auto, required, or a function by name) asks for.
 
-    None for auto and none: nothing is forced. required: one call or more, named: exactly one; nothing stands
-    before, between or after them but line ends. The order of arguments is the schema's, and arguments that a
+    None for auto and none: nothing is forced. required: one call or more, exactly one without
+    parallel_tool_calls; named: exactly one; nothing stands before, between or after them but line ends. The
+    order of arguments is the schema's, and arguments that a
     tool does not declare are not made. added_tokens: texts of the tokenizer's added tokens; a marker among
     them is that token. Raises ValueError, naming the place.
     """
@@ -70,7 +77,7 @@ def from_tools(
         return None
     declared = _declared(tools)
     if tool_choice == "required":
-        names, repeat = list(declared), ' ("\\n" call)*'
+        names, repeat = list(declared), ' ("\\n" call)*' if parallel_tool_calls else ""
     else:
         names, repeat = [_chosen(tool_choice, declared)], ""
     begin, end = (one if one in added_tokens else json.dumps(one) for one in (_BEGIN, _END))
@@ -149,6 +156,7 @@ def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
         place = f"{place}.parameters"
         schema = check_schema(place, function.get("parameters") or {"additionalProperties": False})
         check_types(place, schema)
+        schema = with_null_types(schema)
         if schema.get("type", "object") != "object":
             raise ValueError(f"{place}.type must be object, got {schema['type']!r:.80}; arguments have names")
         closed = {"additionalProperties": False} if schema.get("properties") else {}
@@ -215,17 +223,7 @@ def _raw_value(rule: str, place: str, schema: Schema) -> str:
         listed = schema.get("enum", [schema.get("const")])
         texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {_VALUE_END}"
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if "pattern" not in schema and not least and most == "":
+    regexes = string_regexes(place, schema)
+    if not regexes:
         return f'{rule}: PIECE* LAST "</parameter>"'
-    if "pattern" not in schema:
-        return f"{rule}[suffix={_VALUE_END}]: /(?s:.){{{least},{most}}}/"
-    if least or most != "":
-        raise ValueError(f"{place} must not have both a pattern and a length; say the length in the pattern")
-    # A pattern of JSON Schema may match anywhere in the text.
-    pattern = str(schema["pattern"])
-    before = "" if pattern.startswith("^") else "(?s:.*)"
-    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-    inner = pattern if before else pattern.removeprefix("^")
-    inner = inner if after else inner.removesuffix("$")
-    return f"{rule}[suffix={_VALUE_END}]: {regex_terminal(f'{before}(?:{inner}){after}')}"
+    return f"{rule}[suffix={_VALUE_END}]: {' & '.join(map(regex_terminal, regexes))}"

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.errors import quote
 from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
 from compiled_mtp.request import NO_DRAFT, Request
 from compiled_mtp.scheduler.limits import Limits
@@ -40,8 +39,8 @@ class Holding:
     has counted it. is_told: the device knows who
     owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
     what was drafted for its next round, where its grammar or caller asks for it. num_kept: its rounds without
-    drafts since the draft model has last read what they keep. is_parked: it stays in host memory until it is
-    called back. replay: its tokens are computed again.
+    drafts since the draft model has last read what they keep. replay: its tokens are
+    computed again.
     """
 
     request: Request
@@ -62,7 +61,6 @@ class Holding:
     drafts: Sequence[int] = ()
     num_kept: int = 0
     transfer: Transfer | None = None
-    is_parked: bool = False
     replay: Replay | None = None
 
     def enter(self, phase: RequestPhase) -> None:
@@ -81,11 +79,11 @@ class Holding:
         replay = self.replay
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
-    def round_drafts(self, verify_step: int) -> Sequence[int]:
+    def round_drafts(self, verify: int) -> Sequence[int]:
         """The drafts of the round whose accept is planned, where they are asked for."""
         uploaded = () if self.replay is None else self.replay.uploaded
-        known = [*uploaded, *self.drafts[len(uploaded) : verify_step]]
-        return known + [NO_DRAFT] * (verify_step - len(known))
+        known = [*uploaded, *self.drafts[len(uploaded) : verify]]
+        return known + [NO_DRAFT] * (verify - len(known))
 
     def forget_place(self) -> None:
         """Know nothing of a slot or of what was computed there: begin, or begin again."""
@@ -222,15 +220,6 @@ class Holdings:
                 self._free(place, holding.block_ids)
             holding.slot, holding.host_record, holding.block_ids = 0, None, []
 
-    def move(self, holding: Holding, slot: int) -> None:
-        """Begin the move of a running request to another slot; its blocks stay. Raises ValueError for a slot
-        that is not free.
-        """
-        if slot not in self._free_slots:
-            raise ValueError(f"target must be a free slot, got {slot}; free are {sorted(self._free_slots)}")
-        self._free_slots.remove(slot)
-        self._begin_transfer(holding, Place("slot", slot), [])
-
     def host_room(self) -> tuple[int, int]:
         """Records and blocks of host memory that are free."""
         records, blocks = self._host_rooms
@@ -238,23 +227,12 @@ class Holdings:
         return max(records - used, 0), max(blocks - self.host_pool.num_used, 0)
 
     def offload(self, holding: Holding) -> None:
-        """Begin to bring a running request to the host. Raises ValueError if there is no room for it."""
-        needed, (records, free) = len(holding.block_ids), self.host_room()
-        if not records or needed > free:
-            raise ValueError(
-                f"host tier must have a record and {needed} blocks free, got {records} "
-                f"records and {free} blocks; raise offload_gb"
-            )
-        blocks = self.host_pool.allocate(needed)
+        """Begin to bring a running request to the host, which has room for it."""
+        blocks = self.host_pool.allocate(len(holding.block_ids))
         self._begin_transfer(holding, Place("host", self._free_records.pop()), blocks)
 
     def resume(self, holding: Holding) -> None:
-        """Begin to bring an offloaded request back. Raises ValueError if it does not fit now."""
-        if not self._free_slots or len(holding.block_ids) > self.pool.num_free:
-            raise ValueError(
-                "request_id must name a request for which a slot and blocks are free, got "
-                f"{quote(holding.request.request_id)}; wait until others have ended"
-            )
+        """Begin to bring an offloaded request back, for which a slot and blocks are free."""
         blocks = self.pool.allocate(len(holding.block_ids))
         self._begin_transfer(holding, Place("slot", self._free_slots.pop()), blocks)
 
@@ -264,8 +242,7 @@ class Holdings:
         assert transfer is not None
         assert transfer.copy_id is None, "a copy is planned once"
         transfer.copy_id = copy_id
-        # None where the blocks stay.
-        pairs = tuple(zip(holding.block_ids, transfer.target_block_ids, strict=False))
+        pairs = tuple(zip(holding.block_ids, transfer.target_block_ids, strict=True))
         return Copy(copy_id, transfer.source, transfer.target, pairs), self._target_row(holding)
 
     def finish_transfer(self, holding: Holding) -> None:
@@ -275,11 +252,9 @@ class Holdings:
             self._free(transfer.target, transfer.target_block_ids)
             self.sweep()
             return
-        is_within = transfer.source.tier == transfer.target.tier
         self.owners.pop(holding.slot, None)
-        self._free(transfer.source, [] if is_within else holding.block_ids)
-        if not is_within:
-            holding.block_ids = transfer.target_block_ids
+        self._free(transfer.source, holding.block_ids)
+        holding.block_ids = transfer.target_block_ids
         if transfer.target.tier == "host":
             holding.slot, holding.host_record = 0, transfer.target.number
             holding.enter(RequestPhase.OFFLOADED)
@@ -287,8 +262,7 @@ class Holdings:
         holding.slot, holding.host_record = transfer.target.number, None
         holding.generation = transfer.generation
         self.owners[holding.slot] = holding
-        if holding.phase is RequestPhase.OFFLOADED:
-            holding.enter(RequestPhase.RUNNING)
+        holding.enter(RequestPhase.RUNNING)
 
     def cancel_copies(self, copy_ids: Collection[int]) -> list[Holding]:
         """Host memory could not be had for these copies: their requests, which are returned, stay where they
@@ -298,7 +272,6 @@ class Holdings:
         for holding, transfer in failed:
             self._end_transfer(holding)
             self._free(transfer.target, transfer.target_block_ids)
-            holding.is_parked = False
         if failed:
             used = self.limits.host_records - len(self._free_records)
             self._host_rooms = (used, self.host_pool.num_used)
@@ -395,7 +368,7 @@ class Holdings:
         assert transfer is not None
         if transfer.target.tier == "host":
             return []
-        return block_table_row(transfer.target.number, transfer.target_block_ids or holding.block_ids)
+        return block_table_row(transfer.target.number, transfer.target_block_ids)
 
     def _free(self, place: Place, block_ids: Iterable[int]) -> None:
         if place.tier == "host":

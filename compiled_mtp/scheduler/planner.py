@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 from compiled_mtp.plan import BlockUpdate, Copy, Draft, Move, Piece, Place, PlanKind, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.admission import Admission
@@ -69,7 +70,7 @@ class Planner:
         self._is_halved = is_halved
         self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
-        self._draft_step = self._choose_depth(0, is_halved=False)
+        self._chain = self._choose_depth(0, is_halved=False)
         self._admission = Admission(holdings)
         self._preemption = Preemption(holdings)
         # By Request.key.
@@ -144,9 +145,8 @@ class Planner:
         self.look_again()
 
     def enter(self, holding: Holding) -> None:
-        """A request waits. Interrupted anywhere it can be called again with another of the same key."""
-        if (old := self.waiting.get(holding.request.key)) is not None:
-            self.line.discard(old)
+        """A request waits. Interrupted anywhere it can be called again."""
+        self.line.discard(holding)
         self.waiting[holding.request.key] = holding
         self.line.add(holding)
 
@@ -169,7 +169,7 @@ class Planner:
         """A request ends: nothing more is planned for it."""
         self.line.discard(holding)
         if holding.phase is RequestPhase.WAITING:
-            del self.waiting[holding.request.key]
+            self.waiting.pop(holding.request.key, None)  # It was being entered when an interrupt came.
         elif not self.prompts.leave(holding):
             self.look_again()
 
@@ -184,7 +184,6 @@ class Planner:
         assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
         away = [one for one in self.line if one.phase is not RequestPhase.WAITING]
         for one in away:
-            assert not one.is_parked
             assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
         assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *away)}
         owners = self.holdings.owners.values()
@@ -356,7 +355,7 @@ class Planner:
             tuple(holding.slot for holding in launch.members),
             tuple(holding.generation for holding in launch.members),
             launch.moves,
-            draft_step=self._draft_step if launch.ended else 0,
+            shape=RoundShape(0, self._chain if launch.ended else 0),
             pieces=tuple(launch.pieces),
             wants_drafts=any(holding.request.params.include_drafts for holding in launch.ended),
             saves=tuple(launch.saves),
@@ -382,7 +381,7 @@ class Planner:
             "first",
             (holding.slot,),
             (holding.generation,),
-            draft_step=self._draft_step,
+            shape=RoundShape(0, self._chain),
             logprobs=wants.logprobs,
             has_processed_logprobs=wants.has_processed_logprobs,
             is_guided=wants.is_guided,
@@ -402,14 +401,13 @@ class Planner:
         is_halved = self._wants.is_halved or (self._is_halved is not None and self._is_halved())
         depth = self._choose_depth(len(self.decoding_slots), is_halved=is_halved)
         # Whoever came back from elsewhere may have other drafts; statistics alone know of it.
-        num_drafts, self._draft_step = min(depth, self._draft_step), depth
+        num_drafts, self._chain = min(depth, self._chain), depth
         plan = self._make_plan(
             "verify" if is_halved else "decode",
             self.decoding_slots,
             self._decoding_generations,
             [upload for one in self._replaying for upload in _known_drafts(one, depth)],
-            verify_step=depth,
-            draft_step=depth,
+            shape=RoundShape(depth, depth),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
             wants_drafts=self._wants.has_drafts and not is_halved,
@@ -427,8 +425,7 @@ class Planner:
             "accept",
             first.slots,
             first.generations,
-            verify_step=first.verify_step,
-            draft_step=first.draft_step,
+            shape=first.shape,
             num_drafts=first.num_drafts,
             logprobs=opened.wants.logprobs,
             has_processed_logprobs=opened.wants.has_processed_logprobs,
@@ -453,8 +450,7 @@ class Planner:
         generations: tuple[int, ...] = (),
         own_moves: Sequence[Move] = (),
         *,
-        verify_step: int = 0,
-        draft_step: int = 0,
+        shape: RoundShape = NO_DRAFTS,
         num_drafts: int = 0,
         catches_up: bool = False,
         pieces: tuple[Piece, ...] = (),
@@ -475,8 +471,7 @@ class Planner:
             kind=kind,
             slots=slots,
             generations=generations,
-            verify_step=verify_step,
-            draft_step=draft_step,
+            shape=shape,
             num_drafts=num_drafts,
             catches_up=catches_up,
             pieces=pieces,
@@ -530,9 +525,9 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     return _Wants(True, is_guided, listed, has_processed, has_drafts=has_drafts or is_guided)
 
 
-def _known_drafts(holding: Holding, verify_step: int) -> Iterator[Draft]:
+def _known_drafts(holding: Holding, verify: int) -> Iterator[Draft]:
     """The known tokens that a replayed request's next round is to verify."""
-    if holding.replay is not None and (known := holding.replay.plan_round(verify_step)):
+    if holding.replay is not None and (known := holding.replay.plan_round(verify)):
         yield Draft(holding.slot, tuple(known))
 
 

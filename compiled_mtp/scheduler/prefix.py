@@ -275,9 +275,11 @@ class PrefixCache:
         """The keys of a prompt's whole chunks, computed once."""
         if holding.prefix_keys is None:
             request, before = holding.request, root_key(holding.request.params.cache_salt)
-            holding.prefix_keys = keys = []
+            keys: list[bytes] = []
             last = request.prompt_len if self.index.num_checkpoints else 0
             for end in range(self.chunk, last + 1, self.chunk):
                 before = chain_key(before, request.prompt_token_ids[end - self.chunk : end])
                 keys.append(before)
+            # All at once: who waits keeps them, also where the step that makes them is interrupted.
+            holding.prefix_keys = keys
         return holding.prefix_keys

@@ -35,10 +35,10 @@ class Replay:
         """The launch that emits the first token is planned."""
         self.num_planned = 1
 
-    def plan_round(self, verify_step: int) -> Sequence[int]:
+    def plan_round(self, verify: int) -> Sequence[int]:
         """Return what a round of that many drafts is to verify first, maybe nothing; it is planned."""
         begin = self.num_planned
-        self.uploaded = self.known[begin : begin + verify_step]
+        self.uploaded = self.known[begin : begin + verify]
         self.num_planned = begin + len(self.uploaded) + 1
         return self.uploaded
 

@@ -10,7 +10,15 @@ from typing import NamedTuple
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
-from compiled_mtp.request import FinishReason, Guide, Request, RequestOutput, RoundDrafts, new_tuple
+from compiled_mtp.request import (
+    ErrorKind,
+    FinishReason,
+    Guide,
+    Request,
+    RequestOutput,
+    RoundDrafts,
+    new_tuple,
+)
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -85,19 +93,22 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
 
     def add(self, *choices: Request) -> None:
-        """Queue a request, given as all of its choices; mutates their output limits. Raises ValueError if its
-        id is in use or if it could never run (`Limits.fit`).
+        """Queue a request, given as all of its choices; mutates their output limits. Interrupted anywhere it
+        can be called again with the same ones. Raises ValueError if its id is in use or if it could never run
+        (`Limits.fit`).
         """
         name = choices[0].request_id
-        if self.has_id(name):
-            raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
-        for request in choices:
-            self.limits.fit(request)
-        holdings = [Holding(request, next(self._arrivals)) for request in choices]
-        # In this order: interrupted in between, the request can be added again.
+        holdings = self._live.get(name)
+        if holdings is None or holdings[0].request is not choices[0]:
+            if self.has_id(name):
+                raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
+            for request in choices:
+                self.limits.fit(request)
+            # Known by one store, with all its choices, before any of them stands in line.
+            holdings = [Holding(request, next(self._arrivals)) for request in choices]
+            self._live[name] = holdings
         for holding in holdings:
             self._planner.enter(holding)
-        self._live[name] = holdings
 
     def abort(self, request_id: str) -> None:
         """End a request, all choices of it, now. Raises ValueError for an id that names none that is live.
@@ -129,51 +140,22 @@ class Scheduler:
         """Start over after a step that stopped anywhere (Ctrl-C): of its bookkeeping nothing is believed.
 
         Requests that were no longer waiting end with `error`; the others go on. Nothing that was launched may
-        still be under way.
+        still be under way. Interrupted anywhere it is to be called again, before anything else is: until then
+        `_live` is what it was, and whoever has a last output is not given another.
         """
-        waiting = self._planner.waiting
         settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
-        for key in settled & waiting.keys():
-            del waiting[key]
-        known = waiting.keys() | settled
-        ended = [one for choices in self._live.values() for one in choices if one.request.key not in known]
-        self._live = {}
-        for (name, _), holding in waiting.items():
-            self._live.setdefault(name, []).append(holding)
+        unsettled = [h for choices in self._live.values() for h in choices if h.request.key not in settled]
+        live: dict[str, list[Holding]] = {}
+        for holding in unsettled:
+            # By its phase alone: `waiting` and the line may be half written.
+            if holding.phase is RequestPhase.WAITING:
+                live.setdefault(holding.request.request_id, []).append(holding)
+            else:
+                self._outputs.append(_last_output(holding.request, "error", error))
+        self._planner.waiting = {one.request.key: one for choices in live.values() for one in choices}
         self._planner.reset()
         self._holdings.reset()
-        for holding in ended:
-            self._outputs.append(_last_output(holding.request, "error", error))
-
-    def move(self, request_id: str, target: int) -> None:
-        """Bring a request that decodes to the slot `target`; it goes on there with the same tokens.
-
-        It leaves the plans, its last result is read, then its rows are copied; its blocks stay. Raises
-        ValueError for a request that does not decode and for a slot that is not free.
-        """
-        self._holdings.move(self._find(request_id, RequestPhase.RUNNING), target)
-        self._planner.look_again()
-
-    def offload(self, request_id: str) -> None:
-        """Bring a request that decodes to host memory, with all its blocks; it stays there until `resume`,
-        unless there turns out to be no memory for it.
-
-        It leaves the plans, its last result is read, then it is copied. Raises ValueError for a request that
-        does not decode and where the host tier has no room.
-        """
-        holding = self._find(request_id, RequestPhase.RUNNING)
-        self._holdings.offload(holding)
-        holding.is_parked = True
-        self._planner.look_again()
-
-    def resume(self, request_id: str) -> None:
-        """Bring an offloaded request back into a slot and blocks. Raises ValueError for another request, and
-        while there is no room.
-        """
-        holding = self._find(request_id, RequestPhase.OFFLOADED)
-        self._holdings.resume(holding)
-        self._planner.line.discard(holding)
-        holding.is_parked = False
+        self._live = live
 
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
@@ -208,27 +190,42 @@ class Scheduler:
             holding = self._holdings.owners.get(owner[0])
             if holding is None or holding.generation != owner[1] or holding.request.guide is None:
                 continue
-            row, drafts = index * (plan.verify_step + 1), holding.round_drafts(plan.verify_step)
+            verify = plan.shape.verify
+            row, drafts = index * (verify + 1), holding.round_drafts(verify)
             found.append(GuidedWindow(holding.request.guide, row, drafts))
         return found
 
-    def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """Return the outputs that nobody has taken yet, of these requests or of all; the others stay."""
-        outputs = self._outputs
-        if request_ids is None:
-            self._outputs = []
-            return outputs
-        taken = [output for output in outputs if output.request_id in request_ids]
-        self._outputs = [output for output in outputs if output.request_id not in request_ids]
+    def take_outputs(
+        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+    ) -> list[RequestOutput]:
+        """Return the outputs that nobody has taken yet, of these requests or of all but some; the others
+        stay.
+        """
+        taken, left = self._outputs, list[RequestOutput]()
+        if request_ids is not None or but:
+            is_taken = [
+                output.request_id not in but if request_ids is None else output.request_id in request_ids
+                for output in self._outputs
+            ]
+            taken = [output for output, is_one in zip(self._outputs, is_taken, strict=True) if is_one]
+            left = [output for output, is_one in zip(self._outputs, is_taken, strict=True) if not is_one]
+        self._outputs = left
         return taken
 
-    def put_back(self, outputs: list[RequestOutput]) -> None:
-        """Keep outputs that were taken, and reached nobody, for the next `take_outputs`."""
-        self._outputs = outputs + self._outputs
+    @property
+    def outputs(self) -> Sequence[RequestOutput]:
+        """Those that nobody has taken yet."""
+        return self._outputs
 
-    def has_unfinished(self) -> bool:
-        """Return whether a request, or an output that nobody has taken, is still to come."""
-        return bool(self._live or self._outputs)
+    def put_back(self, outputs: Sequence[RequestOutput]) -> None:
+        """Let `outputs`, all that there were before some were taken and reached nobody, be taken again."""
+        self._outputs = list(outputs)
+
+    def has_unfinished(self, but: Collection[str] = ()) -> bool:
+        """Return whether a request is still to end, or an output to be taken; of some requests only the
+        first counts.
+        """
+        return bool(self._live) or any(output.request_id not in but for output in self._outputs)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the id names a request that has not finished."""
@@ -275,8 +272,8 @@ class Scheduler:
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
     def phase(self, request_id: str) -> RequestPhase:
-        """Where a request stands. Raises ValueError for an id that names none that is live."""
-        return self._find(request_id).phase
+        """Where a request's first choice stands. Raises ValueError for an id that names none that is live."""
+        return self._find_choices(request_id)[0].phase
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
@@ -299,21 +296,6 @@ class Scheduler:
             )
         return list(choices)
 
-    def _find(self, request_id: str, phase: RequestPhase | None = None) -> Holding:
-        holding, *others = self._find_choices(request_id)
-        if others:
-            raise ValueError(
-                f"request_id must name a request of one choice, got {quote(request_id)} with "
-                f"{1 + len(others)}; wait until the others have ended"
-            )
-        if phase is not None and (holding.phase is not phase or holding.transfer is not None):
-            stands = holding.phase.value if holding.transfer is None else "on the move"
-            raise ValueError(
-                f"request_id must name a request that is {phase.value}, got {quote(request_id)}, which is "
-                f"{stands}; give another"
-            )
-        return holding
-
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
         holding = self._holdings.owners.get(plan.slots[0])
         if holding is not None and holding.generation == plan.generations[0]:
@@ -323,7 +305,7 @@ class Scheduler:
         plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
         num_drafts = plan.num_drafts if is_round else None
-        most = plan.verify_step + 1
+        most = plan.shape.verify + 1
         now_s = time.monotonic()
         for index in (*result.not_finite, *result.all_masked):
             self._take_last_tokens(result, index, num_drafts, now_s)
@@ -357,6 +339,8 @@ class Scheduler:
                 *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
                 # Nobody asks for them where the plan does not.
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
+                # `append` ends a request with an error only where its grammar cannot go on.
+                "parameters" if reason == "error" else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
             if reason is not None:
@@ -383,10 +367,12 @@ class Scheduler:
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
             drafts = request.list_drafts(holding.drafts, num_known)
         if request.finish_reason is None:
-            error = _describe_masks(request) if index in result.all_masked else _describe_logits(request)
-            self._end(holding, "error", error, kept, text, drafts)
+            is_masked = index in result.all_masked
+            error = _describe_masks(request) if is_masked else _describe_logits(request)
+            kind: ErrorKind = "parameters" if is_masked else "engine"
+            self._end(holding, "error", error, kept, text, drafts, kind)
         else:
-            self._end(holding, request.finish_reason, request.error, kept, text, drafts)
+            self._end(holding, request.finish_reason, request.error, kept, text, drafts, "parameters")
 
     def _drop_known(
         self,
@@ -439,8 +425,10 @@ class Scheduler:
         token_ids: Sequence[int] = (),
         text: str = "",
         drafts: list[RoundDrafts] | None = None,
+        error_kind: ErrorKind = "engine",
     ) -> None:
-        self._outputs.append(_last_output(holding.request, reason, error, token_ids, text, drafts))
+        output = _last_output(holding.request, reason, error, token_ids, text, drafts, error_kind)
+        self._outputs.append(output)
         self._finish(holding)
 
     def _finish(self, holding: Holding) -> None:
@@ -460,6 +448,7 @@ def _last_output(
     token_ids: Sequence[int] = (),
     text: str = "",
     drafts: list[RoundDrafts] | None = None,
+    error_kind: ErrorKind = "engine",
 ) -> RequestOutput:
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)
@@ -475,6 +464,7 @@ def _last_output(
         request.index,
         request.take_prompt_logprobs(),
         request.list_drafts() if drafts is None else drafts,
+        error_kind if reason == "error" else None,
     )
 
 

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.fields import Body, Ignored, Unread
 from compiled_mtp.server.generation import Service, Usage, check_limits, make_params, merged, parse
-from compiled_mtp.server.openai_models import Body, CacheSalt, Ignored, Priority
+from compiled_mtp.server.openai_models import CacheSalt, Priority
 from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
@@ -80,6 +81,10 @@ class AnthropicTool(Body):
     type: Literal["custom"] | None = None
     strict: Ignored = None
     cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    defer_loading: Annotated[Any, Unread((False,))] = None
+    input_examples: Annotated[Any, Unread(([],))] = None
+    allowed_callers: Annotated[Any, Unread((["direct"],))] = None
 
 
 class ToolChoice(Body):
@@ -87,7 +92,7 @@ class ToolChoice(Body):
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
-    disable_parallel_tool_use: Ignored = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
@@ -96,6 +101,20 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Ignored = None
     display: Ignored = None
+
+
+class OutputFormat(Body):
+    """A JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The answer's form; how much effort goes into it is the model's own affair."""
+
+    format: OutputFormat | None = None
+    effort: Ignored = None
 
 
 class CountBody(Body):
@@ -107,7 +126,13 @@ class CountBody(Body):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: Ignored = None
+    context_management: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None
+    speed: Annotated[Any, Unread(("standard",))] = None
+    mcp_servers: Annotated[Any, Unread(([],))] = None
 
 
 class MessagesBody(CountBody):
@@ -123,6 +148,7 @@ class MessagesBody(CountBody):
     priority: Priority = None
     metadata: Ignored = None
     service_tier: Ignored = None
+    diagnostics: Ignored = None
 
 
 class AnthropicHandlers:
@@ -133,7 +159,7 @@ class AnthropicHandlers:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        body = parse(CountBody, await request.body())
+        body = parse(CountBody, await request.body(), self._service.config)
         self._service.check_model(body.model)
         self._schemas(body)
         prompt = await self._render(body)
@@ -142,7 +168,7 @@ class AnthropicHandlers:
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
         service = self._service
-        body = parse(MessagesBody, await request.body())
+        body = parse(MessagesBody, await request.body(), service.config)
         service.check_model(body.model)
         schemas, params = self._schemas(body), self._params(body)
         prompt = await self._render(body)
@@ -173,7 +199,8 @@ class AnthropicHandlers:
 
     def _params(self, body: MessagesBody) -> SamplingParams:
         stops = body.stop_sequences or []
-        check_limits(self._service.config, stops, (), ())
+        form = _response_format(body.output_config)
+        check_limits(self._service.config, stops, (), (), stop_name="stop_sequences", output_config=form)
         forced = _forced_choice(body.tool_choice)
         if forced is not None and not body.tools:
             raise ApiError(
@@ -189,10 +216,12 @@ class AnthropicHandlers:
             # The answer says which one it was: it is looked for at the end, and cut there.
             "include_stop": True if stops else None,
             "tool_choice": forced,
+            "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+            "response_format": form,
             # The prompt has shown the tools: the engine needs them for a call that is forced.
             "tools": [_to_function(tool) for tool in body.tools or ()] if forced is not None else None,
         }
-        return make_params(fields)
+        return make_params(fields, {"stop": "stop_sequences"})
 
     async def _render(self, body: CountBody) -> Prompt:
         variables: dict[str, Any] = {
@@ -202,6 +231,13 @@ class AnthropicHandlers:
         if has_tools:
             variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
         return await self._service.prompts.render(to_template(body), variables)
+
+
+def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
+    """OpenAI's form of a schema that the answer is to have, None for none."""
+    if config is None or config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": config.format.json_schema}}
 
 
 def _forced_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
@@ -244,7 +280,8 @@ class _Answer:
 
     async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is its last one."""
-        usage = self._usage_fields() | {"output_tokens": 0}
+        # Clients keep of message_delta the counts that they know: sums that begin here would stay at 0.
+        usage = {k: v for k, v in self._usage_fields().items() if k != "speculation"} | {"output_tokens": 0}
         start = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
         yield _event("ping")

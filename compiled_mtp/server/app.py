@@ -77,9 +77,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     openai, anthropic = OpenAIHandlers(service), AnthropicHandlers(service)
 
     async def health() -> Response:
-        is_well = service.engine.is_accepting
-        status = "ok" if is_well else "stopped" if not service.engine.is_alive else "draining"
-        return JSONResponse({"status": status}, status_code=200 if is_well else 503)
+        status = service.engine.status
+        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

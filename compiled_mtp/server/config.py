@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
+from compiled_mtp.errors import remedy_of
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -48,12 +49,23 @@ class ServerConfig(BaseSettings):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="seconds that a client may leave the connection full"
     )
+    keep_alive_timeout_s: int = Field(
+        # Proxies keep a connection idle for up to 60 s: whoever closes first must not be the server.
+        default=75,
+        ge=1,
+        description="seconds that a connection may be idle between requests",
+    )
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
     max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
     stream_buffer: int = Field(
         default=1024, ge=1, description="outputs of a request that nobody has read, before it is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
+    step_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="seconds that a step of the engine may take before /health says that it hangs",
+    )
     prompt_workers: int = Field(default=2, ge=1, le=16, description="processes that render and tokenise")
     prompt_timeout_s: float = Field(default=10.0, gt=0, description="seconds to render and tokenise a prompt")
     max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")
@@ -67,6 +79,9 @@ class ServerConfig(BaseSettings):
     template_kwargs: _Names = Field(
         default=("enable_thinking", "preserve_thinking"),
         description="names that chat_template_kwargs may hold, separated by commas",
+    )
+    strict_fields: bool = Field(
+        default=False, description="refuse the fields of a request that the service does not read"
     )
     log_prompts: bool = Field(default=False, description="write prompts into the log")
 
@@ -144,5 +159,4 @@ def _explain(problem: Any) -> str:
         return f"config must name settings only, got {name}; known are {sorted(ServerConfig.model_fields)}"
     rule = problem["msg"].removeprefix("Input should ")
     got = "a secret" if name == "api_key" else repr(problem["input"])
-    field = ServerConfig.model_fields.get(name.split(".")[0])
-    return f"{name} must {rule}, got {got}; give {field.description if field else 'another'}"
+    return f"{name} must {rule}, got {got}; {remedy_of(problem['type'])}"

@@ -8,16 +8,19 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
+from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Status, Stream
+from compiled_mtp.reasoning import ReasoningTokens
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.sampling.params import MAX_BAD_WORDS, REFUSED
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.server.errors import ApiError, refusal
+from compiled_mtp.server.errors import ApiError, param_of, refusal
+from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
 from compiled_mtp.server.metrics import Metrics
-from compiled_mtp.server.openai_models import UNKNOWN_FIELD
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
 from compiled_mtp.tokenizer import Tokenizer
@@ -30,10 +33,7 @@ class ServedEngine(Protocol):
     """What the service needs of an engine: an AsyncEngine here, or many elsewhere. Closed by its maker."""
 
     @property
-    def is_alive(self) -> bool: ...
-
-    @property
-    def is_accepting(self) -> bool: ...
+    def status(self) -> Status: ...
 
     @property
     def num_open(self) -> int: ...
@@ -59,7 +59,7 @@ class Service:
     names: tuple[str, ...]
     max_model_len: int
     call_form: CallForm | None
-    has_reasoning: bool
+    reasoning: ReasoningTokens | None
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,8 +77,8 @@ class Service:
         """Return what parts an answer to `prompt`; tools None: calls are not looked for."""
         return OutputParser(
             form=self.call_form if tools is not None else None,
-            has_reasoning=self.has_reasoning,
-            is_thinking=prompt.tail.rstrip().endswith("<think>"),
+            has_reasoning=self.reasoning is not None,
+            is_thinking=self.reasoning is not None and self.reasoning.is_open(prompt.token_ids),
             tools=tools,
         )
 
@@ -123,10 +123,11 @@ class Service:
             raise _as_sent(refusal(error)) from None
 
 
-def parse(model: type[B], body: bytes) -> B:
-    """Return the body as `model`. Raises the ApiError that names the first field that does not fit."""
+def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
+    """Return the body as `model`. Raises the ApiError that names the first field that does not fit, and with
+    `strict_fields` one that is not read."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context={"strict_fields": config.strict_fields})
     except ValidationError as error:
         # Of the alternatives of a union the one that fitted furthest is the one that was meant.
         problem = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
@@ -135,7 +136,11 @@ def parse(model: type[B], body: bytes) -> B:
         path.append(problem["ctx"]["name"])
     param = ".".join(path) or None
     if problem["type"] == UNKNOWN_FIELD:
-        message = f"{param} must be a field of this request, got an unknown name; leave it out"
+        message = f"{param} must be a field of this request, got an unknown name; "
+        message += REFUSED.get(path[-1], "leave it out")
+    elif problem["type"] == UNREAD_FIELD:
+        context = problem["ctx"]
+        message = f"{param} must {context['rule']}, got {problem['input']!r:.200}; {context['remedy']}"
     elif problem["type"] == "missing":
         message = f"{param} must be given, got nothing; add it"
     else:
@@ -159,29 +164,43 @@ def _path_of(loc: Sequence[str | int]) -> list[str]:
     return path
 
 
-def make_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters of the fields that are set. Raises the 400 of what the engine refuses."""
+def make_params(fields: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> SamplingParams:
+    """Return the parameters of the fields that are set. Raises the 400 of what the engine refuses.
+
+    sent: of the engine's names, those that the client has sent by another.
+    """
     try:
         return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
     except ValueError as error:
-        raise _as_sent(refusal(error)) from None
+        raise _as_sent(refusal(error), sent or {}) from None
 
 
-def _as_sent(error: ApiError) -> ApiError:
+def _as_sent(error: ApiError, sent: Mapping[str, str] = MappingProxyType({})) -> ApiError:
     """Blame the field that the client knows."""
     if error.param == "prompt_token_ids":
         error.param = "prompt"
+    elif error.param is not None and error.param in sent:
+        message = sent[error.param] + error.message.removeprefix(error.param)
+        return ApiError(error.status, message, param=sent[error.param], code=error.code)
     return error
 
 
 def check_limits(
-    config: ServerConfig, stops: Sequence[str], bias: Iterable[Any], stop_ids: Sequence[int], **schemas: Any
+    config: ServerConfig,
+    stops: Sequence[str],
+    bias: Iterable[Any],
+    stop_ids: Sequence[int],
+    bad_words: Sequence[str] = (),
+    stop_name: str = "stop",
+    **schemas: Any,
 ) -> None:
     """Raise the 400 of more than the limits allow; `schemas` are measured as JSON."""
     bias_count = sum(1 for _ in bias)
     rules = [
-        ("stop", len(stops), config.max_stops, "strings"),
-        ("stop", max(map(len, stops), default=0), config.max_stop_chars, "characters in each"),
+        (stop_name, len(stops), config.max_stops, "strings"),
+        (stop_name, max(map(len, stops), default=0), config.max_stop_chars, "characters in each"),
+        ("bad_words", len(bad_words), MAX_BAD_WORDS, "strings"),
+        ("bad_words", max(map(len, bad_words), default=0), config.max_stop_chars, "characters in each"),
         ("logit_bias", bias_count, config.max_bias, "ids"),
         ("stop_token_ids", len(stop_ids), config.max_bias, "ids"),
     ]
@@ -257,6 +276,9 @@ async def _read(index: int, stream: Stream, found: asyncio.Queue[Any]) -> None:
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
+    if output.finish_reason == "error" and output.error_kind == "parameters":
+        error = output.error or "the request's parameters must leave a token to draw"
+        raise ApiError(400, error, param=param_of(error), code="parameters_failed")
     if output.finish_reason == "error":
         raise ApiError(500, f"the request failed: {output.error}", code="engine_error")
     if output.finish_reason == "abort":

@@ -119,7 +119,7 @@ class OpenAIHandlers:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a rendered chat."""
-        body = parse(TokenizeBody, await request.body())
+        body = parse(TokenizeBody, await request.body(), self._service.config)
         if body.model is not None:
             self._service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -136,7 +136,7 @@ class OpenAIHandlers:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await request.body())
+        body = parse(CompletionBody, await request.body(), self._service.config)
         self._service.check_model(body.model)
         params = self._params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
         prompts = [await self._encode(one) for one in _prompts_of(body.prompt, self._service)]
@@ -147,7 +147,7 @@ class OpenAIHandlers:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await request.body())
+        body = parse(ChatBody, await request.body(), self._service.config)
         self._service.check_model(body.model)
         schemas = None
         if body.tools and body.tool_choice != "none":
@@ -204,7 +204,7 @@ class OpenAIHandlers:
         return await self._service.prompts.render(to_template(messages), variables)
 
     def _chat_params(self, body: ChatBody) -> SamplingParams:
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "logprobs must be true with top_logprobs, got none; set it", param="logprobs")
         fields: dict[str, Any] = {}
         given = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
@@ -219,14 +219,20 @@ class OpenAIHandlers:
         return self._params(
             body,
             shown_tools=tools,
+            sent={"logprobs": "top_logprobs"} | ({"max_tokens": given[0]} if given else {}),
             max_tokens=getattr(body, given[0]) if given else None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_choice=forced if isinstance(forced, str | None) else forced.model_dump(),
+            parallel_tool_calls=body.parallel_tool_calls,
             **fields,
         )
 
     def _params(
-        self, body: SamplingBody, shown_tools: Sequence[Any] | None = None, **fields: Any
+        self,
+        body: SamplingBody,
+        shown_tools: Sequence[Any] | None = None,
+        sent: Mapping[str, str] | None = None,
+        **fields: Any,
     ) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         bias, stop_ids = body.logit_bias or {}, body.stop_token_ids or []
@@ -235,7 +241,11 @@ class OpenAIHandlers:
             stops,
             bias,
             stop_ids,
+            body.bad_words or (),
             response_format=body.response_format,
+            guided_regex=body.guided_regex,
+            guided_choice=body.guided_choice,
+            guided_grammar=body.guided_grammar,
             tools=shown_tools or None,
         )
         if body.stream and body.prompt_logprobs is not None:
@@ -256,7 +266,8 @@ class OpenAIHandlers:
                 "logit_bias": _as_ids(bias) or None,
                 "response_format": None if form == {"type": "text"} else form,
             }
-            | fields
+            | fields,
+            sent,
         )
 
 
@@ -436,7 +447,13 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates read them: arguments of calls are objects, developers are system."""
     plain = []
     for index, message in enumerate(messages):
-        fields = message.model_dump(exclude_none=True, exclude={"annotations", "cache_control"})
+        fields = message.model_dump(
+            exclude_none=True, exclude={"annotations", "cache_control", "id", "reasoning"}
+        )
+        if message.reasoning is not None:
+            fields.setdefault("reasoning_content", message.reasoning)
+        if isinstance(message.content, list):
+            fields["content"] = [_plain_part(part) for part in message.content]
         fields["role"] = "system" if message.role == "developer" else message.role
         if message.tool_calls is not None:
             fields["tool_calls"] = [
@@ -454,6 +471,11 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
             ]
         plain.append(fields)
     return plain
+
+
+def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part as chats have it; texts of the Responses API have types of their own."""
+    return part | {"type": "text"} if part.get("type") in ("input_text", "output_text") else part
 
 
 def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

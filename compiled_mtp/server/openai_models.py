@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-UNKNOWN_FIELD = "unknown_field"
-_CHANGES_NOTHING = "accepted, changes nothing"
-Ignored = Annotated[Any, Field(default=None, description=_CHANGES_NOTHING)]
+from compiled_mtp.server.fields import Body, Ignored, Unread
+
 CacheSalt = Annotated[
     str | None,
     Field(default=None, description="prompts share cached prefixes with those of the same salt alone"),
@@ -32,21 +30,13 @@ SAME_NAMES = (
     "prompt_logprobs",
     "cache_salt",
     "include_drafts",
+    "bad_words",
+    "allowed_token_ids",
+    "logprobs_mode",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 )
-
-
-class Body(BaseModel):
-    """The rules of all bodies: exact types, no unknown names, null for what is not set."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
-
-    @model_validator(mode="after")
-    def _refuse_unknown(self) -> Self:
-        # A client that is newer than this sends null for what it does not use: it asks for nothing.
-        for name, value in (self.__pydantic_extra__ or {}).items():
-            if value is not None:
-                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
-        return self
 
 
 class StreamOptions(Body):
@@ -54,6 +44,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
+    continuous_usage_stats: Annotated[Any, Unread((False,))] = None
 
 
 class SamplingBody(Body):
@@ -79,7 +70,13 @@ class SamplingBody(Body):
     n: int | None = Field(default=None, ge=1, description="choices; choice 0 is that of n=1")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     response_format: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: Priority = None
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream says what its rounds drafted and accepted"
@@ -98,6 +95,17 @@ class SamplingBody(Body):
     cache_control: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    # What other servers take, with the value that asks for nothing.
+    echo: Annotated[Any, Unread((False,))] = None
+    best_of: Annotated[Any, Unread((1,))] = None
+    use_beam_search: Annotated[Any, Unread((False,))] = None
+    length_penalty: Annotated[Any, Unread((1,))] = None
+    early_stopping: Annotated[Any, Unread((False,))] = None
+    no_repeat_ngram_size: Annotated[Any, Unread((0,))] = None
+    typical_p: Annotated[Any, Unread((1,))] = None
+    skip_special_tokens: Annotated[Any, Unread((True,))] = None
+    spaces_between_special_tokens: Annotated[Any, Unread((True,))] = None
+    include_stop_str_in_output: Annotated[Any, Unread((False,))] = None
 
 
 class CompletionBody(SamplingBody):
@@ -107,6 +115,7 @@ class CompletionBody(SamplingBody):
         description="a text, token ids, or a list of either"
     )
     logprobs: int | None = None
+    suffix: Annotated[Any, Unread(("",))] = None
 
 
 class FunctionCall(Body):
@@ -134,11 +143,13 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Ignored = None
     cache_control: Ignored = None
+    id: Ignored = None
 
 
 class Function(Body):
@@ -180,8 +191,18 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: Ignored = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    modalities: Annotated[Any, Unread((["text"],))] = None
+    functions: Annotated[Any, Unread(([],))] = None
+    function_call: Annotated[Any, Unread(("none", "auto"))] = None
+    add_generation_prompt: Annotated[Any, Unread((True,))] = None
+    continue_final_message: Annotated[Any, Unread((False,))] = None
 
 
 class TokenizeBody(Body):

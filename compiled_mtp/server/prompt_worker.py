@@ -19,7 +19,7 @@ _MEMORY_BYTES = 8 * 2**30
 
 
 def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
-    """Return the ids and, of a chat, the text of one job: {"text"} or {"messages", "variables"}.
+    """Return the ids of one job: {"text"} or {"messages", "variables"}.
 
     Raises ValueError for what the tokenizer or the template refuses and for a text of more than `max_chars`.
     """
@@ -30,7 +30,7 @@ def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], max_chars: int) -> dic
             f"{'messages' if is_chat else 'prompt'} must have at most {max_chars} characters, got "
             f"{len(text)}; shorten it"
         )
-    return {"ids": tokenizer.encode(text), "tail": text[-64:] if is_chat else ""}
+    return {"ids": tokenizer.encode(text)}
 
 
 def main(path: str, max_chars: int) -> None:

@@ -27,10 +27,9 @@ _CODE = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the end of a chat's rendered text: it says whether a reasoning part is open."""
+    """The token ids of a text or a chat."""
 
     token_ids: list[int]
-    tail: str = ""
 
 
 class PromptPool:
@@ -46,7 +45,7 @@ class PromptPool:
         self._path = path
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._num_workers = num_workers
         # None is in the place of a process that could not be started again.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
@@ -77,10 +76,10 @@ class PromptPool:
         return await self._run({"messages": list(messages), "variables": dict(variables)})
 
     async def _run(self, job: Mapping[str, Any]) -> Prompt:
-        if self._num_jobs >= self._num_workers + self._max_waiting:
+        if self._num_jobs >= self._num_workers + self.max_waiting:
             raise ApiError(
                 429,
-                f"prompts that wait must be at most {self._max_waiting}, got one more; try again later",
+                f"prompts that wait must be at most {self.max_waiting}, got one more; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -96,7 +95,7 @@ class PromptPool:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"], answer["tail"])
+        return Prompt(answer["ids"])
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
         """One job's answer; the worker is idle again afterwards, or another one in its place."""

@@ -29,6 +29,7 @@ from compiled_mtp.cli.flags import Parser, add_fields, given
 from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.hub import is_repository
+from compiled_mtp.reasoning import find_reasoning
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
@@ -56,7 +57,11 @@ def make_service(
     metrics = Metrics()
     metrics.set_stats(engine.stats())
     stepped = AsyncEngine(
-        engine, max_open=config.max_open, stream_buffer=config.stream_buffer, observer=metrics
+        engine,
+        max_open=config.max_open,
+        stream_buffer=config.stream_buffer,
+        step_timeout_s=config.step_timeout_s,
+        observer=metrics,
     )
     return assemble_service(stepped, metrics, tokenizer, model, max_model_len, config)
 
@@ -84,7 +89,7 @@ def assemble_service(
         names=config.served_model_name or (model.resolve().name,),
         max_model_len=max_model_len,
         call_form=find_call_form(tokenizer),
-        has_reasoning=len(tokenizer.encode("<think>")) == len(tokenizer.encode("</think>")) == 1,
+        reasoning=find_reasoning(tokenizer),
         metrics=metrics,
     )
 
@@ -191,6 +196,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 limit_concurrency=config.max_connections,
+                timeout_keep_alive=config.keep_alive_timeout_s,
                 timeout_graceful_shutdown=5,
             )
         )

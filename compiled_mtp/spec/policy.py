@@ -102,7 +102,7 @@ class DepthPolicy:
         if now_s > begin_s and self._other_step_id < plan.step_id:
             read = (len(plan.slots), plan.kind == "accept")
             bucket = self._planned_bucket if read == self._planned else self._bucket(read)
-            self.controller.record_time(plan.verify_step, bucket, self._context, now_s - begin_s)
+            self.controller.record_time(plan.shape.verify, bucket, self._context, now_s - begin_s)
 
     def forget_launches(self) -> None:
         """Launches were dropped: their results will not come."""
@@ -131,4 +131,4 @@ def _is_disturbed(plan: StepPlan) -> bool:
     """Whether something else than the round took time."""
     if any(isinstance(move, Copy) for move in plan.moves):
         return True
-    return plan.catches_up and plan.verify_step > 0
+    return plan.catches_up and plan.shape.verify > 0

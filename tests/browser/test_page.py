@@ -12,9 +12,8 @@ import pytest
 
 from compiled_mtp import SamplingParams
 from compiled_mtp.tokenizer import Tokenizer
-from tests.browser.pages import END, ENTER, ESCAPE, LEFT, RIGHT, SHIFT, SIZE, SPACE, TAB, Page
+from tests.browser.pages import END, ENTER, ESCAPE, LEFT, RIGHT, SHIFT, SPACE, TAB, Page
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-from tools.page_screenshot import set_window
 
 pytestmark = pytest.mark.browser
 
@@ -86,7 +85,7 @@ def test_an_answer_is_walked_through_with_the_keyboard_alone(page: Page, real: R
     names = page.run(
         "return [...document.querySelectorAll('.round')].map((one) => [one.role, one.ariaLabel])"
     )
-    assert names == [["group", "The prompt’s round"], *(["group", f"Round {i}"] for i in range(1, last + 1))]
+    assert names == [["group", "Prompt round"], *(["group", f"Round {i}"] for i in range(1, last + 1))]
     # Everything else that can be operated has its place in the order of the Tab key.
     seen_ids = set()
     for _ in range(30):
@@ -95,7 +94,7 @@ def test_an_answer_is_walked_through_with_the_keyboard_alone(page: Page, real: R
     assert {"prompt", "send", "model", "colours", "new", "rounds"} <= seen_ids
     page.run("document.getElementById('colours').focus()")
     page.press(SPACE)
-    assert page.style(".answer .token.kept", "backgroundColor") == "rgba(0, 0, 0, 0)"
+    assert page.style(".answer .token.kept .mark", "backgroundColor") == "rgba(0, 0, 0, 0)"
 
 
 def test_a_round_under_the_pointer_is_shown(page: Page, real: Running) -> None:
@@ -109,7 +108,7 @@ def test_a_round_under_the_pointer_is_shown(page: Page, real: Running) -> None:
     assert page.focused() == "prompt"
     page.wait_for_end()
     assert page.text(".answer .given").startswith(example.get_attribute("textContent") or "-")
-    span = page.one(".answer .token.replaced:not(.blank)")
+    span = page.one(".answer .token.replaced .mark")
     ActionChains(page.driver).move_to_element(span).perform()
     page.wait(lambda: page.one("#card").is_displayed())
     assert span.text.strip() in page.texts("#card .chip.replaced")[0].replace("␣", " ")
@@ -152,7 +151,7 @@ def test_a_text_is_the_servers_own_where_a_stop_cuts_tokens(page: Page, real: Ru
     choice = httpx.post(f"{real.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert page.text(".answer:not(.reasoning)") == body["prompt"] + choice["text"]
-    assert "the model ended it" in page.text(".foot")
+    assert "finished" in page.text(".foot")
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -184,7 +183,7 @@ def test_an_answer_streams_and_can_be_stopped(
         page.ask("Talk.")
         page.wait(lambda: page.count(".answer .token") > 3)
         assert not page.one("#send").is_displayed()
-        assert page.text("#status") == "Answering"
+        assert page.text("#status") == "Answering…"
         assert page.text("#speed") != "–"
         page.one("#stop").click() if how == "button" else page.press(ESCAPE)
         page.wait(lambda: page.one("#send").is_displayed())
@@ -223,9 +222,9 @@ def test_turns_follow_each_other_until_a_new_chat(
     )
     assert ids == talker.tokenizer.encode(template)
     assert (params.max_tokens, params.include_drafts) == (256, True)
-    assert page.text("#scope") == "of answer 2"
+    assert page.text("#scope") == "in answer 2"
     page.one(".turn .answer:not(.reasoning)").click()
-    assert page.text("#scope") == "of answer 1"
+    assert page.text("#scope") == "in answer 1"
     page.one("#new").click()
     assert page.count(".turn") == 0
     assert page.one("#welcome").is_displayed()
@@ -243,55 +242,7 @@ def test_nothing_is_loaded_from_another_host(page: Page, scripted: Running) -> N
         assert page.run("return document.querySelectorAll('[style]').length") == 0
     page.open(scripted)
     page.one("nav a").click()
-    page.wait(lambda: page.text("h1").startswith("What you see"))
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_text_stands_out_in_light_and_dark(page: Page, scripted: Running, is_dark: bool) -> None:
-    set_window(page.driver, SIZE, is_dark=is_dark)
-    page.open(scripted)
-    ground, panel = page.style("body", "backgroundColor"), page.style("aside", "backgroundColor")
-    assert (luminance(ground) < 0.1) == (luminance(panel) < 0.1) == is_dark
-    for selector, behind in (
-        ("body", ground),
-        (".hint", ground),
-        ("#welcome p", ground),
-        ("summary", ground),
-        (".tiles dt", panel),
-        (".legend", panel),
-        ("#send", page.style("#send", "backgroundColor")),
-    ):
-        assert contrast(page.style(selector, "color"), behind) >= 4.5, selector
-
-
-def test_a_narrow_window_and_reduced_motion(page: Page, scripted: Running, talker: ScriptedEngine) -> None:
-    set_window(page.driver, (360, 640), is_still=True)
-    page.open(scripted)
-    talker.say("word " * 200)
-    talker.step_s = 0.02
-    try:
-        page.ask("Talk, " + "x" * 80)
-        page.wait(lambda: page.count(".answer .token") > 3)
-        assert (
-            page.run("return getComputedStyle(document.querySelector('.live'), '::after').animationName")
-            == "none"
-        )
-        page.press(ESCAPE)
-        page.wait_for_end()
-    finally:
-        talker.step_s = 0.0
-    assert page.run("return document.documentElement.scrollWidth") <= 360
+    page.wait(lambda: page.text("h1").startswith("What the page shows"))
 
 
 def test_the_engine_was_asked_as_it_was_typed(page: Page, scripted: Running, talker: ScriptedEngine) -> None:

@@ -25,7 +25,7 @@ def test_a_turn_that_failed_is_not_part_of_the_chat(
     page.ask("One?")
     page.wait_for_end()
     assert page.text(".answer:not(.reasoning)") == "Half"
-    assert page.text(".left-out .foot") == "The engine stopped. · not part of the chat"
+    assert page.text(".left-out .foot") == "The engine stopped. · not included in the chat"
     assert page.one("#prompt").get_attribute("value") == "One?"
     assert page.run("return window.isCancelled")
     page.run("window.fetch = window.theirs")
@@ -70,7 +70,7 @@ def test_an_answer_that_was_stopped_before_it_began_leaves_no_turn(
     finally:
         talker.step_s = 0.0
     assert page.focused() == "prompt"
-    assert "stopped by you · not part of the chat" in page.text(".left-out .foot")
+    assert "stopped by you · not included in the chat" in page.text(".left-out .foot")
     assert page.one("#prompt").get_attribute("value") == "One?"
     talker.say("Now.")
     page.press(ENTER)
@@ -101,10 +101,10 @@ def test_escape_closes_the_card_before_it_stops_and_is_the_input_methods_own(
         assert page.one("#send").is_displayed()
         page.press(ENTER)
         page.wait(lambda: page.count(".turn:nth-of-type(2) .token") > 3)
-        assert page.text("#scope") == "of answer 2"
+        assert page.text("#scope") == "in answer 2"
         # An earlier answer that is reached with the keyboard is the one whose numbers stand beside.
         page.run("document.querySelector('.round').focus()")
-        assert page.text("#scope") == "of answer 1"
+        assert page.text("#scope") == "in answer 1"
         assert page.one("#card").is_displayed()
         page.run(composed, "Escape", {"isComposing": True})
         assert page.one("#card").is_displayed()
@@ -125,11 +125,11 @@ def test_a_server_that_was_starting_is_asked_again(
     talker.say("Here.")
     try:
         page.open(scripted)
-        page.wait(lambda: page.text("#error").startswith("The server does not answer"))
+        page.wait(lambda: page.text("#error").startswith("The server is not responding"))
         page.choose("chat")
         page.ask("One?")
         page.wait(lambda: page.one("#send").is_displayed())
-        assert page.text("#error").startswith("The server does not answer")
+        assert page.text("#error").startswith("The server is not responding")
         assert page.one("#prompt").get_attribute("value") == "One?"
         assert page.count(".turn") == 0
     finally:
@@ -224,7 +224,9 @@ def test_a_key_opens_the_door_and_is_kept_nowhere(page: Page, talker: ScriptedEn
         # It is in no form that is sent with it inside.
         assert page.run("return document.getElementById('key').form.id") == "door"
         page.press("the-kęy", ENTER)
-        assert page.text("#error").startswith("key must be of characters that a header can carry")
+        assert page.text("#error").startswith(
+            "key must contain only characters that an HTTP header can carry"
+        )
         assert page.one("#key").get_attribute("aria-invalid") == "true"
         page.set(key="")
         page.press("the-wrong-key", ENTER)
@@ -262,6 +264,6 @@ def test_the_page_works_below_a_prefix(page: Page, scripted: Running, talker: Sc
         page.wait_for_end()
         assert page.text(".answer:not(.reasoning)") == "Below."
         page.one("nav a").click()
-        page.wait(lambda: page.text("h1").startswith("What you see"))
+        page.wait(lambda: page.text("h1").startswith("What the page shows"))
         page.one("body > p > a").click()
         page.wait(lambda: page.run("return location.href") == url and page.count("#model option") == 2)

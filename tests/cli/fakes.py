@@ -13,6 +13,7 @@ from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.plan import RowLogprobs
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
+from tests import tiny
 
 WIDTH = 3
 made: list[FakeEngine] = []
@@ -32,6 +33,8 @@ class FakeFront:
     """Takes prompts of at most 40 characters."""
 
     limits = SimpleNamespace(max_model_len=40)
+    path = Path("fake")
+    model_config = tiny.tiny_config()
 
     def make_request(self, request_id: str, params: SamplingParams, **prompt: Any) -> None:
         if len(text_of(prompt)) > self.limits.max_model_len:
@@ -62,7 +65,7 @@ class FakeEngine:
     fail: str | None = None
     rounds_by_depth: Mapping[int, Mapping[str, int]] = MappingProxyType({})
 
-    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront, features: None) -> None:
+    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront, save_to: None) -> None:
         assert isinstance(front, FakeFront)
         self.config = config
         self.steps = 0
@@ -149,6 +152,11 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def without_labels(printed: str) -> str:
+    """Standard output without the line before each of several texts that says whose it is."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("--- "))
 
 
 def run_main(*flags: object) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from compiled_mtp.cli.jobs import read_jobs
 from compiled_mtp.request import derive_seed
-from tests.cli.fakes import FakeEngine, made, run_main
+from tests.cli.fakes import FakeEngine, made, run_main, without_labels
 
 
 def test_standard_input_is_a_prompt(
@@ -117,8 +117,8 @@ def test_the_lines_of_the_documentation_are_requests(tmp_path: Path) -> None:
 def test_prompts_of_flags(engine: type[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--prompt", "one\n", "--prompt", "two", "--max-tokens", 4, "--seed", 9) == 0
     printed = capsys.readouterr()
-    assert printed.out == "TWO.\nONE\n\n"
-    assert "--- 1 (prompt 1): length" in printed.err
+    assert without_labels(printed.out) == "TWO.\nONE\n\n"
+    assert "--- 1 (prompt 1): length" in printed.out
     assert [params.seed for params in made[0].params] == [9, derive_seed(9, 1)]
     assert run_main("--prompt", "fine", "--prompt", "x" * 41) == 2
     assert capsys.readouterr().err.startswith("error: prompt 1: prompt must be shorter")

@@ -36,14 +36,14 @@ def test_results_are_printed_and_written_as_they_end_or_in_order(
     assert run_main("--prompt-file", prompts, *flags) == 0
     printed = capsys.readouterr()
     texts = ["FIRST ONE", "CHAT..", "A"]
-    assert printed.out == "".join(texts[i] + "\n" for i in order)
-    headers = [line for line in printed.err.splitlines() if line.startswith("---")]
     ends = [
         f"--- 0 ({prompts} line 1): length",
         f"--- 1 chat-7 ({prompts} line 2): length",
         f"--- 2 12 ({prompts} line 3): stop",
     ]
-    assert headers == [ends[i] for i in order]
+    # Of several texts each stands behind a line that says whose it is, wherever standard error goes.
+    assert printed.out == "".join(f"{ends[i]}\n{texts[i]}\n" for i in order)
+    assert "---" not in printed.err
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["index"] for line in lines] == order
     assert [line["text"] for line in lines] == [texts[i] for i in order]

@@ -81,6 +81,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "examples" / path.name).write_text(text, encoding="utf-8")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "data").symlink_to(ROOT / "docs" / "data")
+    # Between them the head of docs/command-line.md moves.
+    (tmp_path / "base-model").symlink_to(CHECKPOINT)
+    (tmp_path / "fine-tune").mkdir()
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "one.txt").write_text("def f(x):\n    return x\n" * 9)
     requests = dict(blocks(ROOT / "docs" / "command-line.md"))["json"]

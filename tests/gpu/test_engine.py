@@ -7,21 +7,22 @@ import random
 import subprocess
 import sys
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
-from tests.drivers import BLOCKS_EACH, Driver, make_runner
+from tests.drivers import Driver, make_runner, with_rounds
 from tests.engines import collect, force_drafts, free_drafts, make_engine, prompt_of, run_to_end
 
 pytestmark = pytest.mark.gpu
@@ -282,10 +283,10 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
     tiny.prefill(step, 1, [1, 2, 3])
     index = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        step.decode(index, 3, 3)
+        step.decode(index, RoundShape(3, 3))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step.decode(index, 3, 3)
+            step.decode(index, RoundShape(3, 3))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -296,16 +297,16 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     Behind every copy comes a round of the others, which runs beside it.
     """
     prompts = {name: prompt_of(length, length, 512) for name, length in (("a", 20), ("b", 70), ("c", 65))}
-    driver.start("a", 1, prompts["a"], draft_step=1)
-    driver.decode("a", verify_step=1, draft_step=3)
+    driver.start("a", 1, prompts["a"], chain=1)
+    driver.decode("a", verify=1, chain=3)
     driver.start("b", 2, prompts["b"])
-    for round_index, (verify_step, draft_step) in enumerate(((3, 3), (3, 1), (1, 3), (3, 3))):
-        depth = {"verify_step": verify_step, "draft_step": draft_step}
+    for round_index, (verify, chain) in enumerate(((3, 3), (3, 1), (1, 3), (3, 3))):
+        depth = {"shape": RoundShape(verify, chain)}
         driver.run("verify", ("a", "b"), **depth)
         if round_index == 1:
             driver.start("c", 3, prompts["c"])
         driver.run("accept", ("a", "b"), **depth)
-        driver.decode("b", "a", verify_step=draft_step, draft_step=3)
+        driver.decode("b", "a", verify=chain, chain=3)
     driver.offload("a", 0)
     driver.decode("c", "b")
     driver.bring_back("a", 0, 1)
@@ -313,7 +314,6 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     driver.decode("a", "b", "c")
     driver.offload("c", 1)
     driver.decode("b", "a")
-    driver.move("a", 3, with_blocks=True)
     driver.bring_back("c", 1, 1)
     driver.decode("a", "b")
     for _ in range(3):
@@ -328,18 +328,18 @@ def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, 
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_in_flight": max_in_flight}
     plain = Driver(make_runner(directory, mtp_step=0, compile="off", graph_mode="off", **options))
     for slot, (name, length) in enumerate((("a", 20), ("b", 70), ("c", 65)), start=1):
-        plain.start(name, slot, prompt_of(length, length, 512), draft_step=0)
+        plain.start(name, slot, prompt_of(length, length, 512), chain=0)
         for _ in range(50):
-            plain.decode(name, verify_step=0, draft_step=0)
+            plain.decode(name, verify=0, chain=0)
     expected = plain.drain()
-    if graph_mode == "off":
-        options |= {"compile": "off", "graph_mode": "off"}
-    elif graph_mode == "uncompiled":
-        options |= {"compile": "off", "batch_sizes": (3,)}
-    else:
-        options |= {"compile": "on", "graph_mode": graph_mode, "batch_sizes": (3,)}
-    features = Features(depths=(1, 3), with_halves=True, host_records=2, host_blocks=2 * BLOCKS_EACH)
-    driver = Driver(make_runner(directory, features, **options))
+    modes: dict[str, dict[str, Any]] = {
+        "off": {},
+        "uncompiled": {"graph_mode": "replay"},
+        "replay": {"is_compiled": True, "graph_mode": "replay"},
+        "reduce-overhead": {"is_compiled": True, "graph_mode": "reduce-overhead"},
+    }
+    runner = make_runner(directory, compile="off", graph_mode="off", batch_sizes=(3,), **options)
+    driver = Driver(with_rounds(runner, product((1, 3), repeat=2), **modes[graph_mode]))
     with torch.compiler.set_stance("fail_on_recompile"):
         tokens = depths_halves_and_moves(driver)
     for name, gained in tokens.items():
@@ -373,6 +373,6 @@ def test_halves_become_graphs_behind_their_first_run(graph_mode: str) -> None:
         assert decode(engine) == expected
         assert decode(engine) == expected
     small = [bucket for bucket in programs.buckets if bucket.groups <= 3]
-    halves = {*small, *((bucket.rows, bucket.verify_step) for bucket in small)}
+    halves = {(name, bucket) for name in ("verify", "accept") for bucket in small}
     assert len(halves) == 4
     assert halves.isdisjoint(programs._uncaptured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import starmap
 from math import ceil, lcm
 
 import pytest
@@ -12,6 +13,7 @@ from compiled_mtp.graphs.buckets import (
     MAX_PIECES,
     PIECE_MULTIPLE,
     Bucket,
+    RoundShape,
     ladder,
     ladders,
     lay_out,
@@ -30,17 +32,17 @@ def test_sizes_from_two_on_share_a_program_if_they_are_several() -> None:
 
 @given(unit=st.integers(1, 16), mtp_step=st.integers(0, 8), max_batch=st.integers(1, 300))
 def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step: int, max_batch: int) -> None:
-    buckets, query_len = ladder(unit, mtp_step, max_batch), mtp_step + 1
+    buckets, query_len = ladder(unit, RoundShape(mtp_step, mtp_step), max_batch), mtp_step + 1
     step = lcm(unit, query_len)
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1].rows == ceil(max_batch * query_len / step) * step
     for bucket in buckets:
-        assert bucket.verify_step == bucket.draft_step == mtp_step
+        assert bucket.shape == (mtp_step, mtp_step)
         assert bucket.rows % unit == 0
         assert bucket.groups * query_len == bucket.rows
     assert len(buckets) <= 2 + ceil(max_batch * query_len / step).bit_length()
     for num_requests in range(1, max_batch + 1):
-        bucket = pick(buckets, num_requests, mtp_step, mtp_step)
+        bucket = pick(buckets, num_requests, RoundShape(mtp_step, mtp_step))
         assert bucket.groups >= num_requests
         assert all(other.groups < num_requests for other in buckets if other < bucket)
         if num_requests >= step // query_len:
@@ -59,7 +61,7 @@ def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step:
     ],
 )
 def test_ladders(unit: int, mtp_step: int, max_batch: int, rows: list[int]) -> None:
-    assert [bucket.rows for bucket in ladder(unit, mtp_step, max_batch)] == rows
+    assert [bucket.rows for bucket in ladder(unit, RoundShape(mtp_step, mtp_step), max_batch)] == rows
 
 
 @given(chunks=st.integers(1, 40), data=st.data())
@@ -95,28 +97,30 @@ def test_a_launch_has_as_many_pieces_as_its_rows_and_the_batch_allow() -> None:
 
 
 def test_buckets_of_several_depths_are_told_apart() -> None:
-    buckets = ladders(1, [(3, 0), (0, 3), (0, 0), (3, 3), (3, 0)], 4)
-    assert {(b.verify_step, b.draft_step) for b in buckets} == {(0, 0), (0, 3), (3, 0), (3, 3)}
+    buckets = ladders(1, starmap(RoundShape, [(3, 0), (0, 3), (0, 0), (3, 3), (3, 0)]), 4)
+    assert {b.shape for b in buckets} == {(0, 0), (0, 3), (3, 0), (3, 3)}
     assert len(set(buckets)) == len(buckets) == 12
-    assert pick(buckets, 3, 0, 3) == Bucket(4, 0, 3)
-    assert pick(buckets, 3, 3, 0) == Bucket(16, 3, 0)
-    with pytest.raises(ValueError, match=r"^verify_step and draft_step must be depths .*, got 3 and 1; name"):
-        pick(buckets, 3, 3, 1)
+    assert pick(buckets, 3, RoundShape(0, 3)) == Bucket(4, RoundShape(0, 3))
+    assert pick(buckets, 3, RoundShape(3, 0)) == Bucket(16, RoundShape(3, 0))
+    with pytest.raises(
+        ValueError, match=r"^round must have a shape .*, got RoundShape.verify=3, chain=1.; name"
+    ):
+        pick(buckets, 3, RoundShape(3, 1))
 
 
 def test_bad_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^draft_step must be at least 0, got -1"):
-        ladder(1, 3, 8, draft_step=-1)
+    with pytest.raises(ValueError, match=r"^chain must be at least 0, got -1"):
+        ladder(1, RoundShape(3, -1), 8)
     with pytest.raises(ValueError, match=r"^unit must be at least 1, got 0"):
-        ladder(0, 3, 8)
-    with pytest.raises(ValueError, match=r"^verify_step must be at least 0, got -1"):
-        ladder(1, -1, 8)
+        ladder(0, RoundShape(3, 3), 8)
+    with pytest.raises(ValueError, match=r"^verify must be at least 0, got -1"):
+        ladder(1, RoundShape(-1, 3), 8)
     with pytest.raises(ValueError, match=r"^max_batch must be at least 1, got 0"):
-        ladder(1, 3, 0)
+        ladder(1, RoundShape(3, 3), 0)
     with pytest.raises(ValueError, match=r"^num_requests must be at most 2, got 3; raise max_batch"):
-        pick((Bucket(8, 3, 3),), 3, 3, 3)
+        pick((Bucket(8, RoundShape(3, 3)),), 3, RoundShape(3, 3))
     with pytest.raises(ValueError, match=r"^num_requests must be at least 1, got 0"):
-        pick((Bucket(8, 3, 3),), 0, 3, 3)
+        pick((Bucket(8, RoundShape(3, 3)),), 0, RoundShape(3, 3))
     for chunk in (0, 100):
         with pytest.raises(
             ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import split_further_depths
+from compiled_mtp.depth_choice import further_depths
 from compiled_mtp.graphs.compile import GraphMode, capture
 from compiled_mtp.programs import Programs
 from compiled_mtp.step import Step
@@ -52,7 +52,9 @@ class Compiler:
         return compiled
 
     def capture(self, program: Any, inputs: tuple[Any, ...], pool: Any) -> Any:
-        name = "_".join([program.__name__, *(str(i if isinstance(i, int) else len(i)) for i in inputs)])
+        sizes = [len(i) if isinstance(i, torch.Tensor) else i for i in inputs]
+        flat = [size for i in sizes for size in (i if isinstance(i, tuple) else (i,))]
+        name = "_".join([program.__name__, *map(str, flat)])
         self.captured.append(name)
 
         def replay(*given: Any) -> Any:
@@ -94,10 +96,9 @@ def driver_of(
     **options: Any,
 ) -> Driver:
     """A driver whose programs have graphs and are not ready yet."""
-    runner = make_runner(checkpoint, prefill_chunk=128, **options)
-    buckets = [b for b in runner.programs.buckets if b.verify_step == b.draft_step and b.draft_step in depths]
+    runner = make_runner(checkpoint, prefill_chunk=128, mtp_step="auto", mtp_depths=depths, **options)
     how: dict[str, Any] = {"is_compiled": is_compiled, "plain_depths": plain_depths}
-    runner.programs = Programs(runner.step, buckets, 128, graph_mode=graph_mode, **how)
+    runner.programs = Programs(runner.step, runner.programs.buckets, 128, graph_mode=graph_mode, **how)
     return Driver(runner)
 
 
@@ -202,27 +203,14 @@ def test_depths_beside_the_first_are_captured_as_they_are(checkpoint: Path, comp
 
 
 @pytest.mark.parametrize(
-    "mtp_step, device, is_compiled, is_saved, later, plain",
-    [
-        ("auto", "cuda", True, False, (), (0, 1)),
-        ("auto", "cuda", True, True, (0, 1), ()),
-        ("auto", "cpu", True, False, (0, 1), ()),
-        ("auto", "cuda", False, False, (), ()),
-        (1, "cuda", True, False, (), ()),
-    ],
+    "mtp_step, is_compiled, further", [("auto", True, (0, 1)), ("auto", False, ()), (1, True, ())]
 )
-def test_a_gpu_without_a_cache_captures_further_depths(
-    mtp_step: int | str,
-    device: str,
-    is_compiled: bool,
-    is_saved: bool,
-    later: tuple[int, ...],
-    plain: tuple[int, ...],
+def test_all_depths_but_the_first_are_further_ones(
+    mtp_step: int | str, is_compiled: bool, further: tuple[int, ...]
 ) -> None:
-    """The process that compiles beside the engine is for CPUs."""
+    """Without a cache a GPU captures them as they are."""
     config = EngineConfig(mtp_step=mtp_step, mtp_depths=(0, 1, 3))
-    how = {"is_compiled": is_compiled, "is_saved": is_saved}
-    assert split_further_depths(config, device, **how) == (later, plain)
+    assert further_depths(config, is_compiled=is_compiled) == further
 
 
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_mtp.build_order import Features
-from compiled_mtp.graphs.buckets import Bucket
+from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
@@ -33,7 +32,7 @@ def generated_code(step: Step, groups: int, sizes: tuple[int, ...] = ()) -> str:
     mark_sizes([index, *(torch.zeros(size) for size in sizes)] if sizes else [])
     with compiler_settings(), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         program = compile_program(step.decode, f"decode_{groups}", None)
-        _, code = run_and_get_code(program, index, step.mtp_step, step.mtp_step)
+        _, code = run_and_get_code(program, index, RoundShape(*[step.mtp_step] * 2))
     return "\n".join(code)
 
 
@@ -71,7 +70,7 @@ def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_
     # Layers of each kind share memory: two of each.
     step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
     with torch.no_grad(), Called() as called:
-        step.decode(torch.zeros(2, dtype=torch.int32), 1, 1)
+        step.decode(torch.zeros(2, dtype=torch.int32), RoundShape(1, 1))
     # As if that order took less memory: tests/test_fences.py checks the order of calls, and no other.
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
@@ -126,13 +125,13 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         with torch.compiler.set_stance("fail_on_recompile" if compile == "on" else "default"):
             outputs.append([output.new_token_ids for output in engine.generate(prompts, params)])
     assert outputs[0] == outputs[1]
-    program = engine.runner.programs._decode[Bucket(6, 2, 2)]
+    program = engine.runner.programs._decode[Bucket(6, RoundShape(2, 2))]
     with (
         torch.no_grad(),
         torch.compiler.set_stance("fail_on_recompile"),
         pytest.raises(RuntimeError, match="recompil"),
     ):
-        program(torch.zeros(3, dtype=torch.int32), 2, 2)
+        program(torch.zeros(3, dtype=torch.int32), RoundShape(2, 2))
 
 
 def test_batch_sizes_have_a_program_in_common_that_is_traced_and_saved_once(tmp_path: Path) -> None:
@@ -142,8 +141,7 @@ def test_batch_sizes_have_a_program_in_common_that_is_traced_and_saved_once(tmp_
     given: dict[str, Any] = {"mtp_step": 1, "max_batch": 3, "batch_sizes": (2,)}
     expected = make_engine(tmp_path, compile="off", **given).generate(prompts, params)
     torch._dynamo.reset()
-    features = Features(save_to=tmp_path / "saved")
-    engine = make_engine(tmp_path, compile="on", features=features, **given)
+    engine = make_engine(tmp_path, compile="on", save_to=tmp_path / "saved", **given)
     assert [bucket.groups for bucket in engine.runner.programs.buckets] == [2, 3]
     names = {"decode_1_to_1_drafts", "prefill_64", "first_token_1_drafts", "first_tokens_1_drafts"}
     assert {file.name for file in (tmp_path / "saved").iterdir()} == {"layout.json", *names}
@@ -192,7 +190,7 @@ def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch:
     program = torch.compile(step.decode, fullgraph=True, dynamic=False, backend=backend)
     for size in reversed(sizes):
         with torch.no_grad(), pytest.raises(Traced):
-            program(size, 3, 3)
+            program(size, RoundShape(3, 3))
     assert len(shapes) == 2 * (4 + 3)
     assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
 

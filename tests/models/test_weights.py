@@ -14,10 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
-from compiled_mtp.models.weights import has_mtp, load_weights, read_formats
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
+from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, read_stored, write_checkpoint
 from tests.models.stored_files import file_of, layout_of, rewrite
 
@@ -278,7 +281,7 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
 def test_without_mtp_head(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, mtp=False)
     config = read_model_config(directory)
-    assert not has_mtp(directory)
+    assert config.mtp_num_layers == 0
     load_weights(config, directory, allocate(config, with_mtp=False), with_mtp=False)
     with pytest.raises(ValueError, match=r"must store an MTP head .* pass mtp_step=0"):
         load_weights(config, directory, allocate(config), with_mtp=True)
@@ -287,7 +290,7 @@ def test_without_mtp_head(tmp_path: Path) -> None:
 def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     config = read_model_config(directory)
-    assert has_mtp(directory)
+    assert config.mtp_num_layers == 1
     parameters = allocate(config, with_mtp=False)
     load_weights(config, directory, parameters, with_mtp=False)
     assert all(p.isfinite().all() for p in parameters.values())
@@ -306,6 +309,43 @@ def load_error(directory: Path) -> str:
         load_weights(config, directory, parameters, with_mtp=True)
     assert all(p.isnan().all() for p in parameters.values())
     return str(error.value)
+
+
+def test_an_extra_tensor_is_named_and_skipped_if_told_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_checkpoint(tmp_path)
+    extra = ["model.language_model.layers.0.mlp.gate_proj.bias", "value_head.weight"]
+    rewrite(directory, {name: torch.zeros(3) for name in extra})
+    message = load_error(directory)
+    assert all(name in message for name in extra)
+    assert message.endswith("; remove them, or pass allow_extra_tensors to skip them")
+    config = read_model_config(directory)
+    parameters = allocate(config)
+    check_weights(config, directory, {}, torch.float32, with_mtp=True, free_bytes=2**40, allow_extra=True)
+    (record,) = caplog.records
+    assert "skipped tensors" in record.getMessage()
+    assert all(name in record.getMessage() for name in extra)
+    load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
+    assert all(p.isfinite().all() for p in parameters.values())
+    # What the model needs is still due.
+    rewrite(directory, {"mtp.norm.weight": None})
+    with pytest.raises(ValueError, match=r"got missing tensors: mtp\.norm\.weight in "):
+        load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
+
+
+def test_an_engine_skips_extra_tensors_if_told_to(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    options: dict[str, Any] = {"model": directory, "device": "cpu", "max_model_len": 64, "mtp_step": 0}
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    with Engine(**options) as engine:
+        (before,) = engine.generate([[1, 2, 3]], params)
+    rewrite(directory, {"value_head.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"unused tensors: value_head\.weight in "):
+        Engine(**options)
+    with Engine(**options, allow_extra_tensors=True) as engine:
+        (after,) = engine.generate([[1, 2, 3]], params)
+    assert after.new_token_ids == before.new_token_ids
 
 
 def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
@@ -365,11 +405,11 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     stray = directory / "other.safetensors"
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, stray)
     with pytest.raises(ValueError, match=r"no weights beside its index, got \['other.safetensors'\]"):
-        has_mtp(directory)
+        read_headers(directory)
     stray.unlink()
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"got no \['model-00002-of-00003.safetensors'\]"):
-        has_mtp(directory)
+        read_headers(directory)
 
 
 def test_a_tensor_stored_twice(tmp_path: Path) -> None:
@@ -381,10 +421,10 @@ def test_a_tensor_stored_twice(tmp_path: Path) -> None:
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got none in"):
-        has_mtp(tmp_path)
+        read_headers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(json.dumps({"a": 1}).encode())
     with pytest.raises(ValueError, match="must hold safetensors files"):
-        has_mtp(tmp_path)
+        read_headers(tmp_path)
 
 
 def one_tensor(**changes: Any) -> dict[str, Any]:
@@ -415,7 +455,7 @@ def test_a_broken_file_is_named_from_its_header(tmp_path: Path, content: bytes) 
             ValueError,
             match=r"^model must hold safetensors files, got .*model.safetensors \(.+\); download it",
         ):
-            has_mtp(tmp_path)
+            read_headers(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
@@ -428,7 +468,7 @@ def test_a_download_cut_short_is_named_before_anything_is_copied(tmp_path: Path)
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     for read in (
-        lambda: has_mtp(directory),
+        lambda: read_headers(directory),
         lambda: load_weights(config, directory, parameters, with_mtp=True),
     ):
         with pytest.raises(ValueError, match=r"must hold safetensors files, got .*; download it again"):
@@ -457,7 +497,7 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str, message: str) -> 
     index = directory / "model.safetensors.index.json"
     index.write_text(content)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{index} {message}')}.*; download it again$"):
-        has_mtp(directory)
+        read_headers(directory)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -467,7 +507,7 @@ def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bo
     want = expected(config, directory)
     file = directory / "mtp.safetensors"
     save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
-    assert has_mtp(directory)
+    assert config.mtp_num_layers == 1
     parameters = allocate(config)
     load_weights(config, directory, parameters, with_mtp=True)
     for name, w in want.items():

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.hf_config import read_model_config
@@ -160,7 +159,7 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     with Engine(config_of(directory, 1)) as engine:
         model = engine.model_config
     own = leader.fingerprint(directory, has_files=True)
-    alone = Ranks(config_of(directory), model, model.vocab_size, Features())
+    alone = Ranks(config_of(directory), model, model.vocab_size, None)
     message = f"got rank 1: its torch must be rank 0's, 1.0, got {re.escape(own['torch'])};"
     process = alone._processes._by_rank[1]
     while not alone._processes.hellos:
@@ -418,7 +417,6 @@ def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: 
     [
         ({"world": 8}, "^tensor_parallel must be at most 4 on a CPU, got 8; use fewer ranks"),
         ({"world": 4}, "^num_q_heads must be a multiple of 4 ranks, got 2; use another number of ranks"),
-        ({"mtp_step": "auto", "compile": "on"}, "^mtp_step must be a number with several ranks that compile"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_before_any_starts(

@@ -63,7 +63,8 @@ class Truth:
 
 @dataclass
 class Replica:
-    """Says every choice's truth in rounds of its own sizes; after `dies_after` outputs it is dead."""
+    """Says every choice's truth in rounds of its own sizes; after `dies_after` outputs it is dead, or, if it
+    hangs, says nothing more. Before each output it says `beats` times, `beat_s` apart, that it lives."""
 
     name: str
     truths: Sequence[Truth]
@@ -72,6 +73,9 @@ class Replica:
     refuses: Refused | None = None
     identity: str = "equal"
     most: int = 4
+    hangs: bool = False
+    beats: int = 0
+    beat_s: float = 0.0
     calls: list[Call] = field(default_factory=list)
     num_open: int = 0
 
@@ -85,9 +89,11 @@ class Replica:
                 yield self.refuses
                 return
             left = self.dies_after
-            if left == 0:
+            if left == 0 and not self.hangs:
                 raise ConnectionError(f"{self.name} died")
             yield Accepted(self.name, self.identity)
+            if left == 0:
+                await asyncio.Event().wait()
             at = [0] * len(self.truths)
             while any(at[i] < len(truth.token_ids) for i, truth in enumerate(self.truths)):
                 index = self.sizes.choice(
@@ -95,10 +101,15 @@ class Replica:
                 )
                 truth = self.truths[index]
                 end = min(len(truth.token_ids), at[index] + self.sizes.randint(1, self.most))
+                for _ in range(self.beats):
+                    await asyncio.sleep(self.beat_s)
+                    yield []
                 yield [truth.output(index, at[index], end)]
                 at[index] = end
                 await asyncio.sleep(0)
                 if left is not None and (left := left - 1) == 0:
+                    if self.hangs:
+                        await asyncio.Event().wait()
                     raise ConnectionError(f"{self.name} died")
         finally:
             self.num_open -= 1
@@ -108,7 +119,11 @@ def make_engine(
     route: Callable[[Call], Replica], metrics: ReplicaMetrics | None = None, **options: Any
 ) -> ReplicatedEngine:
     """An engine whose calls go where `route` says."""
-    limits = RelayLimits(options.pop("max_failovers", 3), options.pop("start_timeout_s", 5.0))
+    limits = RelayLimits(
+        options.pop("max_failovers", 3),
+        options.pop("start_timeout_s", 5.0),
+        options.pop("silence_timeout_s", 30.0),
+    )
     defaults: dict[str, Any] = {
         "seed": None,
         "chunk": 64,

@@ -80,7 +80,8 @@ def test_the_arguments_are_those_that_there_are() -> None:
     told = {name: value for names, value in rows for name in re.findall(r"`(\w+)`", names)}
     fields = ReplicaConfig.model_fields
     assert told.keys() == fields.keys()
-    for name in ("replicas", "cpus", "max_failovers", "start_timeout_s", "prefix_chunks", "max_imbalance"):
+    names = ("replicas", "cpus", "max_failovers", "start_timeout_s", "silence_timeout_s")
+    for name in (*names, "prefix_chunks", "max_imbalance"):
         assert float(told[name]) == fields[name].default, name
 
 

@@ -310,6 +310,55 @@ def test_nobody_begins() -> None:
     assert time.monotonic() - start_s < 0.9
 
 
+@settings(deadline=None, max_examples=12)
+@given(truths(), st.lists(st.integers(0, 6), min_size=1, max_size=3), st.integers(0, 2**32))
+def test_streams_do_not_notice_replicas_that_hang(truth: Truth, silences: list[int], seed: int) -> None:
+    sizes = random.Random(seed)
+    hanging = [Replica(f"r{i}", [truth], sizes, after, hangs=True) for i, after in enumerate(silences)]
+    last = Replica("last", [truth], sizes)
+    engine = make_engine(in_turn(*hanging, last), silence_timeout_s=0.02)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compiled_mtp.replicas.relay._MOST_FRUITLESS", 9)
+        outputs = asyncio.run(asyncio.wait_for(read(engine), 20))
+    assert joined(outputs, 0)[:2] == (truth.token_ids, truth.text)
+    # A call that is given up is ended where it hangs.
+    assert [one.num_open for one in hanging] == [0] * len(hanging)
+    assert engine.num_open == 0
+
+
+def test_a_silent_replica_is_named_when_no_other_goes_on() -> None:
+    alone = replica("a", dies_after=3, most=1, hangs=True)
+    engine = make_engine(in_turn(alone), silence_timeout_s=0.05, max_failovers=0)
+    with pytest.raises(ReplicasLostError, match=r"the last: 'it said nothing for 0\.05 s'"):
+        asyncio.run(asyncio.wait_for(read(engine), 20))
+
+
+def test_a_replica_that_says_that_it_lives_keeps_its_stream() -> None:
+    slow = replica("a", beats=10, beat_s=0.02)
+    engine = make_engine(in_turn(slow, replica("b")), silence_timeout_s=0.1)
+    outputs = asyncio.run(read(engine))
+    assert joined(outputs, 0)[0] == ONE.token_ids
+    assert len(slow.calls) == 1
+    # Beats are no outputs.
+    assert all(one.new_token_ids or one.finish_reason for one in outputs)
+
+
+def test_a_pause_of_the_ingress_is_no_silence_of_its_replicas() -> None:
+    replicas = [replica("a", beats=2, beat_s=0.01), replica("b")]
+    engine = make_engine(in_turn(*replicas), silence_timeout_s=0.2)
+
+    async def run() -> list[RequestOutput]:
+        (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT}])
+        for _ in range(3):
+            await asyncio.sleep(0.015)
+            # As long as it lasts nothing here runs, whatever replicas have said.
+            time.sleep(0.5)
+        return [output async for output in stream]
+
+    assert joined(asyncio.run(run()), 0)[0] == ONE.token_ids
+    assert [len(one.calls) for one in replicas] == [1, 0]
+
+
 def test_an_abort_ends_the_call_and_tells_the_stream() -> None:
     long = Truth([1] * 500, "x" * 500, list(range(501)))
     slow = replica(truth=long)
@@ -368,11 +417,11 @@ def test_the_queue_and_the_end() -> None:
         (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT}])
         with pytest.raises(QueueFullError):
             await engine.add_all([{"prompt_token_ids": PROMPT}])
-        assert engine.is_accepting
+        assert engine.status == "ok"
         ended = asyncio.create_task(engine.drain(5))
         assert [one async for one in stream][-1].finish_reason == "stop"
         assert await ended
-        assert not engine.is_alive
+        assert engine.status == "stopped"
         with pytest.raises(EngineStoppedError, match="shutting down"):
             await engine.add_all([{"prompt_token_ids": PROMPT}])
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,17 @@ def scripted(chunk: int, dies_after: int | None = None) -> ScriptedEngine:
 class Replicas:
     """Two engines in one process; calls go to the first that they do not avoid."""
 
-    def __init__(self, *engines: ScriptedEngine) -> None:
-        self.engines = {f"r{i}": AsyncEngine(engine) for i, engine in enumerate(engines)}
+    def __init__(
+        self, *engines: ScriptedEngine, step_timeout_s: float = 300.0, silence_timeout_s: float = 30.0
+    ) -> None:
+        self.engines = {
+            f"r{i}": AsyncEngine(engine, step_timeout_s=step_timeout_s) for i, engine in enumerate(engines)
+        }
         self.metrics = ReplicaMetrics()
         self.engine = ReplicatedEngine(
             self.open,
             self.metrics,
-            RelayLimits(2, 30.0),
+            RelayLimits(2, 30.0, silence_timeout_s),
             seed=5,
             chunk=64,
             num_chunks=1,
@@ -131,6 +136,61 @@ def test_a_streaming_client_does_not_notice(caplog: pytest.LogCaptureFixture) ->
 
     try:
         asyncio.run(run())
+    finally:
+        replicas.close()
+
+
+def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.replicas.decoding._BEAT_S", 0.05)
+    may_step = threading.Event()
+    hanging, other = scripted(2), scripted(3)
+    num_steps = 0
+
+    def hang() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 4:
+            may_step.wait()
+
+    hanging.before_step = hang
+    replicas = Replicas(hanging, other, step_timeout_s=0.3, silence_timeout_s=20.0)
+
+    async def run() -> list[int]:
+        (stream,) = await replicas.engine.add_all([{"prompt_token_ids": [1, 2, 3]}])
+        found: list[int] = []
+        async with asyncio.timeout(15):
+            async for output in stream:
+                found += output.new_token_ids
+        assert replicas.engines["r0"].status == "hung"
+        # It is asked no more, nor does it take what comes to it.
+        said = [
+            one async for one in decode(replicas.engines["r0"], Call([1], SamplingParams(seed=1)), "r", "")
+        ]
+        assert isinstance(said[0], Refused)
+        assert (said[0].kind, len(said)) == ("stopped", 1)
+        return found
+
+    try:
+        assert asyncio.run(run()) == Tokenizer(CHECKPOINT).encode(TEXT)
+        assert "compiled_mtp_failovers_total 1.0" in replicas.metrics.text().decode()
+    finally:
+        may_step.set()
+        replicas.close()
+
+
+def test_a_slow_step_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.replicas.decoding._BEAT_S", 0.02)
+    slow = scripted(8)
+    slow.step_s = 0.6
+    replicas = Replicas(slow, silence_timeout_s=0.3)
+
+    async def run() -> list[int]:
+        (stream,) = await replicas.engine.add_all([{"prompt_token_ids": [1, 2, 3]}])
+        return [i for one in [one async for one in stream] for i in one.new_token_ids]
+
+    try:
+        assert asyncio.run(run()) == Tokenizer(CHECKPOINT).encode(TEXT)
+        assert "compiled_mtp_failovers_total 0.0" in replicas.metrics.text().decode()
     finally:
         replicas.close()
 

@@ -32,6 +32,8 @@ ARGS = {
     "prefill_chunk": 64,
     "num_threads": 1,
     "max_batch": 4,
+    "max_open": 12,
+    "silence_timeout_s": 10,
     "drain_timeout_s": 1,
     "prompt_workers": 1,
 }
@@ -195,6 +197,42 @@ def test_one_is_killed(served: Served, expected: Any) -> None:
     assert served.metric("compiled_mtp_failovers_total") > 0
     assert served.metric("compiled_mtp_requests_lost_total") == 0
     served.wait_for(2, without=[before[0]["pid"]])
+
+
+def test_one_is_alive_and_silent(served: Served, expected: Any) -> None:
+    stopped = served.wait_for(2)[0]["pid"]
+    lost, num_requests = served.metric("compiled_mtp_failovers_total"), 6
+
+    async def run() -> list[Any]:
+        bodies = [body_of(index) for index in range(num_requests)]
+        async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
+            # All of them are on their way before it stops.
+            running = tool.run_load(client, bodies, concurrency=num_requests, rate=None, seed=0)
+            task = asyncio.create_task(running)
+            await until_tokens(served, client, 150)
+            os.kill(stopped, signal.SIGSTOP)
+            return (await task)[0]
+
+    try:
+        samples = asyncio.run(run())
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [one.error for one in samples] == [None] * num_requests
+    assert [one.token_ids for one in samples] == [ids for ids, _ in expected[:num_requests]]
+    assert served.metric("compiled_mtp_failovers_total") > lost
+    assert served.metric("compiled_mtp_requests_lost_total") == 0
+
+
+def test_two_replicas_of_a_config_file_take_twice_as_many(served: Served) -> None:
+    served.wait_for(2)
+    # More than one of them takes.
+    bodies = [body_of(index) | {"max_tokens": 24} for index in range(20)]
+
+    async def run() -> list[Any]:
+        async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
+            return (await tool.run_load(client, bodies, concurrency=20, rate=None, seed=0))[0]
+
+    assert [one.error for one in asyncio.run(run())] == [None] * len(bodies)
 
 
 def test_prompts_that_begin_alike_meet_what_is_cached(served: Served) -> None:

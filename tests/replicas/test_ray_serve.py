@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
+import os
+import random
 import sys
+import threading
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +17,16 @@ from typing import Any
 import pytest
 
 from compiled_mtp import ray_serve
+from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.numeric_settings import NumericSettings
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
-from compiled_mtp.replicas.identity import identify
+from compiled_mtp.replicas.identity import digest_files, identify, list_files
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.tokenizer import Tokenizer
+from tests.replicas.scripted import Replica, Truth, in_turn, make_engine
+from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 PACKAGE = Path(__file__).parents[2] / "compiled_mtp"
 
@@ -49,13 +59,12 @@ def test_each_argument_has_its_config() -> None:
             "autoscaling_config": '{"min_replicas": 1, "max_replicas": 4}',
         }
     )
-    assert (settings.gpus, settings.most_replicas) == (0.5, 4)
+    assert settings.gpus == 0.5
+    assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 4}
     # What the ingress makes again of what was given.
     again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
-    assert ReplicaConfig(replicas=3).most_replicas == 3
-    assert ReplicaConfig(autoscaling_config={}).most_replicas == 1
     assert split_args({"seed": 3})[2].seed == 3
 
 
@@ -65,11 +74,11 @@ def test_each_argument_has_its_config() -> None:
         ({"modle": "x"}, "args must name settings only, got modle; known are"),
         ({"port": 1}, "args must leave out what is Ray's or secret, got port; set Ray's http_options.port"),
         ({"api_key": "k"}, "got api_key; set COMPILED_MTP_SERVER_API_KEY where Ray runs"),
-        ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; give engines"),
+        ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; raise it"),
         ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
         (
             {"autoscaling_config": '{"max_replicas": null}'},
-            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; give",
+            "autoscaling_config must hold a whole number of at least 1 as max_replicas, got .*null.*; corr",
         ),
         ({"autoscaling_config": {"max_replicas": "x"}}, "autoscaling_config must hold a whole number"),
         ({"autoscaling_config": {"max_replicas": 0}}, "autoscaling_config must hold a whole number"),
@@ -116,6 +125,9 @@ def test_a_gpu_each_where_the_cluster_has_some(
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
+    # Every rank of an engine has a GPU of its own.
+    _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
+    assert gpus == 2 * min(1, num_gpus)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
     assert (engine.device, gpus) == ("cpu", 0)
 
@@ -203,6 +215,81 @@ def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(run())
 
 
+def details(**deployments: Any) -> dict[str, Any]:
+    """What Ray tells of its applications, as its REST interface has it."""
+    return {"applications": {"other": {"deployments": {}}, "mtp": {"deployments": deployments}}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"),
+    [
+        ({"target_num_replicas": 2, "deployment_config": {"num_replicas": 2}}, 2),
+        # A bound, and where the scaler is within it.
+        ({"target_num_replicas": 1, "deployment_config": {"autoscaling_config": {"max_replicas": 4}}}, 4),
+        ({"target_num_replicas": 3, "deployment_config": {"num_replicas": 1}}, 3),
+        ({"target_num_replicas": 0, "deployment_config": {"num_replicas": 0}}, 0),
+    ],
+)
+def test_ray_tells_how_many_replicas_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], most: int
+) -> None:
+    ingress = {"target_num_replicas": 1, "deployment_config": {"num_replicas": 1}}
+    said = details(Engine=engine, Ingress=ingress)
+    client = SimpleNamespace(get_serve_details=lambda: said)
+    context = SimpleNamespace(app_name="mtp")
+    ray = SimpleNamespace(_get_global_client=lambda: client, get_replica_context=lambda: context)
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+    assert ray_serve._count_replicas() == {"Engine": most, "Ingress": 1}
+
+
+def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Any] = [{"Engine": 2}, OSError("no controller"), KeyError("mtp"), {"Engine": 3}, {"Engine": 0}]
+    shown: list[int] = []
+    one = replica_of_tests()
+    engine = make_engine(in_turn(one), max_open=12)
+    prompts: Any = SimpleNamespace(max_waiting=12)
+
+    def count() -> dict[str, int]:
+        shown.append(engine.max_open)
+        assert prompts.max_waiting == engine.max_open
+        if not told:
+            raise asyncio.CancelledError
+        answer = told.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    async def run() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await ray_serve._keep_bounds(count, engine, prompts, 12, 0.0)
+        # At rest it takes what one replica does, for the requests that start one.
+        await engine.add_all([{"prompt_token_ids": [1]}] * 12)
+        with pytest.raises(QueueFullError):
+            await engine.add_all([{"prompt_token_ids": [1]}])
+        engine.max_open = 24
+        await engine.add_all([{"prompt_token_ids": [1]}] * 12)
+        engine.close()
+
+    asyncio.run(run())
+    assert shown == [12, 24, 24, 24, 36, 12]
+    # Two failures in a row are one line.
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def replica_of_tests() -> Replica:
+    return Replica("a", [Truth([1] * 500, "x" * 500, list(range(501)))], random.Random(1))
+
+
+def test_a_seed_is_for_one_ingress_in_a_config_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "_proxy_host", lambda: "127.0.0.1")
+    ray = SimpleNamespace(Gauge=FakeMetric, Counter=FakeMetric)
+    monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
+    monkeypatch.setattr(ray_serve, "_count_replicas", lambda: {"Engine": 1, "Ingress": 2})
+    ingress = ray_serve.Ingress(None, {}, {}, {"seed": 3}, has_keys=False)
+    with pytest.raises(ValueError, match="seed must be left out with more than one ingress, got 3"):
+        asyncio.run(ingress.__serve_build_asgi_app__())
+
+
 def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, package = tmp_path / "model", tmp_path / "package"
     model.mkdir()
@@ -210,20 +297,19 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     (package / "graphs").mkdir()
     monkeypatch.setattr("compiled_mtp.replicas.identity._PACKAGE", package)
 
-    def identity(config: EngineConfig, longest: int = 9) -> str:
-        engine: Any = SimpleNamespace(
-            num_threads=1,
-            runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
-            front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
-        )
-        return identify(config, engine)
+    def identity(config: EngineConfig, longest: int = 9, num_threads: int | None = 1) -> str:
+        return identify(config, fake_engine(model, longest, num_threads), list_files(model))
 
     weights = model / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     config = EngineConfig(device="cpu")
     found = [identity(config)]
     assert identity(config) == found[0]
-    found += [identity(config, longest=8), identity(config.model_copy(update={"prefill_chunk": 64}))]
+    found += [
+        identity(config, longest=8),
+        identity(config, num_threads=2),
+        identity(config.model_copy(update={"prefill_chunk": 64})),
+    ]
     for name, value in (
         ("compiled_mtp.__version__", "0"),
         ("compiled_mtp.graphs.artifacts._triton_version", lambda: "0"),
@@ -233,12 +319,125 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             found.append(identity(config))
+    real = metadata.version
+    for package_name in ("llguidance", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                metadata, "version", lambda name, own=package_name: "0" if name == own else real(name)
+            )
+            found.append(identity(config))
+
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", missing)
+        found.append(identity(config))
+    # What a caller has told torch, and with what it was built.
+    settings = NumericSettings.read()
+    for changed in ({"mkldnn_enabled": not settings.mkldnn_enabled}, {"float32_matmul_precision": "medium"}):
+        told = dataclasses.replace(settings, **changed)
+        with monkeypatch.context() as patch:
+            patch.setattr(NumericSettings, "read", lambda told=told: told)
+            found.append(identity(config))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.__config__.show", lambda: "another BLAS")
+        found.append(identity(config))
+    # Of a GPU's replicas one may be on a machine with more cores.
+    on_gpu = identity(config, num_threads=None)
+    more = dataclasses.replace(settings, num_threads=settings.num_threads + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(NumericSettings, "read", lambda: more)
+        assert identity(config, num_threads=None) == on_gpu
     for name in ("engine.py", "ops/table.json", "graphs/buckets.py"):
         (package / name).write_text("1", encoding="utf-8")
         found.append(identity(config))
-    weights.write_bytes(bytes(3 << 20)[:-1] + b"x")
-    found.append(identity(config))
+    for at in (0, 1 << 20, 3 << 19, (2 << 20) - 1, (3 << 20) - 1):
+        content = bytearray(3 << 20)
+        content[at] = 1
+        weights.write_bytes(content)
+        found.append(identity(config))
     assert len(set(found)) == len(found)
+
+
+def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> Any:
+    return SimpleNamespace(
+        num_threads=num_threads,
+        runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
+        front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
+    )
+
+
+def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Parts and buffers of sizes that no file is a multiple of.
+    monkeypatch.setattr("compiled_mtp.replicas.identity._PART_BYTES", 700)
+    monkeypatch.setattr("compiled_mtp.replicas.identity._BUFFER_BYTES", 96)
+    sizes = {"model-1.safetensors": 2000, "model-2.safetensors": 700, "config.json": 1, "empty.json": 0}
+    content = {name: random.Random(size).randbytes(size) for name, size in sizes.items()}
+
+    def digest() -> str:
+        for name, data in content.items():
+            (tmp_path / name).write_bytes(data)
+        return digest_files(list_files(tmp_path))
+
+    found = [digest()]
+    (tmp_path / "README.md").write_text("not read", encoding="utf-8")
+    assert digest() == found[0]
+    for name, data in list(content.items()):
+        for at in {0, len(data) // 2, len(data) - 1, *range(0, len(data), 97)} - {-1}:
+            content[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"x"
+            found.append(digest())
+        content[name] = data
+    # A byte that moves from one file to the next, and two files that change names.
+    one, two = content["model-1.safetensors"], content["model-2.safetensors"]
+    content |= {"model-1.safetensors": one[:-1], "model-2.safetensors": one[-1:] + two}
+    found.append(digest())
+    content |= {"model-1.safetensors": two, "model-2.safetensors": one}
+    found.append(digest())
+    assert len(set(found)) == len(found)
+
+
+def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    loaded = list_files(tmp_path)
+    # Another file of the same size at the same place, with the old one's time, as a copy would have it.
+    other = tmp_path / "other"
+    other.write_bytes(b"new")
+    os.utime(other, ns=(loaded[0].mtime_ns, loaded[0].mtime_ns))
+    other.rename(weights)
+    with pytest.raises(
+        ValueError, match=r"model must stay as it is while it is loaded, got .*safetensors'\] changed"
+    ):
+        identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"got \['config.json'\] changed; start the replica again"):
+        identify(EngineConfig(device="cpu"), fake_engine(tmp_path), list_files(tmp_path)[1:])
+
+
+def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:
+    replica = object.__new__(ray_serve.EngineReplica)
+    may_step = threading.Event()
+    engine = ScriptedEngine(Tokenizer(CHECKPOINT))
+    engine.say("one two")
+    engine.before_step = may_step.wait
+    replica._gauges = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    replica._engine = AsyncEngine(engine, step_timeout_s=0.1)
+    try:
+        replica.check_health()
+
+        async def add() -> None:
+            await replica._engine.add(prompt_token_ids=[1])
+            await asyncio.sleep(0.3)
+
+        asyncio.run(add())
+        with pytest.raises(EngineHungError, match=r"a step must end within 0\.1 s"):
+            replica.check_health()
+    finally:
+        may_step.set()
+    replica._engine.close()
+    with pytest.raises(RuntimeError, match="the engine died; its log says why"):
+        replica.check_health()
 
 
 class FakeMetric:

@@ -37,8 +37,8 @@ def write_thinking_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def compiler(step_max_items: int = 50_000) -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER_JSON, NUM_IDS, EOS, step_max_items=step_max_items)
+def compiler(**limits: int) -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER_JSON, NUM_IDS, EOS, **limits)
 
 
 class OneByOne:
@@ -100,7 +100,7 @@ def decode(matcher: Matcher, filler: MaskFiller, key: object, step: int = 0, lim
     tokens: list[int] = []
     rng = random.Random(repr((key, step)))
     while not matcher.is_ended and matcher.error is None and len(tokens) < limit:
-        drafts = propose(matcher, filler, (key, len(tokens)), rng, rng.randint(min(step, 1), step))
+        drafts = propose(matcher, (key, len(tokens)), rng, rng.randint(min(step, 1), step))
         buffer = masks(len(drafts) + 1)
         filler.fill([Window(matcher, 0, drafts)], buffer)
         if matcher.error is not None:
@@ -114,18 +114,18 @@ def decode(matcher: Matcher, filler: MaskFiller, key: object, step: int = 0, lim
     return tokens[:limit]
 
 
-def propose(matcher: Matcher, filler: MaskFiller, key: Any, rng: random.Random, length: int) -> list[int]:
+def propose(matcher: Matcher, key: Any, rng: random.Random, length: int) -> list[int]:
     """Drafts: right up to a random one, then one that is likely forbidden, or any at all."""
     base, position = key
-    copy, drafts = matcher.fork(), []
+    # It shares the request's lexer, which may reach its limit here.
+    copy, drafts = matcher._live.deep_copy(), []
     right = rng.randint(0, length)
-    while len(drafts) < right and not copy.is_ended and copy.error is None:
-        buffer = masks(1)
-        filler.fill([Window(copy, 0, [])], buffer)
-        if copy.error is not None:
+    while len(drafts) < right and not copy.is_stopped():
+        words = torch.frombuffer(bytearray(copy.compute_bitmask()), dtype=torch.int32)
+        if copy.is_error():
             break
-        drafts.append(draw_from(buffer[0], (base, position + len(drafts))))
-        copy.accept(drafts[-1:])
+        drafts.append(draw_from(words, (base, position + len(drafts))))
+        copy.consume_token(drafts[-1])
     return drafts + [rng.randrange(NUM_IDS) for _ in range(length - len(drafts))]
 
 

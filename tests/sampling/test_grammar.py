@@ -15,7 +15,6 @@ from compiled_mtp.sampling.grammar import (
     Matcher,
     Reasoning,
     Window,
-    is_reasoning,
 )
 from compiled_mtp.sampling.grammar_source import (
     GrammarSource,
@@ -294,14 +293,6 @@ def test_reasoning_that_reaches_no_end_is_free_but_for_an_end_of_the_request(
         assert row_masks(filler, matcher, [3, IM_END]) == [GOES_ON] * 3
         assert matcher.accept([3, 4, 5]) == 3
     assert not matcher.is_ended
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [([], False), ([1, 8, 2], True), ([8, 1, 9, 2], False), ([9, 8], True), ([3], False)],
-)
-def test_whether_a_prompt_leaves_off_in_reasoning(prompt: list[int], expected: bool) -> None:
-    assert is_reasoning(prompt, begin=8, end=9) is expected
 
 
 def test_a_fork_goes_its_own_way(compiled: GrammarCompiler, filler: MaskFiller) -> None:

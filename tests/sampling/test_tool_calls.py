@@ -197,14 +197,14 @@ def tool(**function: Any) -> list[Any]:
             r"tools\[0\].function.parameters.properties must have names without",
         ),
         (
-            tool(parameters={"properties": {"a": {"type": "string", "format": "date"}}}),
+            tool(parameters={"properties": {"a": {"type": "string", "format": "zip"}}}),
             "required",
-            r"tools\[0\].function.parameters.properties.a must not use format",
+            r"tools\[0\].function.parameters.properties.a.format must be one of date, .* got 'zip'; leave",
         ),
         (
-            tool(parameters={"properties": {"a": {"type": "string", "pattern": "a", "maxLength": 3}}}),
+            tool(parameters={"properties": {"a": {"type": "string", "nullable": "yes"}}}),
             "required",
-            r"tools\[0\].function.parameters.properties.a must not have both",
+            r"tools\[0\].function.parameters.properties.a.nullable must be true or false",
         ),
         (
             tool(parameters={"properties": {"a": {"type": "string", "b\nc": 1}}}),
@@ -296,3 +296,98 @@ def test_a_schema_that_cannot_be_compiled_is_named_in_its_tool(
 
 def test_every_family_has_a_form() -> None:
     assert CALL_FORMS.keys() == FAMILIES.keys()
+
+
+# A string's schema: texts that it takes, texts that it does not.
+STRINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "alternatives": ({"pattern": "^a|b$"}, ["a", "ax", "b", "xb", "ab"], ["xa", "bx", "x"]),
+    "one of them free": ({"pattern": "^a$|b"}, ["a", "xbx"], ["ax", "xa"]),
+    "alternatives in a group": ({"pattern": "^(a|b)$"}, ["a", "b"], ["ax", "xb", ""]),
+    "anchors in a group": ({"pattern": "(^a|b$)"}, ["ax", "xb"], ["xa", "bx"]),
+    "two groups": ({"pattern": "(a)|(^b)"}, ["xax", "bx"], ["xb"]),
+    "a backslash at the end": ({"pattern": r"^a\\$"}, ["a\\"], ["a", "a\\\\", "a$"]),
+    "a dollar sign at the end": ({"pattern": r"^a\$"}, ["a$", "a$b"], ["a", "ba$"]),
+    "a class of marks": ({"pattern": "^[]|$^(]+$"}, ["]|$^("], ["a", "]a"]),
+    "an end alone": ({"pattern": "b$"}, ["b", "ab"], ["ba"]),
+    "nothing": ({"pattern": "^$"}, [""], ["a"]),
+    "pattern and length": (
+        {"pattern": "^[a-z]+$", "minLength": 2, "maxLength": 3},
+        ["ab", "abc"],
+        ["a", "abcd"],
+    ),
+    "date": ({"format": "date"}, ["2024-02-29", "2023-12-31"], ["2024-2-29", "2024-04-31", "2024-13-01"]),
+    "time": ({"format": "time"}, ["12:30:00Z", "23:59:60.5+01:00"], ["24:00:00Z", "12:30Z", "12:30:00"]),
+    "date-time": ({"format": "date-time"}, ["2024-02-29T12:30:00Z"], ["2024-02-29 12:30:00Z", "2024-02-29"]),
+    "duration": ({"format": "duration"}, ["P1Y2M3D", "PT36H", "P4W", "P1DT12H"], ["P", "PT", "1D", "P1W2D"]),
+    "email": ({"format": "email"}, ["a.b@example.com", "x@[127.0.0.1]"], ["a@", "@b", "a b@c", "a..b@c"]),
+    "hostname": ({"format": "hostname"}, ["a", "a-b.example"], ["-a", "a-.b", "a..b", "ü"]),
+    "ipv4": ({"format": "ipv4"}, ["127.0.0.1", "255.249.19.0"], ["256.1.1.1", "1.2.3", "01.2.3.4"]),
+    "ipv6": ({"format": "ipv6"}, ["::1", "fe80::1:2", "1:2:3:4:5:6:7:8", "::"], ["1:2", "1::2::3", "g::"]),
+    "uuid": (
+        {"format": "uuid"},
+        ["123e4567-e89b-12d3-a456-426614174000"],
+        ["123e4567", "123e4567-e89b-12d3-a456-42661417400g"],
+    ),
+    "uri": (
+        {"format": "uri"},
+        ["https://a.b:80/c?d=e#f", "mailto:x@y.z", "http://[::1]/"],
+        ["a b:c", "//x", "x"],
+    ),
+    "unknown": ({"format": "unknown"}, ["x", ""], []),
+    "format and pattern": ({"format": "date", "pattern": "^2024"}, ["2024-02-29"], ["2023-02-28", "2024"]),
+    "format and length": ({"format": "hostname", "maxLength": 3}, ["a.b"], ["ab.c"]),
+}
+
+
+def call_of(form: CallForm, value: Any) -> str:
+    if form == "json":
+        body = json.dumps({"name": "f", "arguments": {"x": value}}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+
+
+def x_tool(schema: dict[str, Any]) -> list[Any]:
+    return tool(name="f", parameters={"properties": {"x": schema}, "required": ["x"]})
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+@pytest.mark.parametrize("case", STRINGS)
+def test_strings_are_the_same_in_both_forms(compiled: GrammarCompiler, form: CallForm, case: str) -> None:
+    schema, good, bad = STRINGS[case]
+    source = source_of("required", form, x_tool({"type": "string", **schema}))
+    for value in good:
+        assert takes(compiled, source, call_of(form, value)), value
+    for value in bad:
+        assert not takes(compiled, source, call_of(form, value)), value
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+def test_nullable_is_a_type_beside_others(compiled: GrammarCompiler, form: CallForm) -> None:
+    inner = {"type": "object", "properties": {"y": {"type": "integer", "nullable": True}}, "required": ["y"]}
+    cases: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+        ({"type": "string", "nullable": True, "format": "date"}, ["2024-02-29", None], [3]),
+        ({"type": "integer", "nullable": True, "maximum": 9}, [3, None], [10]),
+        ({"type": "integer", "nullable": False}, [3], [None]),
+        ({"type": ["integer", "null"], "nullable": True}, [3, None], ["a"]),
+        (inner, [{"y": None}, {"y": 4}], [{"y": "a"}]),
+        ({"type": "array", "items": {"type": "boolean", "nullable": True}}, [[True, None]], [[3]]),
+        ({"anyOf": [{"type": "boolean", "nullable": True}, {"type": "integer"}]}, [True, 3, None], [[]]),
+    ]
+    for schema, good, bad in cases:
+        source = source_of("required", form, x_tool(schema))
+        for value in good:
+            assert takes(compiled, source, call_of(form, value)), (schema, value)
+        for value in bad:
+            assert not takes(compiled, source, call_of(form, value)), (schema, value)
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+def test_one_call_alone_without_parallel_calls(compiled: GrammarCompiler, form: CallForm) -> None:
+    text = call_of(form, "a")
+    tools = x_tool({"type": "string"})
+    for is_parallel in (True, False):
+        source = from_tools(tools, "required", form, (), parallel_tool_calls=is_parallel)
+        assert source is not None
+        assert takes(compiled, source, text)
+        assert takes(compiled, source, f"{text}\n{text}") is is_parallel

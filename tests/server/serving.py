@@ -76,6 +76,7 @@ class ScriptedEngine:
         self.chunk = 1
         self.step_s = 0.0
         self.error: str | None = None
+        self.error_kind: Any = "engine"
         self.logprobs: Callable[[Sequence[int]], Any] | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.seen: list[tuple[list[int], SamplingParams]] = []
@@ -163,7 +164,8 @@ class ScriptedEngine:
         if reason:
             del self._running[name]
         logprobs = self.logprobs(new) if self.logprobs is not None else None
-        return RequestOutput(name, new, text, metrics, reason, self.error, logprobs)
+        kind = self.error_kind if reason == "error" else None
+        return RequestOutput(name, new, text, metrics, reason, self.error, logprobs, error_kind=kind)
 
     def stats(self) -> Any:
         """As the engine's."""

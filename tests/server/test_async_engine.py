@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, SlowReaderError
+from compiled_mtp.async_engine import (
+    AsyncEngine,
+    EngineHungError,
+    EngineStoppedError,
+    QueueFullError,
+    SlowReaderError,
+)
 from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
@@ -247,7 +253,7 @@ def test_draining_waits_then_ends(engine: ScriptedEngine) -> None:
         long = await async_engine.add(prompt_token_ids=[1])
         draining = asyncio.create_task(async_engine.drain(0.3))
         await asyncio.sleep(0)
-        assert not async_engine.is_accepting
+        assert async_engine.status == "draining"
         with pytest.raises(EngineStoppedError):
             await async_engine.add(prompt_token_ids=[1])
         assert await read(short) == engine.script[: len(engine.script) // 1000]
@@ -259,7 +265,7 @@ def test_draining_waits_then_ends(engine: ScriptedEngine) -> None:
         assert len(found) > 10
         assert found == engine.script[: len(found)]
         assert engine.is_closed
-        assert not async_engine.is_alive
+        assert async_engine.status == "stopped"
 
     asyncio.run(run())
 
@@ -288,15 +294,105 @@ def test_death_is_told_to_all_and_logged_once(
             await async_engine.add(prompt_token_ids=[1])
         # The thread that died tells its streams before it is done with them.
         for _ in range(1000):
-            if not async_engine.is_alive and async_engine.num_open == 0 and engine.is_closed:
+            if async_engine.status == "stopped" and async_engine.num_open == 0 and engine.is_closed:
                 break
             await asyncio.sleep(0.01)
-        assert not async_engine.is_alive
+        assert async_engine.status == "stopped"
         assert async_engine.num_open == 0
 
     asyncio.run(run())
     assert [r.levelname for r in caplog.records if "out of luck" in r.getMessage()] == ["CRITICAL"]
     assert engine.is_closed
+
+
+class Hang:
+    """Holds a scripted engine's steps up while it is set."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._may_step = threading.Event()
+        self._may_step.set()
+        engine.before_step = self._may_step.wait
+
+    def begin(self) -> None:
+        self._may_step.clear()
+
+    def end(self) -> None:
+        self._may_step.set()
+
+
+async def until(status: str, async_engine: AsyncEngine) -> None:
+    deadline = time.monotonic() + 20
+    while async_engine.status != status:
+        assert time.monotonic() < deadline, async_engine.status
+        await asyncio.sleep(0.01)
+
+
+def test_a_step_that_hangs_is_seen_and_may_still_end(engine: ScriptedEngine) -> None:
+    engine.script = engine.script * 5
+    hang = Hang(engine)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, step_timeout_s=0.2)
+        # An engine that has nothing to step does not hang.
+        await asyncio.sleep(0.4)
+        assert (async_engine.status, async_engine.step_age_s) == ("ok", 0.0)
+        stream = await async_engine.add(prompt_token_ids=[1])
+        found = (await anext(stream)).new_token_ids
+        hang.begin()
+        await until("hung", async_engine)
+        assert async_engine.step_age_s > 0.2
+        with pytest.raises(EngineHungError, match=r"a step must end within 0\.2 s \(step_timeout_s\), got"):
+            await async_engine.add(prompt_token_ids=[1])
+        hang.end()
+        found += await read(stream)
+        assert found == engine.script
+        await until("ok", async_engine)
+        assert await async_engine.drain(5)
+        assert async_engine.status == "stopped"
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_can_be_closed(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.script = engine.script * 20
+    hang = Hang(engine)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, step_timeout_s=0.2)
+        stream = await async_engine.add(prompt_token_ids=[1])
+        hang.begin()
+        assert not await asyncio.wait_for(async_engine.drain(0.05), 20)
+        found: list[int] = []
+        with pytest.raises(EngineHungError, match="a step must end within"):
+            await read_into(found, stream)
+        assert found == engine.script[: len(found)]
+        assert (async_engine.status, async_engine.num_open) == ("stopped", 0)
+        async_engine.close()
+        # The thread that was left behind ends the engine when it can.
+        assert not engine.is_closed
+        hang.end()
+        async_engine._thread.join(20)
+        assert engine.is_closed
+
+    asyncio.run(run())
+    assert {r.levelname for r in caplog.records if "is left behind" in r.getMessage()} == {"CRITICAL"}
+
+
+def test_what_the_stepping_thread_does_beside_steps_may_hang_too(engine: ScriptedEngine) -> None:
+    may_abort = threading.Event()
+    engine.script = engine.script * 1000
+    engine.step_s = 0.001
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, step_timeout_s=0.2)
+        engine.abort = lambda _: may_abort.wait()  # type: ignore[assignment, return-value]
+        (await async_engine.add(prompt_token_ids=[1])).abort()
+        await until("hung", async_engine)
+        may_abort.set()
+        await until("ok", async_engine)
+        async_engine.close()
+
+    asyncio.run(run())
 
 
 def test_a_loop_that_is_gone_holds_nothing_up(engine: ScriptedEngine) -> None:
@@ -320,6 +416,8 @@ def test_wrong_sizes() -> None:
     scripted: Any = ScriptedEngine(Tokenizer(CHECKPOINT))
     with pytest.raises(ValueError, match="max_open must be at least 1, got 0"):
         AsyncEngine(scripted, max_open=0)
+    with pytest.raises(ValueError, match="step_timeout_s must be above 0, got 0"):
+        AsyncEngine(scripted, step_timeout_s=0)
 
 
 def test_only_the_service_needs_its_packages() -> None:

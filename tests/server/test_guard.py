@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +503,35 @@ def test_death_is_unhealthy_and_told(engine: Any) -> None:
         engine.before_step, engine.script, engine.step_s = (lambda: None), script, 0.0
 
 
+def test_a_step_that_hangs_is_unhealthy_until_it_ends(engine: Any) -> None:
+    may_step = threading.Event()
+    engine.before_step = may_step.wait
+
+    def until(client: httpx.Client, status: str, code: int) -> None:
+        deadline = time.monotonic() + 20
+        while (answer := client.get("/health")).json() != {"status": status}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert answer.status_code == code
+
+    try:
+        with (
+            running(engine, engine.model, step_timeout_s=0.2) as server,
+            httpx.Client(base_url=server.url, timeout=20) as client,
+            ThreadPoolExecutor(1) as other,
+        ):
+            answer = other.submit(httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=20)
+            until(client, "hung", 503)
+            refused = client.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "hung")
+            may_step.set()
+            assert answer.result().status_code == 200
+            until(client, "ok", 200)
+    finally:
+        may_step.set()
+        engine.before_step = lambda: None
+
+
 def test_draining_finishes_and_then_says_why(engine: Any) -> None:
     script, engine.step_s = engine.script, 0.02
     engine.script = script * 10
@@ -549,7 +580,7 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
     for name, message in (("empty", "must hold a key"), ("none", "must be readable")):
         with pytest.raises(ValueError, match=message):
             ServerConfig(api_key_file=tmp_path / name).read_keys()
-    with pytest.raises(ValueError, match="port must be less than or equal to 65535, got 99999; give port"):
+    with pytest.raises(ValueError, match="port must be less than or equal to 65535, got 99999; lower it"):
         ServerConfig(port=99999)
 
 

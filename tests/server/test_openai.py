@@ -365,7 +365,7 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
     for fields, param in (
         ({"presence_penalty": 3}, "presence_penalty"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": wrong}, "response_format"),
     ):
         with pytest.raises(openai.BadRequestError) as error:
@@ -381,7 +381,7 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
         ({"temperature": "1"}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens"),
-        ({"verbosity": "low"}, 400, "verbosity"),
+        ({"guided_json": {}}, 400, "guided_json"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
@@ -414,6 +414,27 @@ def test_errors_of_a_request_that_runs(scripted: Any) -> None:
             list(client.chat.completions.create(model="m", messages=MESSAGES, stream=True))
     finally:
         engine.error = None
+
+
+def test_parameters_that_leave_no_token_are_the_clients_mistake(real: Running, alone: Engine) -> None:
+    """min_tokens forbids the eos ids, the grammar whatever is not `a`, and the rest the ids of `a`."""
+    eos = sorted(alone.tokenizer.eos_token_ids)  # type: ignore[union-attr]
+    for fields in (
+        {"guided_regex": "a", "min_tokens": 2, "stop_token_ids": alone.tokenizer.encode("a")},  # type: ignore[union-attr]
+        {"allowed_token_ids": eos, "min_tokens": 2},
+        {"guided_regex": "a", "allowed_token_ids": eos},
+        {"guided_regex": "a", "bad_words": ["a"]},
+    ):
+        for path, prompt in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+            body = {"model": "m", "max_tokens": 9} | prompt | fields
+            answer = httpx.post(f"{real.url}/v1/{path}", json=body, timeout=30)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "parameters_failed")
+            assert "must leave a token to draw" in error["message"]
+            stream = httpx.post(f"{real.url}/v1/{path}", json=body | {"stream": True}, timeout=30).text
+            last = json.loads(stream.strip().split("\n\n")[-1].removeprefix("data: "))
+            assert last["error"]["type"] == "invalid_request_error"
 
 
 def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
@@ -86,7 +87,7 @@ class Machine:
         # Of the rounds that count: the depths, and the time of auto and of fixed depths for as many tokens.
         self.depths: list[int] = []
         self.auto_ms, self.fixed_ms = 0.0, dict.fromkeys(DEPTHS, 0.0)
-        self._draft_step, self._next, self._step_id = 3, 0, 0
+        self._chain, self._next, self._step_id = 3, 0, 0
         self._ready: set[tuple[int, int]] = set()
         self._flight: list[tuple[StepPlan, float, list[list[int]]]] = []
 
@@ -122,7 +123,7 @@ class Machine:
     def _round(self, *, counts: bool) -> None:
         world, requests = self.world, tuple(self.requests)
         depth = self.policy.choose(len(requests), 60, is_halved=False)
-        num_drafts, self._draft_step = min(depth, self._draft_step), depth
+        num_drafts, self._chain = min(depth, self._chain), depth
         rates = [world.rate(self.num_rounds, one) for one in requests]
         size = SIZES[bisect_left(SIZES, len(requests))]
         ms = world.ms[size]
@@ -138,8 +139,7 @@ class Machine:
             "decode",
             requests,
             requests,
-            verify_step=depth,
-            draft_step=depth,
+            shape=RoundShape(depth, depth),
             num_drafts=num_drafts,
         )
         token_ids = [self._tokens(rate, num_drafts) for rate in rates]

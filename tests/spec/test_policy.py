@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import Copy, Draft, Place, StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
@@ -23,7 +24,7 @@ class Rig:
 
     def plan(self, step_id: int, kind: Any = "decode", after_s: float = 0.0, **fields: Any) -> StepPlan:
         self.now_s += after_s
-        depth = {"verify_step": 3, "draft_step": 3, "num_drafts": 3}
+        depth = {"shape": RoundShape(3, 3), "num_drafts": 3}
         plan = StepPlan(step_id, kind, (1, 2, 3), (0, 0, 0), **(depth | fields))
         self.policy.launch(plan)
         return plan
@@ -88,7 +89,7 @@ def test_what_something_else_slowed_down_is_not_timed(rig: Rig) -> None:
     assert rig.times == []
     assert len(rig.rounds) == 2
     # At depth 0 catching up belongs to what the depth costs.
-    rig.read(rig.plan(3, catches_up=True, verify_step=0, draft_step=0, num_drafts=0), after_s=0.02)
+    rig.read(rig.plan(3, catches_up=True, shape=RoundShape(0, 0), num_drafts=0), after_s=0.02)
     assert rig.seconds == [0.02]
 
 

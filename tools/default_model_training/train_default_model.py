@@ -2,8 +2,8 @@
 
 One command, from the standard library's source to the model card:
 
-    python tools/default_model_training/train_default_model.py --out compiled_mtp/default_model
-    python tools/default_model_training/train_default_model.py --out compiled_mtp/default_model --evaluate
+    python tools/default_model_training/train_default_model.py --output compiled_mtp/default_model
+    python tools/default_model_training/train_default_model.py --output compiled_mtp/default_model --evaluate
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, required=True, help="directory of the checkpoint"
+    )
     parser.add_argument(
         "--work", type=Path, default=Path("build/default_model"), help="caches and resume file"
     )
     parser.add_argument("--stdlib", type=Path, default=default_stdlib(), help="standard library to train on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work")
-    parser.add_argument("--evaluate", action="store_true", help="only evaluate --out, with the engine too")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate --output, with the engine too")
     parser.add_argument("--prefixes", type=int, default=64, help="held-out prefixes to decode from")
     parser.add_argument("--dropout", type=float, default=0.1)
     for field in dataclasses.fields(Recipe):
@@ -55,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train and export to --out; training.json there gets data, recipe, time and curve."""
+    """Train and export to --output; training.json there gets data, recipe, time and curve."""
     corpus = prepare(arguments.stdlib, arguments.work)
     print(f"data: {corpus.summary}, {len(corpus.train):,} training tokens", flush=True)
     recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Recipe)})
@@ -84,7 +86,7 @@ def write_record(out: Path, record: dict[str, Any]) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Evaluate --out, put the figures into its training.json, and write its model card.
+    """Evaluate --output, put the figures into its training.json, and write its model card.
 
     With the training model always; with the engine too when --evaluate asks for it, so that training needs
     nothing but this folder.

@@ -14,7 +14,6 @@ import torch
 from bench_step import LAYERS, fill_random, model_config
 from synthetic_tokenizer import write_tokenizer
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.checkpoint import make_front, open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -110,7 +109,6 @@ def open_engine(
     *,
     kind: Callable[..., AnyEngine],
     folder: Path | None = None,
-    features: Features | None = None,
     **given: Any,
 ) -> AnyEngine:
     """The engine of a checkpoint, or of a shape, where `given` is in the place of what the flags say.
@@ -119,13 +117,13 @@ def open_engine(
     """
     config = EngineConfig(**(settings(flags) | given))
     if flags.shape is None:
-        return kind(config, front=open_front(config), features=features)
+        return kind(config, front=open_front(config))
     model, tokenizer = shape_config(flags.shape), None
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)
     front = make_front(config, folder or flags.model, model, tokenizer)
-    return kind(config, front=front, fill=fill_same, features=features)
+    return kind(config, front=front, fill=fill_same)
 
 
 def draw_prompts(rng: random.Random, prompts: int, length: int, vocab_size: int) -> list[list[int]]:

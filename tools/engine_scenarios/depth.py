@@ -31,7 +31,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ import torch
 from bench_step import rate_for
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.compile import compile_program, compiler_settings
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.window.reference import position_hash
 from compiled_mtp.plan import StepResult
@@ -133,10 +131,9 @@ class Bench:
         model = common.shape_config(shape) if shape is not None else read_model_config(config.model)
         fill = None if shape is None else common.fill_same
         self.runner = Runner(config, model, model.vocab_size, fill=fill)
-        self._add_depths(config)
         depths, first = config.depths, first_depth(config.depths)
         buckets = self.runner.programs.buckets
-        sizes = [b.groups for b in buckets if b.verify_step == b.draft_step == first]
+        sizes = [b.groups for b in buckets if b.shape == (first, first)]
         self._depths, self._sizes = depths, sizes
         self.clock = clock
         self.policy = DepthPolicy(depths, sizes, clock)
@@ -154,18 +151,6 @@ class Bench:
         self.requests: list[Request] = []
         self._rounds = self._num_tokens = 0
         self._rate: float | None = config.synthetic_acceptance
-
-    def _add_depths(self, config: EngineConfig) -> None:
-        """Make the programs at once that an engine on a CPU gets beside its steps; a GPU's runner has all."""
-        programs, depths, first = self.runner.programs, config.depths, first_depth(config.depths)
-        if self.runner.later is None:
-            return
-        self.runner.later.close()
-        later = [s for depth in depths for s in programs.shapes(depth) if s.depth == depth != first]
-        with compiler_settings():
-            for one in later:
-                method = partial(one.method, programs.step)
-                programs.adopt(one, compile_program(method, one.name, programs.graph_mode))
 
     def forget_what_was_learnt(self) -> None:
         """Let auto begin anew."""

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from compiled_mtp.build_order import Features
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.sampling.grammar_source import from_response_format
@@ -176,7 +175,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=256, help="prompt tokens")
     parser.add_argument("--rounds", type=int, default=40, help="of a block")
     parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
-    parser.add_argument("--compile-halves", action="store_true", help="compile the halves of rounds too")
 
 
 def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
@@ -191,7 +189,6 @@ def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
         flags,
         kind=Engine,
         folder=folder,
-        features=Features(with_halves=flags.compile_halves),
         max_batch=max(flags.batch),
         max_model_len=flags.context + rounds * (flags.mtp_step + 1),
         prefill_chunk=PREFILL_CHUNK,
@@ -270,7 +267,6 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "device": str(programs.device),
         "mtp_step": flags.mtp_step,
         "graph_mode": programs.graph_mode,
-        "with_halves": programs.with_halves,
         "start_s": round(bench.start_s, 1),
         "rounds": flags.rounds * flags.turns,
         "rows": rows,

@@ -1,6 +1,6 @@
 // One answer in the conversation: its text, round by round, in the colours of what became of the drafts.
 
-import { Placer, Rounds } from "./rounds.js";
+import { counted, Placer, Rounds } from "./rounds.js";
 
 export class Answer {
   /** `show(answer, round, element)` is called for the round under the pointer or the focus, null when it is left. */
@@ -13,6 +13,7 @@ export class Answer {
     this.isLeftOut = false;
     this.isRunning = true;
     this.placer = new Placer();
+    this.isLineStart = { reasoning: true, body: /(^|\n)\s*$/.test(given) };
     this.spans = new Map();
     this.show = show;
     this.turn = document.createElement("article");
@@ -54,10 +55,25 @@ export class Answer {
   put(pieces) {
     for (const { part, round, index, text } of pieces) {
       const token = document.createElement("span");
-      token.className = `token ${round ? round.fates[index] : "plain"}${text.trim() ? "" : " blank"}`;
-      token.textContent = text;
+      token.className = `token ${round ? round.fates[index] : "plain"}`;
+      token.append(...this.marked(part, text));
       this.place(part, round).append(token);
     }
+  }
+
+  /** The text of a token as nodes: marked, except line breaks and the indentation of a line. */
+  marked(part, text) {
+    const line = this.isLineStart[part] ? `\n${text}` : text;
+    const stretches = line.split(/(\s*\n\s*)/);
+    if (this.isLineStart[part]) stretches[1] = stretches[1].slice(1);
+    this.isLineStart[part] = /\n\s*$/.test(line);
+    return stretches.flatMap((stretch, index) => {
+      if (stretch === "" || index % 2) return stretch;
+      const mark = document.createElement("span");
+      mark.className = "mark";
+      mark.textContent = stretch;
+      return mark;
+    });
   }
 
   /** The element of a round in a part of the answer. The first of all can be reached with the Tab key. */
@@ -73,7 +89,7 @@ export class Answer {
       span.dataset.round = round.number;
       // It can have the focus, so that it needs a name; the card says the rest.
       span.setAttribute("role", "group");
-      span.setAttribute("aria-label", round.number ? `Round ${round.number}` : "The prompt’s round");
+      span.setAttribute("aria-label", round.number ? `Round ${round.number}` : "Prompt round");
       parent.append(span);
       this.spans.set(round.number, [...known, span]);
     }
@@ -97,12 +113,12 @@ export class Answer {
 
   summary() {
     const { numTokens, numRounds } = this.rounds;
-    const ends = { stop: "the model ended it", length: "cut at the most tokens", stopped: "stopped by you" };
-    const words = [`${numTokens} ${numTokens === 1 ? "token" : "tokens"} in ${numRounds + (numTokens > 0)} forward passes`];
+    const ends = { stop: "finished", length: "token limit reached", stopped: "stopped by you" };
+    const words = [`${counted(numTokens, "token")} in ${counted(numRounds + (numTokens > 0), "forward pass", "forward passes")}`];
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (this.usage) words.push(`prompt of ${this.usage.prompt_tokens}${cached ? `, ${cached} of them cached` : ""}`);
+    if (this.usage) words.push(`${counted(this.usage.prompt_tokens, "prompt token")}${cached ? ` (${cached} cached)` : ""}`);
     const said = this.error ? [this.error] : [...words, ends[this.finishReason] ?? ""];
-    return [...said, this.isLeftOut ? "not part of the chat" : ""].filter(Boolean).join(" · ");
+    return [...said, this.isLeftOut ? "not included in the chat" : ""].filter(Boolean).join(" · ");
   }
 
   listen() {

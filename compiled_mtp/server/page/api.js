@@ -6,8 +6,8 @@ let key = "";
 export function setKey(value) {
   const text = value.trim();
   if (/[^\t\x20-\x7e\x80-\xff]/.test(text)) {
-    const rule = "key must be of characters that a header can carry (Latin-1), got others";
-    throw new ServiceError(`${rule}; copy it again from where the server has it`, 0, "key");
+    const rule = "key must contain only characters that an HTTP header can carry (Latin-1), got others";
+    throw new ServiceError(`${rule}; copy the server’s key again`, 0, "key");
   }
   key = text;
 }
@@ -32,12 +32,12 @@ async function call(path, options) {
     response = await fetch(new URL(`..${path}`, import.meta.url), { ...options, headers: headers(), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServiceError("The server does not answer. Is it still running?");
+    throw new ServiceError("The server is not responding. Is it still running?");
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const said = body?.error;
-  throw new ServiceError(said?.message ?? `The server answered ${response.status}.`, response.status, said?.param ?? null);
+  throw new ServiceError(said?.message ?? `The server returned status ${response.status}.`, response.status, said?.param ?? null);
 }
 
 export async function listModels(signal) {

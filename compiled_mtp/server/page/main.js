@@ -54,7 +54,7 @@ function show(answer, round, span) {
 
 function select(answer) {
   const index = answers.indexOf(answer);
-  panel.select(answer, answers.length > 1 ? `of answer ${index + 1}` : "");
+  panel.select(answer, answers.length > 1 ? `in answer ${index + 1}` : "");
 }
 
 function showError(error) {
@@ -152,7 +152,7 @@ function ask(text) {
 async function follow(text, [path, body], signal) {
   const isChat = mode() === "chat";
   showError(null);
-  say("Answering");
+  say("Answering…");
   const answer = begin(text);
   prompt.value = "";
   try {
@@ -172,7 +172,7 @@ async function follow(text, [path, body], signal) {
   answer.isLeftOut = isChat && !isGood;
   keepEnd(() => answer.end());
   panel.draw();
-  if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Complete"}: ${answer.summary()}`);
+  if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Done"}: ${answer.summary()}`);
 }
 
 /** A prompt that led to nothing goes back to where it was typed, unless another one stands there. */
@@ -182,7 +182,7 @@ function putBack(text) {
 
 function fail(answer, error) {
   const isKnown = error instanceof ServiceError;
-  answer.error = isKnown ? error.message : "The page could not read the answer; the browser's console says why.";
+  answer.error = isKnown ? error.message : "The page could not read the answer; see the browser’s console for details.";
   if (!isKnown) console.error(error);
   if (answer.rounds.numTokens === 0) {
     answers = answers.filter((one) => one !== answer);
@@ -208,9 +208,9 @@ function begins() {
 
 function showMode() {
   const isChat = mode() === "chat";
-  prompt.placeholder = isChat ? "Ask something" : "A text to be continued";
-  byId("new").textContent = isChat ? "New chat" : "Clear";
-  for (const field of document.querySelectorAll(".chat-only")) field.hidden = !isChat;
+  prompt.placeholder = isChat ? "Ask anything" : "Text to complete";
+  for (const one of document.querySelectorAll(".chat-only")) one.hidden = !isChat;
+  for (const one of document.querySelectorAll(".text-only")) one.hidden = isChat;
   byId("examples").replaceChildren(
     ...EXAMPLES[mode()].map((text) => {
       const button = document.createElement("button");

@@ -1,6 +1,6 @@
 // The numbers beside the conversation: tiles, acceptance by index, and the list of rounds of one answer.
 
-import { fateOfDraft, visible } from "./rounds.js";
+import { counted, fateOfDraft, visible } from "./rounds.js";
 
 // Between two drawings while an answer comes: numbers that change with every frame cannot be read.
 const PAUSE_MS = 100;
@@ -25,22 +25,21 @@ export function chips(round) {
   const row = element("span", "chips");
   round.drafts.forEach((token, index) => {
     const fate = fateOfDraft(round, index);
-    row.append(chip(fate, token, fate === "wrong" ? "replaced draft" : `${fate} draft`));
+    row.append(chip(fate, token, fate === "wrong" ? "wrong draft" : `${fate} draft`));
   });
   const own = round.tokens.slice(round.accepted);
   if (own.length && round.drafts.length) row.append(element("span", "arrow", "→"));
   own.forEach((token, index) => {
     const fate = round.fates[round.accepted + index];
-    row.append(chip(fate, token, { replaced: "in its place", bonus: "bonus token" }[fate] ?? "token"));
+    row.append(chip(fate, token, { replaced: "the model’s token", bonus: "bonus token" }[fate] ?? "token"));
   });
   return row;
 }
 
 /** One sentence about a round. */
 export function describe(round) {
-  if (round.number === 0) return "The prompt’s forward pass gives the first token.";
-  const count = round.tokens.length;
-  const gained = `${count} ${count === 1 ? "token" : "tokens"} from one forward pass`;
+  if (round.number === 0) return "The prompt’s forward pass produced the first token.";
+  const gained = `${counted(round.tokens.length, "token")} from one forward pass`;
   if (!round.drafts.length) return `Round ${round.number}: no drafts, ${gained}.`;
   return `Round ${round.number}: ${round.accepted} of ${round.drafts.length} drafts kept, ${gained}.`;
 }
@@ -145,7 +144,7 @@ function drawChart(svg, drafted, accepted) {
     );
     words.push(`draft ${index + 1}: ${accepted[index]} of ${total} kept`);
   });
-  if (!drafted.length) shapes.push(make("text", { x: width / 2, y: 60 }, "nothing was drafted yet"));
+  if (!drafted.length) shapes.push(make("text", { x: width / 2, y: 60 }, "No drafts yet"));
   svg.replaceChildren(...shapes);
-  svg.setAttribute("aria-label", words.join("; ") || "Nothing was drafted yet");
+  svg.setAttribute("aria-label", words.join("; ") || "No drafts yet");
 }

@@ -15,7 +15,7 @@ export function fateOfDraft(round, index) {
 
 /**
  * A round without the drafts whose tokens came in an earlier chunk: a replica that goes on with another's stream cuts it
- * elsewhere, and says of the first round all that it had. Id 0 stands for drafts that nobody knows.
+ * elsewhere, and says of the first round all that it had. Id 0 stands for an unknown draft.
  */
 function withoutTold({ drafts, accepted }, tokens) {
   const isHere = (at) => drafts.slice(at, accepted).every(({ id }, index) => id === 0 || id === tokens[index].id);
@@ -133,7 +133,7 @@ export class Placer {
       if (shown !== undefined) pieces.push(this.take(token, shown.length));
       else if (rest !== "" && token.text.startsWith(rest)) pieces.push(this.take(token, rest.length));
     }
-    // Nobody is left to claim it.
+    // No token is left that could claim the rest.
     while (this.waiting.length === 0 && this.parts.length && (this.parts[0].text || this.parts.length > 1)) {
       if (this.parts[0].text) pieces.push(this.take(this.last, this.parts[0].text.length));
       else this.parts.shift();
@@ -148,6 +148,11 @@ export class Placer {
     this.last = token;
     return { part: open.part, round: token?.round ?? null, index: token?.index ?? 0, text };
   }
+}
+
+/** A number with its noun: 1 token, 2 tokens. */
+export function counted(number, one, several = `${one}s`) {
+  return `${number} ${number === 1 ? one : several}`;
 }
 
 /** A token as a list shows it: what cannot be seen gets a sign. */

@@ -13,7 +13,7 @@ const NUMBERS = [
   "frequency_penalty",
   "repetition_penalty",
 ];
-// Of names in the server's messages, those that are written otherwise here.
+// Fields of the API whose element on the page has another id.
 const IDS = { stop: "stop_strings", chat_template_kwargs: "enable_thinking", messages: "prompt" };
 const byId = (id) => document.getElementById(id);
 
@@ -26,7 +26,7 @@ function numberOf(name, text) {
   if (Number.isInteger(value) && !Number.isSafeInteger(value)) {
     const most = Number.MAX_SAFE_INTEGER;
     const rule = `${name} must be from -${most} to ${most} on this page, got ${text}`;
-    throw new ServiceError(`${rule}; a browser rounds what is beyond, the API does not`, 0, name);
+    throw new ServiceError(`${rule}; browsers round larger integers, so send it through the API`, 0, name);
   }
   return value;
 }

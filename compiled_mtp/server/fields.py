@@ -1,0 +1,78 @@
+"""The rules of the fields of all bodies: what is read, what has no effect, what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from compiled_mtp.sampling.params import REFUSED
+
+UNKNOWN_FIELD = "unknown_field"
+UNREAD_FIELD = "unread_field"
+
+
+# Equal by identity: typing would take the marks of 1 and of true for one.
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """Marks a field that no handler reads: it may hold any value, or one of `values` alone, or null.
+
+    Under `strict_fields` it is refused, unless it is null.
+    """
+
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], CoreSchema]) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return {"enum": [*self.values, None]} if self.values else handler(schema)
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        if value is None:
+            return None
+        if (info.context or {}).get("strict_fields"):
+            context = {"rule": "be left out with strict_fields", "remedy": "the service does not read it"}
+            raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
+        if self.values and not any(_is_same(value, one) for one in self.values):
+            rule = f"be {' or '.join(map(json.dumps, self.values))}"
+            remedy = REFUSED.get(info.field_name or "", "leave it out")
+            raise PydanticCustomError(UNREAD_FIELD, "must be another", {"rule": rule, "remedy": remedy})
+        return None
+
+
+# A field that clients send unasked, and that changes nothing.
+Ignored = Annotated[Any, Unread(), Field(default=None, description="accepted, changes nothing")]
+
+
+class Body(BaseModel):
+    """The rules of all bodies: exact types, no unknown names, null for what is not set."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        # A client that is newer than this sends null for what it does not use: it asks for nothing.
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if value is not None:
+                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
+        return self
+
+
+def unread_fields(body: type[Body]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of `body` that are not read, and of each the values that it may hold, () for any."""
+    return {
+        name: mark.values
+        for name, field in body.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Unread)
+    }
+
+
+def _is_same(value: Any, one: Any) -> bool:
+    """Whether JSON has two values for the same: to Python True is 1."""
+    return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)
