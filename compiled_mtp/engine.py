@@ -12,23 +12,23 @@ from typing import Any, Self
 
 import torch
 
-from compiled_mtp.build import Fill, Progress
-from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.errors import check_type
-from compiled_mtp.front import Front
+from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.graphs.later import LaterDepths
-from compiled_mtp.inbox import Inbox, id_in_use
-from compiled_mtp.masks import Masks
 from compiled_mtp.plan import StepPlan
-from compiled_mtp.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.request import RequestOutput, SamplingParams
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.assemble import Fill, Progress
+from compiled_mtp.runner.masks import Masks
+from compiled_mtp.runner.runner import Runner
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.inbox import Inbox, id_in_use
+from compiled_mtp.scheduler.turn import Turn
 from compiled_mtp.spec.depth import Reason, first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
-from compiled_mtp.turn import Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

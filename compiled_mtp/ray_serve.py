@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
-from compiled_mtp.checkpoint import open_front
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.replicas.config import (
     ReplicaConfig,
     check_door,

@@ -17,7 +17,7 @@ from compiled_mtp.errors import quote
 from compiled_mtp.plan import RowLogprobs
 from compiled_mtp.sampling.logprobs import LogprobQueue, TokenLogprob, make_entries
 from compiled_mtp.sampling.sampling_params import SamplingParams as SamplingParams
-from compiled_mtp.stop_strings import StopStrings
+from compiled_mtp.sampling.stop_strings import StopStrings
 
 # Makes a named tuple in a third of the time that its class takes; for what is made for each request and step.
 new_tuple = tuple.__new__

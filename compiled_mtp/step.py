@@ -41,7 +41,7 @@ from compiled_mtp.ops.window import (
     place_rows,
     read_window,
 )
-from compiled_mtp.step_output import StepOutput, pack_logprobs
+from compiled_mtp.rounds.output import StepOutput, pack_logprobs
 
 SamplingArguments: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingTables, int]
 """drafts, positions, state_index, tables, num_valid_ids: of `sample`, after its logits."""

@@ -36,7 +36,7 @@ class Launch:
     operator's arguments `reads_early` and `stores_early`: those must be older than the last fence before it.
     A fence is a kernel that is launched plainly, or `is_fence`: it waits before it executes
     `gdc_launch_dependents()`. What is launched after a fence starts once everything before the fence (not
-    the fence itself) is complete. tests/test_fences.py compares this with the kernel's source, and checks
+    the fence itself) is complete. tests/step/test_fences.py compares this with the kernel's source, and checks
     the order of a whole step.
     """
 

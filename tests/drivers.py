@@ -28,8 +28,8 @@ from compiled_mtp.plan import (
     StepPlan,
     StepResult,
 )
-from compiled_mtp.programs import Programs
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.programs import Programs
+from compiled_mtp.runner.runner import Runner
 from tests import tiny
 
 MAX_MODEL_LEN, BLOCK_SIZE = 128, 16

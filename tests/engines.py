@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.build import Progress
 from compiled_mtp.cache.lane import Lane, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import Admit, Copy, StepPlan
 from compiled_mtp.request import RequestOutput
+from compiled_mtp.runner.assemble import Progress
 from compiled_mtp.step import Step
 from tests import tiny
 

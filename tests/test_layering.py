@@ -12,103 +12,60 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Longest prefix wins. A module may import modules of lower floors, and modules of its own package.
-FLOORS = {
-    "compiled_mtp.errors": 0,
-    "compiled_mtp.stop_strings": 0,
-    "compiled_mtp.request": 0,
-    "compiled_mtp.plan": 0,
-    "compiled_mtp.model_config": 0,
-    "compiled_mtp.config": 0,
-    "compiled_mtp.memory": 0,
-    "compiled_mtp.tokenizer": 0,
-    "compiled_mtp.reasoning": 0,
-    "compiled_mtp.graphs": 0,
-    "compiled_mtp.graphs.buckets": 0,
-    "compiled_mtp.cache": 0,
-    "compiled_mtp.cache.block_pool": 0,
-    "compiled_mtp.cache.prefix_index": 0,
-    "compiled_mtp.cache.prefix_shelf": 0,
-    "compiled_mtp.default_model": 0,
-    "compiled_mtp.ops": 1,
-    "compiled_mtp.graphs.compile": 2,
-    "compiled_mtp.graphs.artifacts": 2,
-    "compiled_mtp.graphs.later": 2,
-    "compiled_mtp.cache.slot_tensors": 3,
-    "compiled_mtp.cache.slot_sampling": 3,
-    "compiled_mtp.cache.slot_state": 3,
-    "compiled_mtp.cache.kv_cache": 3,
-    "compiled_mtp.cache.state_cache": 3,
-    "compiled_mtp.cache.stacked": 3,
-    "compiled_mtp.cache.row_layout": 3,
-    "compiled_mtp.cache.host_tier": 3,
-    "compiled_mtp.cache.lane": 3,
-    "compiled_mtp.cache.moves": 3,
-    "compiled_mtp.cache_sizes": 4,
-    "compiled_mtp.step_output": 3,
-    "compiled_mtp.sampling": 0,
-    "compiled_mtp.sampling.params": 0,
-    "compiled_mtp.sampling.sampling_params": 0,
-    "compiled_mtp.sampling.logprobs": 0,
-    "compiled_mtp.sampling.grammar_source": 0,
-    "compiled_mtp.sampling.schema_types": 0,
-    "compiled_mtp.sampling.string_schemas": 0,
-    "compiled_mtp.sampling.tool_calls": 0,
-    "compiled_mtp.sampling.grammar": 3,
-    "compiled_mtp.parallel": 0,
-    "compiled_mtp.parallel.plans": 0,
-    "compiled_mtp.parallel.exchange": 3,
-    "compiled_mtp.parallel.gloo": 4,
-    "compiled_mtp.parallel.nccl": 5,
-    "compiled_mtp.parallel.symmetric_kernel": 1,
-    "compiled_mtp.parallel.symmetric": 5,
-    "compiled_mtp.parallel.choose": 6,
-    "compiled_mtp.parallel.torchrun": 1,
-    "compiled_mtp.parallel.ranks": 9,
-    "compiled_mtp.parallel.follower": 10,
-    "compiled_mtp.parallel.limits": 9,
-    "compiled_mtp.parallel.leader": 10,
-    "compiled_mtp.models": 4,
-    "compiled_mtp.spec": 5,
-    "compiled_mtp.prompt_logprobs": 6,
-    "compiled_mtp.step": 6,
-    "compiled_mtp.programs": 7,
-    "compiled_mtp.draft_vocabulary": 0,
-    "compiled_mtp.draft_choice": 5,
-    "compiled_mtp.depth_choice": 6,
-    "compiled_mtp.graph_choice": 3,
-    "compiled_mtp.build_settings": 7,
-    "compiled_mtp.host_memory": 7,
-    "compiled_mtp.build": 8,
-    "compiled_mtp.runner": 9,
-    "compiled_mtp.scheduler": 7,
-    "compiled_mtp.guidance": 7,
-    "compiled_mtp.masks": 8,
-    "compiled_mtp.numeric_settings": 1,
-    "compiled_mtp.front": 8,
-    "compiled_mtp.checkpoint": 9,
-    "compiled_mtp.prompts": 1,
-    "compiled_mtp.hub": 0,
-    "compiled_mtp.inbox": 8,
-    "compiled_mtp.turn": 0,
-    "compiled_mtp.engine": 11,
-    "compiled_mtp.async_engine": 12,
-    "compiled_mtp.cli": 14,
-    "compiled_mtp.cli.flags": 1,
-    "compiled_mtp.cli.signals": 0,
-    "compiled_mtp.cli.console": 12,
-    "compiled_mtp.run": 15,
-    "compiled_mtp.__main__": 15,
-    "compiled_mtp.server": 13,
-    "compiled_mtp.server.__main__": 15,
-    "compiled_mtp.replicas": 14,
-    "compiled_mtp.ray_serve": 15,
-    "tools": 15,
-}
-SEVERAL_FLOORS = [f"compiled_mtp.{name}" for name in ("cache", "graphs", "parallel", "sampling")]
+# Rooms from the ground up: a folder, or a module at the root. A module imports its own room and
+# the rooms above it in this list.
+ROOMS = (
+    "errors",
+    "default_model",
+    "ops",
+    "graphs",
+    "plan",
+    "model_config",
+    "config",
+    "sampling",
+    "request",
+    "cache",
+    "communicators",
+    "models",
+    "rounds",
+    "step",
+    "spec",
+    "scheduler",
+    "frontend",
+    "runner",
+    "parallel",
+    "engine",
+    "async_engine",
+    "terminal",
+    "server",
+    "replicas",
+    "cli",
+    "run",
+    "ray_serve",
+    "__main__",
+    "tools",
+)
+# Rooms, and modules of other rooms, that must not import torch.
+NO_TORCH_ROOMS = ("errors", "default_model", "plan", "model_config", "config", "request", "scheduler")
+NO_TORCH = (
+    *(f"compiled_mtp.{room}" for room in NO_TORCH_ROOMS),
+    "compiled_mtp.ops.pieces",
+    "compiled_mtp.graphs.buckets",
+    "compiled_mtp.cache.block_pool",
+    "compiled_mtp.cache.prefix_index",
+    "compiled_mtp.cache.prefix_shelf",
+    *(f"compiled_mtp.sampling.{name}" for name in ("params", "sampling_params", "logprobs", "stop_strings")),
+    *(f"compiled_mtp.sampling.{name}" for name in ("grammar_source", "schema_types", "tool_calls")),
+    *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
+    "compiled_mtp.models.draft_vocabulary",
+    "compiled_mtp.runner.memory",
+    "compiled_mtp.parallel.plans",
+    "compiled_mtp.terminal.signals",
+)
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"
-NO_TORCH = [m for m, floor in FLOORS.items() if floor == 0] + ["compiled_mtp.scheduler"]
+# The scheduler decides by numbers alone: it knows no model, no device, no text.
+SCHEDULER_ROOMS = ("errors", "graphs", "plan", "sampling", "request", "cache")
 
 
 def modules() -> dict[str, Path]:
@@ -131,16 +88,12 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def floor_of(module: str) -> int | None:
-    name = module
-    while name:
-        if name in FLOORS:
-            return FLOORS[name]
-        # A new module of a package whose modules lie on several floors must be placed by name.
-        name = name.rpartition(".")[0]
-        if name in SEVERAL_FLOORS:
-            return None
-    return None
+def room_of(module: str) -> str:
+    """compiled_mtp.models.layers -> models; an entry point is a room of its own, at the top."""
+    parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "__main__"
+    return "tools" if parts[0] == "tools" else parts[1]
 
 
 def imports(module: str, source: str) -> Iterator[str]:
@@ -159,31 +112,24 @@ def imports(module: str, source: str) -> Iterator[str]:
                 yield name if name in MODULES else base
 
 
-def package_of(module: str) -> str:
-    """compiled_mtp.models.layers -> compiled_mtp.models; a module beside others has no package to share."""
-    parts = module.split(".")
-    depth = 1 if parts[0] == "tools" else 2
-    return ".".join(parts[:depth]) if len(parts) > depth else module
-
-
 def violations(module: str, source: str) -> list[str]:
     """The rules that the imports of one module break."""
-    floor, broken = floor_of(module), []
-    in_scheduler = package_of(module) == "compiled_mtp.scheduler"
+    room, broken = room_of(module), []
+    may_not_import_torch = room in NO_TORCH_ROOMS or module in NO_TORCH
     for name in imports(module, source):
         if name.split(".")[0] in ("ops", "graphs"):
             broken.append(f"{module} imports {name}, which exists only inside compiled_mtp")
-        if name.split(".")[0] == "torch" and (module in NO_TORCH or in_scheduler):
+        if name.split(".")[0] == "torch" and may_not_import_torch:
             broken.append(f"{module} imports torch")
         if module.startswith("compiled_mtp.ops."):
             broken += operator_violations(module, name)
-        below = floor_of(name)
-        if name not in MODULES or floor is None or below is None:
+        if name not in MODULES or name == FACADE:
             continue
-        if in_scheduler and below > 0 and package_of(name) != package_of(module):
-            broken.append(f"{module} imports {name}, and may import floor 0 only")
-        elif below > floor or (below == floor > 0 and package_of(name) != package_of(module)):
-            broken.append(f"{module} (floor {floor}) imports {name} (floor {below})")
+        other = room_of(name)
+        if other != room and ROOMS.index(other) > ROOMS.index(room):
+            broken.append(f"{module} (room {room}) imports {name} (room {other}), which is higher up")
+        if room == "scheduler" and other not in (room, *SCHEDULER_ROOMS):
+            broken.append(f"{module} imports {name}, and may import {', '.join(SCHEDULER_ROOMS)} only")
     return broken
 
 
@@ -192,16 +138,22 @@ def operator_violations(module: str, name: str) -> list[str]:
     root = name.split(".")[0]
     if root not in ("compiled_mtp", "torch", "triton", *sys.stdlib_module_names):
         return [f"{module} imports {name}; operators know torch and triton only"]
-    if root != "compiled_mtp" or package_of(name) != "compiled_mtp.ops":
+    if root != "compiled_mtp" or room_of(name) != "ops":
         return []
     operators = {m.split(".")[2] for m in MODULES if m.startswith("compiled_mtp.ops.") and m.count(".") > 2}
     own, other = (part.split(".")[2] if part.count(".") > 1 else "" for part in (module, name))
     return [f"{module} imports the operator {name}"] if other in operators and other != own else []
 
 
-def test_every_module_has_a_floor() -> None:
-    assert [m for m in MODULES if m != FACADE and floor_of(m) is None and m not in FLOORS] == []
-    assert [m for m in FLOORS if m not in MODULES and m != "tools"] == []
+def test_every_room_has_its_place_and_is_there() -> None:
+    assert {room_of(module) for module in MODULES if module != FACADE} == set(ROOMS)
+
+
+def test_the_root_of_the_package_is_small() -> None:
+    at_root = [
+        m for m in MODULES if m.count(".") == 1 and MODULES[m].name not in ("__init__.py", "__main__.py")
+    ]
+    assert len([m for m in at_root if not m.startswith("tools.")]) <= 11
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE])
@@ -256,7 +208,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_the_scheduler_does_not_wait_for_torch() -> None:
-    """Nor does anything on floor 0, directly or through what it imports."""
+    """Nor does any of NO_TORCH, directly or through what it imports."""
     code = f"import sys, {', '.join(NO_TORCH)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -267,4 +219,4 @@ def test_an_engine_alone_loads_nothing_that_starts_ranks() -> None:
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )
     ours = [name for name in loaded.stdout.split() if name.startswith("compiled_mtp.")]
-    assert ours == ["compiled_mtp.parallel", "compiled_mtp.parallel.exchange"]
+    assert ours == []

@@ -20,8 +20,8 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import PrefillRows, place_pieces
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
+from compiled_mtp.rounds.output import StepOutput
 from compiled_mtp.step import Step
-from compiled_mtp.step_output import StepOutput
 
 BLOCK_SIZE = 16
 

@@ -42,7 +42,7 @@ from bench_step import (
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.parallel.leader import LeadRunner
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 
 TRACED_STEPS = 4
 EXCHANGES = ("gather_kernel", "sum_kernel")

@@ -47,7 +47,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.request import Request, SamplingParams
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 from compiled_mtp.scheduler import Scheduler
 
 LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}

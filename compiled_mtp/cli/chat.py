@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
-from compiled_mtp.cli.console import (
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.reasoning import find_reasoning
+from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
+from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
+from compiled_mtp.terminal.console import (
     EXIT_OK,
     Interrupts,
     check_stdout,
@@ -22,12 +26,8 @@ from compiled_mtp.cli.console import (
     start_engine,
     write_text,
 )
-from compiled_mtp.cli.flags import Parser, add_fields, given
-from compiled_mtp.cli.signals import leaving
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.reasoning import find_reasoning
-from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
-from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
+from compiled_mtp.terminal.flags import Parser, add_fields, given
+from compiled_mtp.terminal.signals import leaving
 
 if TYPE_CHECKING:  # What it comes from waits for torch.
     from compiled_mtp.engine import Engine
@@ -73,7 +73,7 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
         # In every locale: a message that is no UTF-8 is refused by name, and the others go on.
         sys.stdin.reconfigure(errors="surrogateescape")
     with leaving():
-        from compiled_mtp.checkpoint import open_front
+        from compiled_mtp.frontend.checkpoint import open_front
 
     front = open_front(config)
     params = SamplingParams(**({"max_tokens": front.limits.max_model_len} | sampling))

@@ -23,11 +23,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.cli.console import EXIT_OK, Interrupts, check_stdout, run_command, start_engine, write_text
-from compiled_mtp.cli.flags import Parser, add_fields, add_output, given
-from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import check
+from compiled_mtp.terminal.console import (
+    EXIT_OK,
+    Interrupts,
+    check_stdout,
+    run_command,
+    start_engine,
+    write_text,
+)
+from compiled_mtp.terminal.flags import Parser, add_fields, add_output, given
+from compiled_mtp.terminal.signals import leaving
 
 _SKIPPED = ("compile", "graph_cache")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from compiled_mtp.cli.signals import leaving
+from compiled_mtp.terminal.signals import leaving
 
 COMMANDS = {
     "run": "decode prompts: --prompt TEXT, or --prompt-file FILE with a request a line",
@@ -51,7 +51,7 @@ def _find(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     """The function of the command that `words` holds, imported with all that it needs at once."""
     import argparse
 
-    from compiled_mtp.cli.flags import Parser
+    from compiled_mtp.terminal.flags import Parser
 
     lines = [f"  {name:<17}{described}" for name, described in COMMANDS.items()]
     parser = Parser(

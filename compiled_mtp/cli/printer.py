@@ -12,11 +12,11 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from compiled_mtp.cli.console import MOST_ERROR_CHARACTERS, discard, say, write_text
 from compiled_mtp.cli.jobs import Job
 from compiled_mtp.errors import escape
 from compiled_mtp.request import RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.terminal.console import MOST_ERROR_CHARACTERS, discard, say, write_text
 
 _METRICS = (
     "prompt_tokens",

@@ -27,14 +27,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.cli.flags import Parser, add_output
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
-from compiled_mtp.hub import find_checkpoint
+from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
+from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
+from compiled_mtp.terminal.flags import Parser, add_output
 
 LARGEST = 448.0  # of e4m3
 # What the FP8 releases quantise.

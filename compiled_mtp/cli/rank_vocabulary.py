@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from compiled_mtp.cli.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.cli.flags import Parser, add_output
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
-from compiled_mtp.hub import find_checkpoint
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.hub import find_checkpoint
+from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
+from compiled_mtp.terminal.flags import Parser, add_output
 
 
 def find_texts(paths: Iterable[Path], suffix: str) -> Iterator[Path]:

@@ -12,7 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compiled_mtp.cli.console import (
+from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
+from compiled_mtp.cli.printer import Printer
+from compiled_mtp.cli.summary import Outcome, find_difference, summarize
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.console import (
     EXIT_FAILED,
     EXIT_OK,
     Interrupts,
@@ -21,18 +27,12 @@ from compiled_mtp.cli.console import (
     say,
     start_engine,
 )
-from compiled_mtp.cli.flags import Parser, add_fields, add_output, given
-from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
-from compiled_mtp.cli.printer import Printer
-from compiled_mtp.cli.signals import leaving
-from compiled_mtp.cli.summary import Outcome, find_difference, summarize
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import check
-from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.flags import Parser, add_fields, add_output, given
+from compiled_mtp.terminal.signals import leaving
 
 if TYPE_CHECKING:  # What they come from waits for torch.
     from compiled_mtp.engine import Engine
-    from compiled_mtp.front import Front
+    from compiled_mtp.frontend.processor import Front
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def decode(
     can be known, if the config, the checkpoint or a job is wrong.
     """
     with leaving():
-        from compiled_mtp.checkpoint import open_front
+        from compiled_mtp.frontend.checkpoint import open_front
 
     front = open_front(config)
     config = config.settle(front.model_config, front.path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_mtp.cli.console import EXIT_USAGE, say
-from compiled_mtp.cli.signals import leaving
+from compiled_mtp.terminal.console import EXIT_USAGE, say
+from compiled_mtp.terminal.signals import leaving
 
 
 def main(argv: Sequence[str] | None = None) -> int:

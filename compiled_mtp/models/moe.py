@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.activations import Activations, as_they_are, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
@@ -20,7 +21,6 @@ from compiled_mtp.ops.moe_experts import (
     moe_sums_w8a8,
 )
 from compiled_mtp.ops.moe_router import moe_router
-from compiled_mtp.parallel.exchange import Exchange
 
 
 class Router(nn.Module):

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm, settle_held
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
-from compiled_mtp.parallel.exchange import Exchange
 
 # Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
 FIRST_DRAFT_KEY = 1

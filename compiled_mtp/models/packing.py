@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.mtp import DraftModel
@@ -16,7 +17,6 @@ from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.ops.packed_weight import largest_exponent, may_pack, pack, unpack
 from compiled_mtp.ops.shares import cpu_share_count
-from compiled_mtp.parallel.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 

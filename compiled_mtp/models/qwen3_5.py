@@ -8,12 +8,12 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, settle_held
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.parallel.exchange import Exchange
 
 
 class Embedding(nn.Module):

@@ -18,10 +18,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import fp8
 from compiled_mtp.ops.device import shared_bytes_of
-from compiled_mtp.parallel.exchange import Exchange
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
 """How FP8 weights are multiplied: with rows quantised in groups of 128, or with rows as they are."""

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.communicators.choose import join
+from compiled_mtp.communicators.communicator import Exchange, ExchangeError
+from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
 from compiled_mtp.models.headers import read_headers
-from compiled_mtp.parallel.choose import join
-from compiled_mtp.parallel.exchange import Exchange, ExchangeError
-from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
 from compiled_mtp.parallel.torchrun import follow
 from compiled_mtp.plan import StepPlan
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 
 # A report is written at once, or two threads' would mix: less than a pipe takes as a whole.
 _LONGEST_TEXT = 2000

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.build import Fill, Progress
-from compiled_mtp.build_settings import resolve_device
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.follower import fingerprint
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Ranks
 from compiled_mtp.plan import StepPlan, StepResult
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.assemble import Fill, Progress
+from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.settings import resolve_device
 
 # A plan is sent as its fields: pickling it takes ten times as long.
 _FIELDS = attrgetter(*(field.name for field in fields(StepPlan)))

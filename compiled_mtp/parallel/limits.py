@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.build import Fill
-from compiled_mtp.build_settings import resolve_device
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.graphs.artifacts import check_key, read_key
@@ -20,6 +18,8 @@ from compiled_mtp.models.weight_format import PLAIN, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.shares import CPU_SHARES, share_count
+from compiled_mtp.runner.assemble import Fill
+from compiled_mtp.runner.settings import resolve_device
 
 
 def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | None) -> None:

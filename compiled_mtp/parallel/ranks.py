@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.build import Fill
+from compiled_mtp.communicators.choose import join
+from compiled_mtp.communicators.communicator import Exchange, ExchangeError
+from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.parallel.choose import join
-from compiled_mtp.parallel.exchange import Exchange, ExchangeError
-from compiled_mtp.parallel.gloo import STEP_S
 from compiled_mtp.parallel.plans import PlanWriter
 from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
+from compiled_mtp.runner.assemble import Fill
 
 logger = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     import torch
 
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
-    from compiled_mtp.numeric_settings import NumericSettings
+    from compiled_mtp.runner.numeric_settings import NumericSettings
 
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
     # On a GPU the threads of the CPU, which are those of the machine, decide nothing.

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Status, Stream
-from compiled_mtp.reasoning import ReasoningTokens
+from compiled_mtp.frontend.reasoning import ReasoningTokens
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.sampling.params import MAX_BAD_WORDS, REFUSED
 from compiled_mtp.server.config import ServerConfig
@@ -23,7 +24,6 @@ from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
-from compiled_mtp.tokenizer import Tokenizer
 
 _BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)

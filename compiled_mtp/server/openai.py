@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.async_engine import Stream
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server.errors import ApiError
@@ -41,7 +42,6 @@ from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
-from compiled_mtp.tokenizer import Tokenizer
 
 # What OpenAI's completions give when nothing is said; chats may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16

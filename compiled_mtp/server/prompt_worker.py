@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer
 
 # Beside what the tokenizer itself takes.
 _MEMORY_BYTES = 8 * 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RoundDrafts
-from compiled_mtp.tokenizer import Tokenizer
 
 
 def round_fields(

@@ -24,19 +24,19 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
-from compiled_mtp.cli.console import EXIT_OK, Interrupts, run_command
-from compiled_mtp.cli.flags import Parser, add_fields, given
-from compiled_mtp.cli.signals import leaving
 from compiled_mtp.config import EngineConfig, Torchrun
-from compiled_mtp.hub import is_repository
-from compiled_mtp.reasoning import find_reasoning
+from compiled_mtp.frontend.hub import is_repository
+from compiled_mtp.frontend.reasoning import find_reasoning
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
+from compiled_mtp.terminal.flags import Parser, add_fields, given
+from compiled_mtp.terminal.signals import leaving
 
 logger = logging.getLogger("compiled_mtp.server")
 
@@ -246,8 +246,8 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     listener = _listen(config)
     try:
         with leaving():
-            from compiled_mtp.checkpoint import open_front
             from compiled_mtp.engine import Engine
+            from compiled_mtp.frontend.checkpoint import open_front
 
         front = open_front(engine_config)
         if front.tokenizer is None:

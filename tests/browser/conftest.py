@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp import Engine, EngineConfig
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.browser.pages import SIZE, Page
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, running
 from tools.page_screenshot import open_browser, set_window

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from compiled_mtp import SamplingParams
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.browser.pages import END, ENTER, ESCAPE, LEFT, RIGHT, SHIFT, SPACE, TAB, Page
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 

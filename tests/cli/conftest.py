@@ -18,7 +18,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     fake = type("Fake", (FakeEngine,), {})
     monkeypatch.setitem(sys.modules, "compiled_mtp.engine", types.SimpleNamespace(Engine=fake))
     front = types.SimpleNamespace(open_front=open_front)
-    monkeypatch.setitem(sys.modules, "compiled_mtp.checkpoint", front)
+    monkeypatch.setitem(sys.modules, "compiled_mtp.frontend.checkpoint", front)
     return fake
 
 

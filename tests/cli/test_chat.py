@@ -75,7 +75,7 @@ def talker(monkeypatch: pytest.MonkeyPatch) -> Talker:
     engine = types.SimpleNamespace(Engine=lambda config, **_: made)
     monkeypatch.setitem(sys.modules, "compiled_mtp.engine", engine)
     checkpoint = types.SimpleNamespace(open_front=lambda config: made)
-    monkeypatch.setitem(sys.modules, "compiled_mtp.checkpoint", checkpoint)
+    monkeypatch.setitem(sys.modules, "compiled_mtp.frontend.checkpoint", checkpoint)
     return made
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compiled_mtp.cli.console import Interrupts, Progress, run_command, say
+from compiled_mtp.terminal.console import Interrupts, Progress, run_command, say
 from tests.cli.fakes import Terminal
 
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PART = (
     "tests/test_packaging.py",
     "tests/test_layering.py",
-    "tests/test_engine.py",
-    "tests/test_draft_vocabulary.py",
+    "tests/engine/test_engine.py",
+    "tests/models/test_draft_vocabulary.py",
     "tests/test_plot.py",
     "tests/cli/test_main.py",
     "tests/docs/test_troubleshooting.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_mtp.cli.signals import leaving
+from compiled_mtp.terminal.signals import leaving
 
 ROOT = Path(__file__).parents[2]
 # What an import makes of KeyboardInterrupt is its own affair.

@@ -11,13 +11,13 @@ import torch
 
 from compiled_mtp.graphs.compile import compile_program, compiler_settings
 from compiled_mtp.request import SamplingParams
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
 from tests.drivers import Driver, make_runner
 from tests.engines import make_engine, prompt_of
-from tests.test_chunks import left_by
+from tests.step.test_prompt_chunks import left_by
 
 pytestmark = pytest.mark.gpu
 

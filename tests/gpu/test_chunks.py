@@ -12,7 +12,7 @@ from tests import tiny
 from tests.checkpoints import write_checkpoint
 from tests.drivers import Driver, make_runner
 from tests.engines import prompt_of
-from tests.test_chunks import left_by
+from tests.step.test_prompt_chunks import left_by
 
 pytestmark = pytest.mark.gpu
 

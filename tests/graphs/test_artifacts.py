@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp import build_settings
 from compiled_mtp.cli.export import main
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs import artifacts
 from compiled_mtp.graphs.artifacts import load, machine_key, read_key, save, source_digest
+from compiled_mtp.runner import settings as build_settings
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]

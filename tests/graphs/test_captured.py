@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.depth_choice import further_depths
 from compiled_mtp.graphs.compile import GraphMode, capture
-from compiled_mtp.programs import Programs
+from compiled_mtp.runner.depth_choice import further_depths
+from compiled_mtp.runner.programs import Programs
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -40,7 +40,7 @@ class Compiler:
         self.replayed: list[str] = []
         self.files: list[str] = []
         for name in ("compile_program", "capture", "save_program", "load_program"):
-            patch(f"compiled_mtp.programs.{name}", getattr(self, name))
+            patch(f"compiled_mtp.runner.programs.{name}", getattr(self, name))
 
     def compile_program(self, function: Any, name: str, graph_mode: str) -> Any:
         self.compiled.append(name)

@@ -71,7 +71,7 @@ def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_
     step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
     with torch.no_grad(), Called() as called:
         step.decode(torch.zeros(2, dtype=torch.int32), RoundShape(1, 1))
-    # As if that order took less memory: tests/test_fences.py checks the order of calls, and no other.
+    # As if that order took less memory: tests/step/test_fences.py checks the order of calls, and no other.
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
     assert called.names.count("linear_beside") == 2

@@ -16,8 +16,8 @@ import torch
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
-from compiled_mtp.programs import Programs
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner.programs import Programs
 from compiled_mtp.step import Step
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, run_to_end
@@ -109,7 +109,7 @@ def test_without_a_cache_a_start_compiles_every_depth(
         compiled.append(name)
         return function
 
-    monkeypatch.setattr("compiled_mtp.programs.compile_program", compile_program)
+    monkeypatch.setattr("compiled_mtp.runner.programs.compile_program", compile_program)
     engine = make_engine(checkpoint, compile="on", **OPTIONS)
     rounds = {"decode_1_to_1_drafts_of_1", "decode_0_to_0_drafts_of_1", "catch_up_of_1"}
     assert set(compiled) == rounds | {"prefill_64", "first_token_0_drafts", "first_token_1_drafts"}

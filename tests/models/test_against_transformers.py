@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
 

@@ -11,7 +11,7 @@ from compiled_mtp import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.ops.packed_weight import find_packed
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 from tests import tiny
 from tests.checkpoints import write_checkpoint
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.checkpoint import open_front
 from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import read_stored, write_checkpoint
 

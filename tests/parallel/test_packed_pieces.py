@@ -13,7 +13,7 @@ from compiled_mtp.models.weight_format import NO_FORMATS
 from compiled_mtp.ops import packed_weight
 from compiled_mtp.ops.packed_weight import find_packed
 from tests import tiny
-from tests.parallel.threads import ThreadExchange, exchanges
+from tests.communicators.threads import ThreadExchange, exchanges
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.parallel import leader
-from compiled_mtp.parallel.exchange import Exchange
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.parallel.threads import exchanges
+from tests.communicators.threads import exchanges
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
@@ -40,7 +40,7 @@ QUICKLY = """
 import gc
 gc.disable()
 import torch._inductor.config as inductor
-from compiled_mtp import programs
+from compiled_mtp.runner import programs
 save = programs.save_program
 def save_quickly(function, *rest):
     as_called = {"fallback_by_default": function.__name__ != "decode"}

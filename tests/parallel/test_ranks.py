@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.communicators.communicator import ExchangeError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.parallel import leader, ranks
-from compiled_mtp.parallel.exchange import ExchangeError
 from compiled_mtp.parallel.leader import LeadRunner, _interrupts_wait
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.communicators.threads import exchanges
 from tests.engines import prompt_of
-from tests.parallel.threads import exchanges
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # What is due after a rank is lost.
@@ -127,7 +127,7 @@ def test_ranks_end_with_their_engine(directory: Path) -> None:
     ("code", "message"),
     [
         (
-            "import compiled_mtp.build as build\n"
+            "import compiled_mtp.runner.assemble as build\n"
             "def fail(*arguments): raise MemoryError('not a byte is left')\n"
             "build._make_moves = fail\n",
             r"got rank 1: MemoryError: not a byte is left;",

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp import build
 from compiled_mtp.cache.lane import Lane
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner import assemble as build
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
+from tests.communicators.threads import ThreadExchange, ThreadRunner, engine_of
 from tests.engines import prompt_of
-from tests.parallel.threads import ThreadExchange, ThreadRunner, engine_of
 
 SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
 # Checkpoint, dtype, further options of the engine, and numbers of ranks.

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from compiled_mtp.cli import export
-from compiled_mtp.cli.console import start_engine
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.engine import Engine
 from compiled_mtp.parallel import follower, torchrun
 from compiled_mtp.request import SamplingParams, derive_seed
+from compiled_mtp.terminal.console import start_engine
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

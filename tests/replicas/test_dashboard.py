@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
 from compiled_mtp.replicas.metrics import ReplicaMetrics
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.async_engine import AsyncEngine
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.replicas.connection import SentConnection, WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
@@ -24,7 +25,6 @@ from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.serve import assemble_service, make_service
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 TEXT = "forty two, and more of it; a text of some length"

@@ -19,12 +19,12 @@ import pytest
 from compiled_mtp import ray_serve
 from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.numeric_settings import NumericSettings
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
 from compiled_mtp.replicas.identity import digest_files, identify, list_files
 from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.runner.numeric_settings import NumericSettings
 from tests.replicas.scripted import Replica, Truth, in_turn, make_engine
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 

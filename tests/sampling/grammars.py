@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.sampling.grammar import GrammarCompiler, MaskFiller, Matcher, Window
 from compiled_mtp.sampling.grammar_source import GrammarSource
-from compiled_mtp.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "compiled_mtp" / "default_model"
 TOKENIZER_JSON = (MODEL / "tokenizer.json").read_text(encoding="utf-8")

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import Service
 from compiled_mtp.server.serve import Server, make_service
-from compiled_mtp.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "compiled_mtp" / "default_model"
 FAMILY_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

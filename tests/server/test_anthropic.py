@@ -10,8 +10,8 @@ import anthropic
 import httpx
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import anthropic as module
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 from tests.server.test_openai import CALLS
 

@@ -20,7 +20,7 @@ from compiled_mtp.async_engine import (
     QueueFullError,
     SlowReaderError,
 )
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
 from compiled_mtp.server.serve import make_parser
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 from tests.server.test_openai import CALLS
 

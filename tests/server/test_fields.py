@@ -17,10 +17,10 @@ from anthropic.types.beta import message_create_params as beta_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.anthropic import AnthropicTool, InputMessage, MessagesBody, TextBlock, ToolUseBlock
 from compiled_mtp.server.fields import Body, unread_fields
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, Message, StreamOptions
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
 CLIENT = httpx.Client(timeout=30)

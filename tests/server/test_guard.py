@@ -22,12 +22,12 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, bounded
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import Door, main
 from compiled_mtp.server.sse import EventStream
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp.engine import EngineStats
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
 from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.spec.stats import SpeculationStats
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, Stats, make_family, running
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add("}]

@@ -13,9 +13,9 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.static import FILES, PATHS
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, running
 
 FOLDER = resources.files("compiled_mtp.server") / "page"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import serve
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.tokenizer import Tokenizer
 from tests.server.serving import ScriptedEngine, running
 
 SHIPPED = Path(EngineConfig().model)
@@ -45,7 +45,7 @@ def test_a_repository_is_served_under_its_own_name(
     made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("compiled_mtp.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
+    monkeypatch.setattr("compiled_mtp.frontend.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
     config = ServerConfig(port=0, served_model_name=name)
     with pytest.raises(ValueError, match="stopped here"):
         serve.serve(config, EngineConfig(model="Acme/Tiny"))

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from compiled_mtp.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
 FILE = Path(__file__).parents[2] / "tools" / "bench_serving.py"

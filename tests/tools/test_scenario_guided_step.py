@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.sampling.grammar_source import from_schema
-from compiled_mtp.tokenizer import Tokenizer
 
 TOOL = "engine_scenarios.guided_step"
 SHAPE = ["guided-step", "--shape=tiny", "--num-threads=1", "--device=cpu", "--batch=2", "--guided=0,1"]

@@ -14,11 +14,11 @@ import torch
 from bench_step import LAYERS, fill_random, model_config
 from synthetic_tokenizer import write_tokenizer
 
-from compiled_mtp.checkpoint import make_front, open_front
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import make_front, open_front
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.tokenizer import Tokenizer
 
 T = TypeVar("T")
 AnyEngine = TypeVar("AnyEngine", bound=Engine)

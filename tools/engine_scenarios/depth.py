@@ -38,15 +38,15 @@ import torch
 from bench_step import rate_for
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.window.reference import position_hash
 from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, SamplingParams
-from compiled_mtp.runner import Runner
+from compiled_mtp.runner.runner import Runner
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.spec.policy import DepthPolicy
-from compiled_mtp.tokenizer import Tokenizer
 from engine_scenarios import common
 
 ROOT = Path(__file__).resolve().parents[2]

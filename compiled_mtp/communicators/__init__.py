@@ -1,0 +1,1 @@
+"""How ranks add up and gather: over gloo, NCCL and symmetric memory."""

@@ -1,0 +1,195 @@
+"""The front of the engine: what a caller gives becomes a Request, or an error that names the mistake."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import check, check_type, quote
+from compiled_mtp.frontend.guidance import Guidance
+from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.sampling.grammar import Matcher
+from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
+from compiled_mtp.scheduler.limits import Limits
+
+
+class Front:
+    """Tokenises, validates and makes requests. It holds no state: any thread may call it.
+
+    `path` is the checkpoint's, for the texts of errors; without a tokenizer prompts are token ids.
+    """
+
+    def __init__(
+        self, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None, limits: Limits
+    ) -> None:
+        self.path = path
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.limits = limits
+        own = frozenset(model_config.eos_token_ids)
+        self.eos_token_ids = own if tokenizer is None else own | frozenset(tokenizer.eos_token_ids)
+        self._guidance = (
+            None
+            if tokenizer is None
+            else Guidance(tokenizer, model_config.family, model_config.vocab_size, self.eos_token_ids)
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        params: SamplingParams | None,
+        *,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int] | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """Return the choices of a request that fits the limits, the checkpoint's defaults filled in.
+
+        Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for a
+        prompt that is empty or too long, an id out of range, a parameter out of range and a grammar that
+        cannot be compiled.
+        """
+        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(
+                f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
+            )
+        check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
+        check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
+        check_priority(priority)
+        params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
+        if prompt_token_ids is not None:
+            token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
+        else:
+            tokenizer = self._require_tokenizer(names[0])
+            text = prompt if prompt is not None else self._render(tokenizer, messages, params)
+            # The vocabulary of a tokenizer may have grown beyond the checkpoint's.
+            token_ids = self._check_ids(names[0], tokenizer.encode(text))
+        if messages is None and params.chat_template_kwargs is not None:
+            raise ValueError(
+                "chat_template_kwargs must come with messages, got "
+                f"{quote(params.chat_template_kwargs)}; nothing else goes through the template"
+            )
+        params = self._with_special_stops(params)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_ids(name, getattr(params, name) or ())
+        bad_words = self._encode_bad_words(params)
+        guide = self._make_guide(params, token_ids)
+        choices = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                eos_token_ids=self.eos_token_ids,
+                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                index=index,
+                bad_word_ids=bad_words,
+                # Each compiles a grammar of its own.
+                guide=guide.fork() if guide is not None and index else guide,
+                priority=priority,
+            )
+            for index in range(params.n)
+        ]
+        most = self.model_config.max_position_embeddings
+        # Where the limits are narrower, max_model_len can be raised.
+        rule = f"be shorter than {most} tokens, the checkpoint's limit"
+        check(len(token_ids) < most, "prompt", rule, len(token_ids), "shorten it")
+        for request in choices:
+            if self.tokenizer is not None:
+                request.token_bytes = self.tokenizer.token_bytes
+            self.limits.fit(request)
+        check_num_stop_ids(choices[0])
+        return choices
+
+    def _render(self, tokenizer: Tokenizer, messages: Any, params: SamplingParams) -> str:
+        variables = dict(params.chat_template_kwargs or {})
+        if taken := sorted({"messages", "tools"} & variables.keys()):
+            raise ValueError(
+                f"chat_template_kwargs must not hold {taken[0]}, got {quote(variables[taken[0]])}; "
+                f"give {taken[0]} by that name"
+            )
+        # Without tools templates test for None.
+        return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        return bad_word_ids(params.bad_words, self._require_tokenizer("bad_words").encode)
+
+    def _make_guide(self, params: SamplingParams, prompt_token_ids: list[int]) -> Matcher | None:
+        if self._guidance is not None:
+            return self._guidance.make_matcher(params, prompt_token_ids)
+        if (name := only_one_grammar(params.__dict__)) is not None:
+            raise ValueError(
+                f"{name} must be left out without a tokenizer, got a grammar; {self.path} has no "
+                "tokenizer.json, add it"
+            )
+        return None
+
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """The names of special tokens among the stops mean their ids: they have no text to be found in."""
+        if not params.stop or self.tokenizer is None:
+            return params
+        special = (self.tokenizer.special_id(stop) for stop in params.stop)
+        ids = tuple(i for i in special if i is not None and i < self.model_config.vocab_size)
+        return params.model_copy(update={"stop_token_ids": params.stop_token_ids + ids})
+
+    def _require_tokenizer(self, name: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{name} must be token ids, got text; {self.path} has no tokenizer.json, "
+                f"pass {'allowed_token_ids' if name == 'bad_words' else 'prompt_token_ids'}"
+            )
+        return self.tokenizer
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        try:
+            ids = [_as_id(i) for i in token_ids]
+        except TypeError as error:
+            raise ValueError(
+                f"{name} must hold whole numbers, got {quote(token_ids)} ({error}); correct them"
+            ) from None
+        wrong = [i for i in ids if not 0 <= i < self.model_config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"{name} must lie in 0..{self.model_config.vocab_size - 1}, got {quote(wrong[0])}; "
+                "use the ids of this checkpoint's tokenizer"
+            )
+        return ids
+
+
+def check_num_stop_ids(request: Request) -> None:
+    """Raise ValueError for more ids that min_tokens delays than a slot has room for."""
+    if request.params.min_tokens and len(request.stop_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops where "
+            f"min_tokens delays them, got {len(request.stop_ids)}; use stop strings"
+        )
+
+
+def check_priority(priority: object) -> None:
+    """Raise ValueError for what is no whole number, or one that is too large to be meant."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        raise ValueError(
+            f"priority must be an integer of at most 31 bits, got {quote(priority)}; the lower one is sooner"
+        )
+
+
+def _as_id(value: Any) -> int:
+    """`value` if it is a whole number of any library; raises TypeError for text, booleans and fractions."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no id")
+    return operator.index(value)
+
+
+def _as_chat(messages: Any) -> list[Mapping[str, Any]]:
+    is_chat = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    if not is_chat or isinstance(messages, str):
+        raise ValueError(f"messages must be a list of mappings, got {quote(messages)}; give each a role")
+    return list(messages)

@@ -1,0 +1,1 @@
+"""What stands beside a decode round: its packed output, the log probabilities of prompts."""

@@ -1,0 +1,1 @@
+"""What commands share: flags, signals, one line for an error."""

@@ -1,0 +1,313 @@
+"""The exchange of GPUs: two processes run its kernels through the interpreter; the compiler is asked too."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.communicators.communicator import ExchangeError
+from compiled_mtp.ops.shares import add_tree
+from tests.communicators.threads import exchanges
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+ROOT = Path(__file__).resolve().parents[2]
+CHANNELS, CHUNK = 4, 16
+FIXED = {"CHANNELS": CHANNELS, "CHUNK": CHUNK, "PDL": False}
+# Fewer programs after more, so that channels have come to different epochs; and a last one that is not full.
+SIZES = (40, 16, 64, 5, 50)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels, with signals that an interpreter can send; its stores and loads keep their order."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a CUDA device is present, tests/gpu runs the kernels on it")
+    import triton
+    import triton.language as tl
+
+    from compiled_mtp.communicators import symmetric_kernel
+
+    tick = iter(range(1 << 62))
+
+    def send(at, epoch):  # type: ignore[no-untyped-def]
+        tl.store(at, epoch)
+
+    def read(at):  # type: ignore[no-untyped-def]
+        return tl.load(at)
+
+    for name, function in (("send_signal", send), ("read_signal", read)):
+        function.__globals__["tl"] = tl
+        monkeypatch.setattr(symmetric_kernel, name, triton.jit(function))
+    monkeypatch.setattr(symmetric_kernel, "globaltimer", lambda: next(tick))
+    return symmetric_kernel
+
+
+def memories(world: int) -> list[torch.Tensor]:
+    words = CHANNELS * world * (1 + 3 * CHUNK)
+    return [torch.zeros(words, dtype=torch.int32).share_memory_() for _ in range(world)]
+
+
+def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> None:
+    """Gathers and sums of all sizes, alternating; what comes is told by `seen`."""
+    world = len(memory)
+    place = (
+        torch.tensor([each.data_ptr() for each in memory]),
+        torch.zeros(CHANNELS, dtype=torch.int32),
+        torch.tensor([0, 1 << 60]),
+    )
+    fixed = FIXED | {"RANK": rank, "WORLD": world, "TURNS": 1 << 30}
+    for size in SIZES:
+        words = [torch.arange(size, dtype=torch.int32) * (peer + 1) + size for peer in range(world)]
+        out = torch.full((world, size), -1, dtype=torch.int32)
+        grid = (-(-size // CHUNK),)
+        kernels.gather_kernel[grid](words[rank], out, *place, size, 0, size, **fixed, PARTS=1)
+        seen(out.equal(torch.stack(words)))
+        for count in (1, 2, 4):
+            parts = parts_of(world, count, size)
+            gathered = torch.full((world, size), float("nan"))
+            kernels.gather_kernel[grid](parts[rank], gathered, *place, size, size, size, **fixed, PARTS=count)
+            seen(gathered.equal(torch.stack([add_tree(each) for each in parts])))
+        size *= world
+        for count in (1, 2):
+            parts = parts_of(world, count, size)
+            sums = torch.full((size,), float("nan"), dtype=torch.bfloat16)
+            grid = (-(-size // (CHUNK * world)),)
+            kernels.sum_kernel[grid](parts[rank], sums, *place, size, size, **fixed, PARTS=count)
+            # The norm's tree of all parts: how many each rank has changes no bit.
+            seen(sums.equal(add_tree(torch.cat(parts)).bfloat16()))
+
+
+def parts_of(world: int, count: int, size: int) -> list[torch.Tensor]:
+    """Those of each rank, [count, size]."""
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(count, size, generator=generator) for _ in range(world)]
+
+
+def test_ranks_meet_in_every_channel(kernels: Any) -> None:
+    memory, fork = memories(2), multiprocessing.get_context("fork")
+    told = fork.SimpleQueue()
+    other = fork.Process(target=run_rank, args=(kernels, 1, memory, told.put), daemon=True)
+    other.start()
+    own: list[bool] = []
+    run_rank(kernels, 0, memory, own.append)
+    other.join(60)
+    assert own == [told.get() for _ in own] == [True] * (6 * len(SIZES))
+
+
+@pytest.mark.parametrize("given_up", [0, -1])
+def test_a_rank_that_never_comes_is_noted(kernels: Any, given_up: int) -> None:
+    """The kernel ends, and so does each that comes after; or as soon as the host gives up."""
+    memory, control = memories(2), torch.tensor([given_up, 40 if not given_up else 1 << 60])
+    peers = torch.tensor([each.data_ptr() for each in memory])
+    epochs, x = torch.zeros(CHANNELS, dtype=torch.int32), torch.ones(40, dtype=torch.int32)
+    fixed = FIXED | {"RANK": 0, "WORLD": 2, "TURNS": 4, "PARTS": 1}
+    for _ in range(2):
+        kernels.gather_kernel[(3,)](x, x.new_zeros(80), peers, epochs, control, 40, 0, 40, **fixed)
+        assert control[0] == (given_up or 2)
+
+
+def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled_mtp.communicators import symmetric
+
+    stores: list[Any] = []
+
+    class Memory:
+        """Symmetric memory of one rank, on the host."""
+
+        def set_group_info(self, *group: Any) -> None:
+            self.group = group
+
+        def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+            self.tensor = torch.ones(size, dtype=dtype)
+            return self.tensor
+
+        def rendezvous(self, tensor: torch.Tensor, name: str) -> Memory:
+            assert name == self.group[0]
+            # No signal of an earlier life is there when others come.
+            assert not tensor.any()
+            from torch._C._distributed_c10d import _resolve_process_group
+
+            # What torch 2.11 meets by, and what others do.
+            stores.extend([_resolve_process_group(name).get_group_store(), self.group[3]])
+            return self
+
+        def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return self.tensor
+
+    monkeypatch.setattr(symmetric, "_SymmetricMemory", Memory())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    exchange = symmetric.SymmetricExchange(0, 1, tmp_path, torch.device("cpu"))
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert [type(store) for store in stores] == [symmetric.CountedAnew] * 2
+    assert exchange._peers.tolist() == [exchange._memory.data_ptr()]
+    assert exchange.least(5) == 5
+    assert exchange._control.tolist() == [0, 600_000_000_000]
+    # Uncompiled too: on GPUs ranks have captured all that they launch.
+    exchange.expect_steps()
+    assert exchange._control.tolist() == [0, 7_000_000_000]
+    exchange.check()
+    assert [exchange.adds(rows) for rows in (63, 64)] == [False, True]
+    exchange.give_up()
+    with pytest.raises(ExchangeError, match="the exchange was given up"):
+        exchange.check()
+    # As a kernel notes it; what comes later changes nothing.
+    exchange._control[0] = 2
+    exchange.give_up()
+    with pytest.raises(ExchangeError, match="rank 1 did not come to an exchange within 7 s"):
+        exchange.check()
+
+
+def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
+    """torch counts rendezvous in a process: in rank 0's there may have been some."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    from compiled_mtp.communicators.symmetric import CountedAnew
+
+    file = str(tmp_path / "store")
+    CountedAnew(FileStore(file, 2)).set("other", "as it is")
+    assert FileStore(file, 2).get("other") == b"as it is"
+    ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
+    for exchange in range(2):
+        for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
+            # As torch reaches it: from C++.
+            PrefixStore(f"CUDASymmetricMemory/{first + exchange}", store).set(
+                str(rank), bytes([rank, 255, 0])
+            )
+        for store, first in zip(ranks, (7, 0), strict=True):
+            keys = [f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)]
+            assert store.multi_get(keys) == [bytes([rank, 255, 0]) for rank in range(2)]
+        for store, first in zip(ranks, (7, 0), strict=True):
+            assert store.add(f"CUDASymmetricMemory/{first + exchange}/came", 1) == 1 + (store is ranks[1])
+            store.wait([f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)])
+    # What is numbered apart is counted apart.
+    ranks[0].set("validate/group/0/0", "as it is")
+    assert FileStore(file, 2).get("validate/group/0/0") == b"as it is"
+
+
+class OnGpu:
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returns nothing to wait for there; the host's values go by gloo."""
+    from compiled_mtp.communicators.nccl import NcclExchange
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+            self.given_up, self.options = [threading.Event(), threading.Event()], options
+            self.ends = threading.Event()
+
+        def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
+            assert not options.asyncOp
+            out.copy_(x)
+
+        def abort(self) -> None:
+            next(event for event in self.given_up if not event.is_set()).set()
+            # Until no graph is left.
+            self.ends.wait(20)
+
+    monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    exchange = NcclExchange(0, 1, tmp_path)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    x: Any = OnGpu(torch.arange(6).view(2, 3))
+    assert exchange._gather(x).equal(x.tensor[None])
+    assert exchange.least(5) == 5
+    group: Any = exchange._device_group
+    # Whoever tells it does not wait, and it is told once.
+    exchange.give_up()
+    exchange.give_up()
+    assert group.given_up[0].wait(20)
+    group.ends.set()
+    assert not group.given_up[1].is_set()
+
+
+CODE = """
+import json, sys
+sys.path.insert(0, "tools")
+import torch
+from record_launches import record
+from compiled_mtp.communicators.symmetric_kernel import gather_kernel, sum_kernel
+
+def launch(kernel, dtype, parts, device):
+    x = torch.empty(parts, 20480, dtype=dtype, device=device)
+    out, strides = torch.empty(2, 20480, dtype=dtype, device=device), (20480,)
+    if kernel is sum_kernel:
+        out, strides = torch.empty(20480, dtype=torch.bfloat16, device=device), ()
+    peers, epochs, control = (
+        torch.empty(1024, dtype=t, device=device) for t in (torch.int64, torch.int32, torch.int64)
+    )
+    kernel[(20,)](
+        x, out, peers, epochs, control, 20480, 20480, *strides, PARTS=parts, RANK=1, WORLD=2,
+        CHANNELS=1024, CHUNK=1024, TURNS=4096, PDL=True, num_warps=4, launch_pdl=True,
+    )
+
+ptx = []
+for kernel, dtype, parts in (
+    (gather_kernel, torch.int32, 1), (gather_kernel, torch.float32, 4), (sum_kernel, torch.float32, 4)
+):
+    (made,) = record(lambda device: launch(kernel, dtype, parts, device), 90)
+    ptx.append(made.compile().asm["ptx"])
+print(json.dumps(ptx))
+"""
+
+
+def test_the_compiler_keeps_the_order_of_signals() -> None:
+    """For sm_90: nothing is touched before the wait; signals lie behind a barrier of the stores that they
+    stand for, and are released to, and acquired from, the whole system."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    for ptx, barriers in zip(json.loads(done.stdout.splitlines()[-1]), (1, 1, 2), strict=True):
+        lines = [line.strip() for line in ptx.splitlines()]
+
+        def places(what: str, lines: list[str] = lines) -> list[int]:
+            return [number for number, line in enumerate(lines) if what in line and not line.startswith("//")]
+
+        assert ".local" not in ptx
+        memory = places("ld.global") + places("st.global") + places("ld.acquire") + places("st.release")
+        assert places("griddepcontrol.wait")[0] < min(memory)
+        signals = places("st.release.sys.global.b32")
+        assert len(signals) == barriers
+        wide = places("st.global.v4.b32")
+        for signal in signals:
+            before = [store for store in wide if store < signal]
+            assert any(max(before) < sync < signal for sync in places("bar.sync"))
+            assert any(look > signal for look in places("ld.acquire.sys.global.b32"))
+
+
+def test_many_rows_are_added_on_their_way() -> None:
+    """Where an exchange can; the sums are those that the norm would make of the parts."""
+    exchange = exchanges(1)[0]
+    parts = torch.randn(4, 64, 8)
+    sums = add_tree(parts)[None]
+    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums)
+    exchange.adds = lambda rows: rows >= 64  # type: ignore[method-assign]
+    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums.bfloat16())
+    assert exchange.gather_parts(parts[:, :63], torch.bfloat16).equal(sums[:, :63])

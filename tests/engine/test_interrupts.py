@@ -1,0 +1,470 @@
+"""Ctrl-C, and memory that runs out, at any line: the engine steps on, every request is told how it ended, no
+output is lost, and whatever comes later has exactly the tokens that a fresh engine gives it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.scheduler.turn import Turn
+from tests.aimed import Aim, Line
+from tests.checkpoints import write_checkpoint
+from tests.engines import make_engine, prompt_of
+
+VOCAB = 512
+PLAIN = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
+GUIDED = SamplingParams(max_tokens=4, temperature=1.0, seed=6, guided_regex="[a-f ]{20,30}")
+SCORED = PLAIN.model_copy(update={"logprobs": 2, "logprobs_mode": "processed", "n": 2})
+# The long prompt has whole chunks, so that it has keys in the prefix cache; the third waits for a place.
+REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
+    "plain": (prompt_of(130, 1, VOCAB), PLAIN),
+    "guided": (prompt_of(20, 2, VOCAB), GUIDED),
+    "scored": (prompt_of(70, 3, VOCAB), SCORED),
+}
+HOST = (
+    "engine.py",
+    "inbox.py",
+    "turn.py",
+    "masks.py",
+    "request.py",
+    "runner.py",
+    "programs.py",
+    "step.py",
+    "scheduler",
+    "cache",
+    "spec",
+    "sampling/grammar.py",
+)
+LAUNCHES = ("programs.py", "step.py", "cache/moves.py", "cache/slot_sampling.py")
+CHEAP, SOAK = 6, 4000
+NAMES = itertools.count()
+
+Scenario = Callable[[Engine, "Told"], None]
+
+
+class Told:
+    """What the outputs of an engine's requests have said."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        # What was asked for, by the name of the request.
+        self.asked: dict[str, str] = {}
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            key = (output.request_id, output.index)
+            assert key not in self.reasons, "output after the end"
+            self.tokens.setdefault(key, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.reasons[key] = output.finish_reason
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("interrupts")
+    write_checkpoint(directory, tokenizer=True, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, list[list[int]]]:
+    """The tokens of every choice, from an engine that nothing has befallen."""
+    fresh, tokens = make_engine(checkpoint, mtp_step=0), {}
+    for name, (prompt, params) in REQUESTS.items():
+        tokens[name] = [output.new_token_ids for output in fresh.generate([prompt], params)]
+    return tokens
+
+
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(0, marks=pytest.mark.soak)], ids=["1_in_flight", "0_in_flight"]
+)
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
+    """One for many interrupts: after each it must be as good as new."""
+    return make_engine(
+        checkpoint, mtp_step=3, max_in_flight=request.param, max_batch=2, prefix_cache_gb=0.01, num_blocks=40
+    )
+
+
+def salted(params: SamplingParams, salt: str) -> SamplingParams:
+    """Without what earlier ones have left in the prefix cache."""
+    return params.model_copy(update={"cache_salt": salt})
+
+
+def add_all(engine: Engine, told: Told) -> None:
+    salt = str(next(NAMES))
+    for name, (prompt, params) in REQUESTS.items():
+        request_id, own = f"{name} {salt}", salted(params, salt)
+        engine.add_request(prompt_token_ids=prompt, params=own, request_id=request_id)
+        told.asked[request_id] = name
+
+
+def drain(engine: Engine, told: Told) -> None:
+    for _ in range(200):
+        if not engine.has_unfinished_requests():
+            return
+        told.take(engine.step())
+    raise AssertionError("a request waits for ever")
+
+
+def by_steps(engine: Engine, told: Told) -> None:
+    add_all(engine, told)
+    drain(engine, told)
+
+
+def by_generate(engine: Engine, told: Told) -> None:
+    """Beside requests of others, which it must leave alone."""
+    add_all(engine, told)
+    told.take(engine.step())
+    salt = str(next(NAMES))
+    prompts = [prompt for prompt, _ in REQUESTS.values()]
+    engine.generate(prompts, [salted(params, salt) for _, params in REQUESTS.values()])
+
+
+def by_stream(engine: Engine, told: Told) -> None:
+    """Beside one that ends within it, and whose outputs only `step` gives."""
+    add_all(engine, told)
+    prompt, params = REQUESTS["guided"]
+    list(engine.stream(prompt_token_ids=prompt, params=params))
+
+
+def check(engine: Engine, told: Told, expected: dict[str, list[list[int]]], where: object) -> None:
+    """Everybody was told, nothing is held, and later requests have their own tokens."""
+    assert not engine.has_unfinished_requests()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0), where
+    engine.scheduler.check_integrity()
+    assert not engine._streams, where
+    for request_id, name in told.asked.items():
+        for index, tokens in enumerate(expected[name]):
+            key = (request_id, index)
+            assert key in told.reasons, f"{request_id} was never told how it ended: {where}"
+            got = told.tokens.get(key, [])
+            if told.reasons[key] == "error":
+                assert got == tokens[: len(got)], where
+            else:
+                assert got == tokens, where
+    # All at once, and without a grammar first: what one has left behind would forbid tokens.
+    for names in (("plain", "scored"), ("guided",)):
+        prompts, params = zip(*(REQUESTS[name] for name in names), strict=True)
+        salt = f"later {next(NAMES)}"
+        outputs = engine.generate(prompts, [salted(one, salt) for one in params])
+        wanted = [tokens for name in names for tokens in expected[name]]
+        assert [output.new_token_ids for output in outputs] == wanted, where
+
+
+def attack(engine: Engine, scenario: Scenario, aim: Aim, told: Told) -> None:
+    """Play a scenario with an error aimed at it, then let the engine go on to its end."""
+    with aim.watching():
+        try:
+            scenario(engine, told)
+        except KeyboardInterrupt:
+            assert aim.is_hit
+    drain(engine, told)
+    # What was left is forgotten with a step.
+    told.take(engine.step())
+
+
+def sample(targets: Sequence[Line], count: int, seed: int = 0) -> Iterator[Line]:
+    """Some of them, or all, in a random order."""
+    return iter(random.Random(seed).sample(list(targets), min(count, len(targets))))
+
+
+SCENARIOS: dict[str, Scenario] = {"step": by_steps, "generate": by_generate, "stream": by_stream}
+
+
+@pytest.mark.parametrize("how", SCENARIOS)
+@pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
+def test_an_interrupt_at_any_line_loses_nothing(
+    engine: Engine, expected: dict[str, list[list[int]]], how: str, count: int
+) -> None:
+    scenario = SCENARIOS[how]
+    watch = Aim(HOST)
+    attack(engine, scenario, watch, Told())
+    for target in sample(watch.targets(), count, seed=len(how)):
+        aim, told = Aim(HOST, target=target), Told()
+        attack(engine, scenario, aim, told)
+        check(engine, told, expected, target)
+
+
+HANDING_OVER = ("hand_over", "add", "enter", "put", "discard", "forget", "_tidy", "_queue_all", "generate")
+STEPPING = ("step", "take", "leave", "is_over", "_tidy", "_advance", "_take_outputs")
+LAUNCHING = ("accept", "_write_masks", "verify", "set_masks", "first")
+FEW = {
+    "keys of a prompt": (by_steps, ("scheduler/prefix.py",), ("_keys_of",)),
+    "hand-over": (by_generate, ("inbox.py", "engine.py", "scheduler"), HANDING_OVER),
+    "step": (by_steps, ("engine.py", "turn.py"), STEPPING),
+    "stream": (by_stream, ("engine.py",), ("_stream", "_next_outputs")),
+    "accept": (by_steps, ("programs.py", "runner.py"), LAUNCHING),
+}
+
+
+@pytest.mark.parametrize("what", FEW)
+@pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
+def test_an_interrupt_at_each_line_of_what_is_shared(
+    engine: Engine, expected: dict[str, list[list[int]]], what: str, count: int
+) -> None:
+    """The first time and the last that each of them runs."""
+    scenario, files, functions = FEW[what]
+    watch = Aim(files, functions)
+    attack(engine, scenario, watch, Told())
+    assert {function for _, function, _ in watch.lines} <= set(functions)
+    for target in sample(watch.targets(), count):
+        aim, told = Aim(files, functions, target=target), Told()
+        attack(engine, scenario, aim, told)
+        check(engine, told, expected, target)
+
+
+def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
+    """A prompt that waits keeps its keys: some of them alone would end every request later."""
+    files, prompt = ("scheduler/prefix.py",), prompt_of(300, 9, VOCAB)
+    wanted = [output.new_token_ids for output in engine.generate([prompt], salted(PLAIN, "keys"))]
+    for time in (2, 4):
+        salt = f"keys {next(NAMES)}"
+        watch = Aim(files, ("_keys_of",))
+        with watch.watching():
+            engine.generate([prompt], salted(PLAIN, f"keys {next(NAMES)}"))
+        for key in [key for key, count in watch.lines.items() if count >= time]:
+            name, told = f"{salt} {key[2]}", Told()
+            engine.add_request(prompt_token_ids=prompt, params=salted(PLAIN, name), request_id=name)
+            with Aim(files, ("_keys_of",), target=Line(*key, time)).watching(), suppress(KeyboardInterrupt):
+                told.take(engine.step())
+            drain(engine, told)
+            assert told.reasons == {(name, 0): "length"}, key
+            assert list(told.tokens.values()) == wanted, key
+
+
+def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
+    """Wherever it comes: for this thread and for another."""
+    watch = Aim(("engine.py", "turn.py", "inbox.py"))
+    with watch.watching():
+        engine.step()
+    for target in watch.targets():
+        aim = Aim(("engine.py", "turn.py", "inbox.py"), target=target)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            engine.step()
+        stepped: list[list[RequestOutput]] = []
+        thread = threading.Thread(target=lambda found=stepped: found.append(engine.step()))
+        thread.start()
+        thread.join()
+        assert stepped == [[]], target
+        assert engine.step() == []
+
+
+def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) -> None:
+    """Of `generate`, whose caller has no name to end them by."""
+    files = ("inbox.py", "engine.py", "scheduler/scheduler.py", "scheduler/line.py", "scheduler/planner.py")
+    functions = {"hand_over", "add", "enter", "put", "discard", "_queue_all", "_advance"}
+    prompts = [prompt_of(20, 1, VOCAB), prompt_of(9, 2, VOCAB)]
+    params = [PLAIN, SCORED.model_copy(update={"max_tokens": 1, "n": 3})]
+    watch = Aim(files, functions)
+    with watch.watching():
+        engine.generate(prompts, params)
+    for target in watch.targets():
+        aim = Aim(files, functions, target=target)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, params)
+        assert not engine.has_unfinished_requests(), target
+        assert engine.step() == []
+        assert engine.stats().waiting == engine.stats().running == 0, target
+        engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_grammar_s_mask_does_not_outlive_its_round(
+    engine: Engine,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    is_late: bool,
+) -> None:
+    """Neither where the launch fails nor where it is interrupted; and no round without masks writes any."""
+    programs = engine.runner.programs
+    call = programs._call_half
+
+    def failing(halves: dict[Any, Any], *given: Any) -> Any:
+        if halves is programs._accept:
+            if is_late:
+                call(halves, *given)
+            raise error
+        return call(halves, *given)
+
+    prompt, params = REQUESTS["guided"]
+    engine.add_request(prompt_token_ids=prompt, params=salted(params, str(next(NAMES))))
+    monkeypatch.setattr(programs, "_call_half", failing)
+    told = Told()
+    with suppress(KeyboardInterrupt):
+        drain(engine, told)
+    monkeypatch.undo()
+    drain(engine, told)
+    assert list(told.reasons.values()) == ["error"]
+    prompt, params = REQUESTS["scored"]
+    outputs = engine.generate([prompt], salted(params, str(next(NAMES))))
+    assert [output.new_token_ids for output in outputs] == expected["scored"]
+    assert bool((engine.runner.step.masks == -1).all())
+
+
+def test_what_lies_between_halves_is_made_as_a_whole_or_again(engine: Engine) -> None:
+    """Interrupted in the midst, the next verify finds too few rows: of the logits, which come last."""
+    step = engine.runner.step
+    rows = step.verified_logits.shape[0]
+    watch = Aim(("step.py",), ("reserve_halves",))
+    with watch.watching():
+        step.reserve_halves(rows)
+    for target in watch.targets():
+        aim = Aim(("step.py",), ("reserve_halves",), target=target)
+        step.reserve_halves(0)
+        with aim.watching(), pytest.raises(KeyboardInterrupt):
+            step.reserve_halves(rows)
+        lengths = {getattr(step, name).shape[0] for name in step.between_halves}
+        assert step.verified_logits.shape[0] == 0 or lengths == {rows}, target
+    step.reserve_halves(rows)
+
+
+def out_of_memory() -> RuntimeError:
+    return RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
+def test_a_launch_that_fails_at_any_line_leaves_nothing_on_the_device(
+    engine: Engine, expected: dict[str, list[list[int]]], count: int
+) -> None:
+    """Masks above all: those of a request that has ended would forbid its neighbours their tokens."""
+    watch = Aim(LAUNCHES)
+    attack(engine, by_steps, watch, Told())
+    accepts = [one for one in watch.targets() if one.function in ("accept", "_write_masks", "accept_half")]
+    for target in [*sample(accepts, CHEAP), *sample(watch.targets(), count)]:
+        aim, told = Aim(LAUNCHES, target=target, error=out_of_memory), Told()
+        try:
+            attack(engine, by_steps, aim, told)
+        except RuntimeError:  # Of a line that runs when a result is read.
+            drain(engine, told)
+        assert aim.is_hit
+        check(engine, told, expected, target)
+        assert not engine.runner._masks
+
+
+@pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
+def test_a_second_interrupt_inside_recover_loses_nothing(
+    engine: Engine, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    run, calls, is_down = engine.runner.run, itertools.count(1), threading.Event()
+    due = [0]
+
+    def interrupted(plan: object) -> object:
+        result = run(plan)  # type: ignore[arg-type]
+        if next(calls) == due[0]:
+            is_down.set()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.runner, "run", interrupted)
+
+    def down(aim: Aim) -> Told:
+        """Fail in the midst of a step, where two requests run and one waits; and again where `aim` says."""
+        nonlocal calls
+        told = Told()
+        calls, due[0] = itertools.count(1), 6
+        is_down.clear()
+        add_all(engine, told)
+        with aim.watching():
+            for _ in range(200):
+                try:
+                    if not engine.has_unfinished_requests():
+                        break
+                    told.take(engine.step())
+                except KeyboardInterrupt:
+                    assert is_down.is_set()
+        drain(engine, told)
+        return told
+
+    files = ("engine.py", "runner.py", "programs.py", "scheduler", "request.py", "cache")
+    armed = partial(Aim, files, is_armed=is_down.is_set)
+    watch = armed()
+    down(watch)
+    inside = {
+        "_recover",
+        "recover",
+        "drop_launches",
+        "forget_batches",
+        "reset",
+        "forget_place",
+        "_last_output",
+    }
+    targets = [one for one in watch.targets() if one.function in inside and one.time == 1]
+    for target in sample(targets, count):
+        aim = armed(target=target)
+        told = down(aim)
+        assert aim.is_hit
+        due[0] = 0
+        check(engine, told, expected, target)
+
+
+def test_the_turn_of_a_call_that_is_over_is_free_and_that_of_one_that_runs_is_not() -> None:
+    turn = Turn()
+
+    def cut_off() -> None:
+        assert turn.take()
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            cut_off()
+
+    def nested() -> bool:
+        return turn.take()
+
+    took: list[bool] = []
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        took.append(turn.take())
+        is_inside.set()
+        may_go_on.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert is_inside.wait(60)
+    # Of another thread, in the midst of its call: no call of ours may have it, nor one inside another.
+    assert took == [True]
+    assert not turn.take()
+    may_go_on.set()
+    thread.join()
+    assert turn.take()
+    assert not nested()
+    turn.leave()
+    assert nested()
+
+
+def test_of_many_threads_one_has_the_turn() -> None:
+    turn, inside, most = Turn(), [0], [0]
+
+    def once() -> None:
+        if turn.take():
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            sum(range(200))
+            inside[0] -= 1
+
+    def often() -> None:
+        for _ in range(300):
+            once()
+
+    threads = [threading.Thread(target=often) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, inside) == ([1], [0])

@@ -1,0 +1,147 @@
+"""A repository's name in the place of a directory, with a cache and a Hub that are made here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.hub import find_checkpoint, is_repository
+from tests.checkpoints import write_checkpoint
+
+NAME = "Acme/Tiny-1.0"
+COMMIT = "0" * 40
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("files")
+    sizes = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
+    return write_checkpoint(directory, tokenizer=True, sharded=True, **sizes)
+
+
+class Hub:
+    """A Hub without a network: what is asked of it, and what it answers."""
+
+    def __init__(self, cache: Path, files: Path) -> None:
+        self.cache, self.files = cache, files
+        self.error: Exception | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.local = huggingface_hub.snapshot_download
+
+    @property
+    def snapshot(self) -> Path:
+        return self.cache / "models--Acme--Tiny-1.0" / "snapshots" / COMMIT
+
+    def fill(self, *left_out: str) -> None:
+        """Put the repository into the cache as huggingface_hub does."""
+        refs = self.snapshot.parent.parent / "refs"
+        refs.mkdir(parents=True)
+        (refs / "main").write_text(COMMIT)
+        shutil.copytree(self.files, self.snapshot, ignore=shutil.ignore_patterns(*left_out))
+
+    def download(self, name: str, *, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            return self.local(name, local_files_only=True, cache_dir=self.cache)
+        self.asked.append({"name": name, **options})
+        if self.error is not None:
+            raise self.error
+        shutil.rmtree(self.cache)
+        self.fill()
+        return str(self.snapshot)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub(tmp_path / "cache", files)
+    made.cache.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def test_what_is_whole_in_the_cache_asks_nobody(hub: Hub) -> None:
+    hub.fill()
+    assert find_checkpoint(Path(NAME)) == hub.snapshot
+    front = open_front(EngineConfig(model=NAME, offline=True))
+    assert front.path == hub.snapshot
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    "left_out", ["*", "model-00002*", "model.safetensors.index.json", "tokenizer.json", "config.json"]
+)
+def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
+    hub.fill(left_out)
+    if left_out == "model.safetensors.index.json":
+        (hub.snapshot / left_out).write_text("[")
+    assert find_checkpoint(Path(NAME)) == hub.snapshot
+    (asked,) = hub.asked
+    assert asked["name"] == NAME
+    assert {"*.json", "*.safetensors"} <= set(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("name", [5, "", "/etc/passwd", "../x.safetensors"])
+def test_an_index_of_other_than_files_beside_it_is_lacking(hub: Hub, name: object) -> None:
+    hub.fill()
+    (hub.snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"which lacks model.safetensors.index.json there"):
+        find_checkpoint(Path(NAME), is_offline=True)
+
+
+def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:
+    with pytest.raises(ValueError, match=r"which lacks everything there; run `hf download Acme/Tiny-1.0`"):
+        find_checkpoint(Path(NAME), is_offline=True)
+    hub.fill("model-00002*")
+    with pytest.raises(ValueError, match=r"which lacks model-00002-of-00003.safetensors there"):
+        open_front(EngineConfig(model=NAME, offline=True))
+    assert hub.asked == []
+
+
+def test_offline_does_without_a_tokenizer(hub: Hub) -> None:
+    hub.fill("tokenizer.json")
+    assert find_checkpoint(Path(NAME), is_offline=True) == hub.snapshot
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        (ConnectionError, r"\(ConnectionError: no way\); check the network, or run `hf download Acme/Tiny"),
+        (GatedRepoError, r"accept its licence at https://huggingface.co/Acme/Tiny-1.0 and log in"),
+        (RepositoryNotFoundError, r"no such directory is here either: check the name"),
+    ],
+)
+def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], remedy: str) -> None:
+    # Those of the Hub want a response, of which nothing is read here.
+    hub.error = kind.__new__(kind)
+    hub.error.args = ("no\nway",)
+    with pytest.raises(ValueError, match=remedy) as error:
+        find_checkpoint(Path(NAME))
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"pip install 'compiled-mtp\[hub\]', or pass the directory that"):
+        find_checkpoint(Path(NAME))
+
+
+def test_directories_are_left_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    for path in (NAME, "/nowhere/x", "../a/b", "a/b/c", "one", "a/b.gguf", ".", "a/.b"):
+        assert not is_repository(Path(path))
+        assert find_checkpoint(Path(path)) == Path(path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert EngineConfig(model="~/x").model == tmp_path / "x"
+    with pytest.raises(ValueError, match="model must be a path, got ~nobody-here/x"):
+        EngineConfig(model="~nobody-here/x")
+    assert hub.asked == []

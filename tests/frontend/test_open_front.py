@@ -1,0 +1,107 @@
+"""A front before its weights: what it refuses, what it leaves to the engine; threads of small models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.cli import run
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.engine import Engine
+from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.processor import Front
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner import settings as build_settings
+from tests.checkpoints import write_checkpoint
+
+SMALL: dict[str, Any] = {"device": "cpu", "prefill_chunk": 64, "max_model_len": 64, "mtp_step": 0}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("front")
+    write_checkpoint(directory, tokenizer=True, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('role ' + m.role) }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    return directory
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def ask(front: Front, **given: Any) -> None:
+    params = given.pop("params", None)
+    front.make_request("", params, **({"prompt": None, "prompt_token_ids": None, "messages": None} | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt_token_ids": [1] * 64}, "prompt must be shorter than max_model_len=64 tokens, got 64"),
+        (
+            {"prompt_token_ids": [1] * 4096},
+            r"^prompt must be shorter than 4096 tokens, the checkpoint's limit, got 4096; shorten it$",
+        ),
+        ({"prompt_token_ids": [512]}, r"prompt_token_ids must lie in 0..511, got 512"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "chat template, got: role judge; change"),
+        ({"prompt": ""}, "prompt must have at least one token"),
+        ({"prompt": "x", "params": SamplingParams(stop_token_ids=(900,))}, "stop_token_ids must lie in 0"),
+    ],
+)
+def test_what_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(open_front(EngineConfig(model=checkpoint, **SMALL)), **given)
+
+
+def test_an_engine_goes_on_with_the_front_and_sets_its_limits(checkpoint: Path) -> None:
+    config = EngineConfig(model=checkpoint, **SMALL, num_blocks=9)
+    front = open_front(config)
+    engine = Engine(config, front=front)
+    assert engine.front is front
+    assert front.limits == engine.scheduler.limits
+    assert front.limits.num_blocks == 9
+
+
+def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
+    with Engine(checkpoint, **SMALL | {"mtp_step": 3}) as engine:
+        assert engine.config == EngineConfig(model=checkpoint, **SMALL | {"mtp_step": 3})
+    with pytest.raises(ValueError, match=r"^mtp_step must stand in the EngineConfig"):
+        Engine(EngineConfig(model=checkpoint), mtp_step=3)
+
+
+def test_run_refuses_before_the_weights_are_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("compiled_mtp.engine.Runner", load)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"messages": [{"role": "judge", "content": "x"}]}\n')
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    assert run.main([f"--model={checkpoint}", f"--prompt-file={file}", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {file} line 2: messages must satisfy the checkpoint's chat template")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_small_models_run_on_one_thread(
+    checkpoint: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(2)
+    assert Engine(EngineConfig(model=checkpoint, **SMALL, num_threads=2)).num_threads == 2
+    assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 1
+    monkeypatch.setattr(build_settings, "_LEAST_THREADED_BYTES", 1)
+    torch.set_num_threads(2)
+    assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 2

@@ -1,0 +1,143 @@
+"""Which ids drafts are chosen from: files of ids, what may be wrong with them, the head in FP8, the tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_mtp import EngineConfig
+from compiled_mtp.cli.main import main
+from compiled_mtp.models.draft_head import DraftHeadPlan
+from compiled_mtp.models.draft_vocabulary import choose_draft_ids
+from compiled_mtp.ops.fp8 import dequantize, quantize_weight
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "ids"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("text", ["7\n3\n90\n", " 7\r\n\n3 \n90", "[7, 3,\n 90]"])
+def test_a_file_names_ids_a_line_each_or_as_a_list(tmp_path: Path, text: str) -> None:
+    assert choose_draft_ids(written(tmp_path, text), 100, (50, 3, 200)) == (3, 7, 50, 90)
+
+
+def test_a_number_is_that_many_lowest_ids() -> None:
+    assert choose_draft_ids(3, 100, (50,)) == (0, 1, 2, 50)
+    assert choose_draft_ids(None, 100, (50,)) is None
+    assert choose_draft_ids(100, 100, (50,)) is None
+    assert choose_draft_ids(99, 100, (99,)) is None
+    with pytest.raises(
+        ValueError, match=r"^draft_vocab must be at most 100, the ids of this checkpoint, got 101; leave"
+    ):
+        choose_draft_ids(101, 100, (50,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "",
+            "draft_vocab must name at least one id, got an empty file; make one with `compiled-mtp",
+        ),
+        ("[]", "draft_vocab must name at least one id"),
+        ("1\n2\n1\n", "draft_vocab must name every id once, got 1 twice; drop one from "),
+        ("1\n100\n", "draft_vocab must name ids in 0..99 only, got 100; drop it from "),
+        ("-1", "draft_vocab must name ids in 0..99 only, got -1"),
+        ("1.5", "draft_vocab must name ids in 0..99 only, got 1.5"),
+        ("[true]", "draft_vocab must name ids in 0..99 only, got True"),
+        ("[[1]]", "draft_vocab must name ids in 0..99 only, got [1]"),
+        ("one\ntwo", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
+        ("[1, 2", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        choose_draft_ids(written(tmp_path, text), 100, ())
+    assert str(raised.value).startswith(message)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
+        with pytest.raises(ValueError, match="draft_vocab must be a number of ids or a readable file of ids"):
+            choose_draft_ids(path, 100, ())
+
+
+def test_config_takes_numbers_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineConfig(draft_vocab="12").draft_vocab == 12  # type: ignore[arg-type]
+    assert EngineConfig(draft_vocab="a/ids.txt").draft_vocab == Path("a/ids.txt")  # type: ignore[arg-type]
+    monkeypatch.setenv("COMPILED_MTP_DRAFT_VOCAB", "~/ids.txt")
+    assert EngineConfig().draft_vocab == Path.home() / "ids.txt"
+    assert EngineConfig(draft_vocab=Path("~/ids.txt")).draft_vocab == Path.home() / "ids.txt"
+    with pytest.raises(
+        ValueError, match="draft_vocab must be a number of ids, at least 1, or a file of ids, got '-3'"
+    ):
+        EngineConfig(draft_vocab="-3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (128, 256), (8500, 130)])
+def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape) * torch.logspace(-3, 1, shape[0])[:, None]
+    weight[:128, :128] = 0.0
+    values, scale = quantize_weight(weight)
+    error = (dequantize(values, scale) - weight).abs()
+    # Half a step of 3 mantissa bits, and of the smallest subnormal, 2 ** -9, of a block.
+    blocks = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    assert (error <= weight.abs() / 16 * 1.001 + blocks * 2**-10).all()
+    for first in (0, 128):
+        assert torch.equal(values[first : first + 128], quantize_weight(weight[first : first + 128])[0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_fp8"), [(None, False), ((1, 5, 7), False), ((1, 5, 7), True), (None, True)]
+)
+def test_a_plan_knows_the_memory_of_what_it_makes(ids: tuple[int, ...] | None, is_fp8: bool) -> None:
+    head = torch.randn(200, 144)
+    plan = DraftHeadPlan(ids, is_fp8)
+    made = plan.make(head, head.__getitem__)
+    assert plan.num_bytes(head) == sum(t.nbytes for t in (made.weight, made.scale) if t is not None)
+    rows = head if ids is None else head[list(ids)]
+    if is_fp8:
+        assert made.weight is not None
+        assert made.scale is not None
+        torch.testing.assert_close(dequantize(made.weight, made.scale), rows, rtol=0.07, atol=0.01)
+    else:
+        assert made.weight is None if ids is None else torch.equal(made.weight, rows)
+    assert made.ids is None if ids is None else made.ids.tolist() == list(ids)
+
+
+def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("for i in range(3):\n    print(i)\n" * 20, encoding="utf-8")
+    (tmp_path / "b.md").write_text("not counted", encoding="utf-8")
+    (tmp_path / "c.txt").mkdir()
+    (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
+    output = tmp_path / "ids"
+    assert main(["rank-vocabulary", str(tmp_path), "--top", "5", "--output", str(output)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    ids = choose_draft_ids(output, 4097, ())
+    assert ids is not None
+    assert len(ids) == 5
+    assert told["ids"] == 5
+    assert 0.3 < told["coverage"] < 1.0
+    assert main(["rank-vocabulary", str(tmp_path), "--suffix", ".rst", "--output", str(output)]) == 2
+    assert "error: paths must hold text, got none in 1 paths;" in capsys.readouterr().err
+    output.unlink()
+    assert main(["rank-vocabulary", str(tmp_path), "--out", str(output)]) == 0
+    output.unlink()
+    refused = {
+        "top must be at least 1, got 0": [str(tmp_path), "--top=0"],
+        "paths must exist, got no": ["no"],
+        f"output must be a file in a directory that exists, got {tmp_path}": [
+            str(tmp_path),
+            f"--output={tmp_path}",
+        ],
+        "output must be a file in a directory that exists, got no/ids": [str(tmp_path), "--output=no/ids"],
+    }
+    for said, given in refused.items():
+        assert main(["rank-vocabulary", "--output", str(output), *given]) == 2
+        assert f"error: {said}; " in capsys.readouterr().err
+    assert not output.exists()

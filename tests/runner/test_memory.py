@@ -1,0 +1,358 @@
+"""Bytes to blocks and state rows."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.runner.cache_sizes import length_bytes, shelf_bytes
+from compiled_mtp.runner.host_memory import plan_host_memory
+from compiled_mtp.runner.memory import (
+    CacheShape,
+    HostPlan,
+    MemoryPlan,
+    available_bytes,
+    plan_host,
+    plan_memory,
+    plan_shelf,
+)
+from tests.checkpoints import write_checkpoint
+from tests.engines import make_engine
+
+# Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
+SHAPE_27B = CacheShape(
+    num_attention_layers=17,
+    num_kv_heads=4,
+    head_dim=256,
+    kv_bytes=2,
+    num_gdn_layers=48,
+    num_key_heads=16,
+    num_value_heads=48,
+    key_head_dim=128,
+    value_head_dim=128,
+    conv_dim=10240,
+    conv_bytes=2,
+    ring_length=8,
+)
+
+
+def test_bytes_of_a_released_shape() -> None:
+    # 64 KiB a token in the trunk and 4 KiB in the MTP layer; a state of 144 MiB.
+    assert SHAPE_27B.block_bytes(64) == 64 * 68 * 1024
+    state, records = 48 * 48 * 128 * 128 * 4, 48 * 8 * (16 * 128 + 48 * 129) * 4
+    assert state == 144 * 2**20
+    assert SHAPE_27B.state_row_bytes() == state + records + 48 * 8 * 10240 * 2
+
+
+def test_bytes_of_an_fp8_cache() -> None:
+    shape = replace(SHAPE_27B, kv_bytes=1, kv_scale_bytes=4)
+    # Half a bfloat16 cache's, and 4 bytes for each of the 17 * 4 heads' keys and values a token.
+    assert shape.block_bytes(64) == 64 * (68 * 1024 // 2 + 17 * 4 * 2 * 4)
+    assert shape.state_row_bytes() == SHAPE_27B.state_row_bytes()
+
+
+@given(
+    free_bytes=st.integers(0, 2**36),
+    block_size=st.sampled_from([16, 64, 128]),
+    max_batch=st.integers(1, 32),
+    max_model_len=st.integers(2, 100_000),
+)
+def test_the_plan_fits_and_wastes_no_block(
+    free_bytes: int, block_size: int, max_batch: int, max_model_len: int
+) -> None:
+    numbers = {"block_size": block_size, "max_batch": max_batch, "max_model_len": max_model_len}
+    blocks_of_one = -(-max_model_len // block_size)
+    rows = (max_batch + 2) * SHAPE_27B.state_row_bytes()
+    needed = rows + 2 * SHAPE_27B.block_bytes(block_size)
+    if needed > free_bytes:
+        with pytest.raises(ValueError, match="free memory must hold"):
+            plan_memory(free_bytes, SHAPE_27B, **numbers)
+        return
+    plan = plan_memory(free_bytes, SHAPE_27B, **numbers)
+    assert plan.num_state_rows == max_batch + 2
+    assert plan.total_bytes <= free_bytes
+    assert 2 <= plan.num_blocks <= max_batch * blocks_of_one + 1
+    is_full = plan.num_blocks == max_batch * blocks_of_one + 1
+    assert is_full or plan.total_bytes + plan.block_bytes > free_bytes
+
+
+def test_given_num_blocks_is_taken_or_refused_with_the_numbers() -> None:
+    numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
+    assert plan_memory(2**33, SHAPE_27B, num_blocks=40, **numbers).num_blocks == 40
+    # Fewer than one request of max_model_len may use.
+    assert plan_memory(2**33, SHAPE_27B, num_blocks=16, **numbers).num_blocks == 16
+    with pytest.raises(
+        ValueError, match=r"must hold 662.8 MiB .* \(4 state rows of 163.6 MiB, 2 blocks .* got 100.0 MiB;"
+    ):
+        plan_memory(100 * 2**20, SHAPE_27B, **numbers)
+    with pytest.raises(ValueError, match="free memory must hold"):
+        plan_memory(2**30, SHAPE_27B, num_blocks=1000, **numbers)
+
+
+def test_host_memory_holds_at_most_what_the_device_does() -> None:
+    plan = MemoryPlan(num_blocks=41, num_state_rows=6, block_bytes=1000, state_row_bytes=3000)
+    assert plan_host(10**6, plan) == HostPlan(4, 40)
+    # Half for rows, the rest for blocks.
+    assert plan_host(20_000, plan) == HostPlan(3, 11)
+    assert plan_host(6999, plan) == HostPlan(1, 3)
+    # A request needs both.
+    assert plan_host(5999, plan) == plan_host(0, plan, 0) == HostPlan(0, 0)
+    assert plan_host(6000, plan, 6000).num_records == 1
+    with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
+        plan_host(3 << 30, plan, 2 << 30)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
+def test_the_engine_takes_what_it_says(tmp_path: Path) -> None:
+    """What was touched, when everything is written that it has; and tensors to the byte, or nearly."""
+    write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
+    make_engine(tmp_path, mtp_step=3).generate([[1, 2, 3]])
+    before = _anonymous_bytes()
+    engine = make_engine(tmp_path, mtp_step=3, num_blocks=6000, prefix_cache_gb=0.25)
+    step, moves, plan = engine.runner.step, engine.runner.moves, engine.runner.memory
+    moves.checkpoints.fill_(1)
+    engine.generate([[1, 2, 3]])
+    touched = _anonymous_bytes() - before
+    assert plan.total_bytes > 300 << 20
+    assert touched == pytest.approx(plan.total_bytes, rel=0.02)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in step.buffers()}
+    tensors = moves.checkpoints.nbytes + sum(storage.nbytes() for storage in storages.values())
+    assert tensors == pytest.approx(plan.total_bytes, rel=0.01)
+
+
+def _anonymous_bytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
+    sizes = {"num_blocks": 41, "num_state_rows": 6, "block_bytes": 1000, "state_row_bytes": 3000}
+    plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
+    assert plan_shelf(43_000, plan, 4) == HostPlan(7, 28)
+    assert plan_shelf(5999, plan, 4) == HostPlan(0, 0)
+    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == HostPlan(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "gib"),
+    [
+        ({}, "cuda", 4),
+        ({"prefix_cache_gb": 6.0}, "cuda", 6),
+        ({"prefix_cache_gb": 99.0}, "cuda", 10),
+        ({"prefix_cache": False}, "cuda", 0),
+        ({"prefix_cache_gb": 6.0}, "cpu", 0),
+    ],
+)
+def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
+    config = EngineConfig(**options)
+    assert shelf_bytes(config, device, 10 << 30) == gib << 30
+    # What is given is that of all ranks.
+    of_two = gib << 29 if options.get("prefix_cache_gb") == 6.0 else gib << 30
+    assert shelf_bytes(config, device, 10 << 30, 2) == of_two
+
+
+def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    gib = 1 << 30
+    plan = MemoryPlan(1001, 9, 1 << 23, 1 << 27, 8, 1 << 26)
+
+    def sizes(**given: Any) -> list[float]:
+        caplog.clear()
+        config = EngineConfig(block_size=64, **given)
+        host, shelf = plan_host_memory(config, "cuda", plan, 40 * gib)
+        host_bytes = host.num_records * plan.state_row_bytes + host.num_blocks * plan.block_bytes
+        shelf_sum = shelf.num_records * plan.checkpoint_bytes + shelf.num_blocks * plan.block_bytes
+        return [host_bytes / gib, shelf_sum / gib]
+
+    with caplog.at_level("INFO"):
+        assert sizes() == [4, 4]
+        (message,) = caplog.messages
+        assert message.startswith("up to 8192 MiB of the host's memory")
+        # All that is on the device may go there; the rest is the cache's.
+        plan = replace(plan, num_blocks=10**4)
+        assert sizes(offload_gb=38, prefix_cache_gb=4) == [38, 2]
+        assert "free: the prefix cache gets 2048 MiB; lower offload_gb or prefix_cache_gb" in caplog.text
+        assert sizes(offload_gb=38, prefix_cache=False) == [38, 0]
+        assert "lower" not in caplog.text
+    # One of two ranks, with its part of what is free and of offload_gb.
+    config, part = EngineConfig(block_size=64, offload_gb=12), EngineConfig(block_size=64, offload_gb=6)
+    places = ("cuda", plan, 20 * gib)
+    assert plan_host_memory(config, *places, world=2) == plan_host_memory(part, *places)
+    with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
+        sizes(offload_gb=41)
+
+
+def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
+    numbers: dict[str, Any] = {"block_size": 64, "max_batch": 1, "max_model_len": 512}
+    text = r"7168\.0 MiB for those who leave, got 8192\.0 MiB; lower max_batch, offload_gb or num_blocks$"
+    with pytest.raises(ValueError, match=text):
+        plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, num_blocks=10**4, **numbers)
+    text = r"beside 9216\.0 MiB for those who leave and 1024\.0 MiB for a step, got 8192\.0 MiB;"
+    with pytest.raises(ValueError, match=text):
+        plan_memory(8 << 30, SHAPE_27B, host_bytes=9 << 30, other_bytes=1 << 30, **numbers)
+    plan = plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, **numbers)
+    assert plan == plan_memory(1 << 30, SHAPE_27B, **numbers)
+
+
+def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^offload_gb must be at most the \d+\.\d\d GiB of host mem.* got 99999"
+    ):
+        make_engine(directory, offload_gb=99999)
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 600 * 128 * 24)])
+def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
+    # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
+    model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
+    config: Any = SimpleNamespace(max_batch=32, block_size=64)
+    tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
+    assert length_bytes(config, model, device, 2**18, 128) == tables + parts * 258 * 4
+
+
+MIB = 2**20
+
+
+def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, version: int = 2) -> None:
+    names = ("memory.max", "memory.current", "")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{use}\n")
+    # A group of version 1 names its own share without the prefix.
+    own = "active_file 1\n" if version == 1 else ""
+    stat = f"{own}anon 7\n{names[2]}active_file {active}\n{names[2]}inactive_file {inactive}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A host with 1000 MiB available and 10 MiB free, and a process in the group /a/b."""
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    lines = ("MemTotal: 2048000 kB", "MemFree: 10240 kB", "MemAvailable:    1024000 kB", "Buffers: 5 kB")
+    (proc / "meminfo").write_text("\n".join(lines))
+    (proc / "self" / "cgroup").write_text("0::/a/b\n")
+    return proc
+
+
+def test_available_bytes_count_the_page_cache(proc: Path, tmp_path: Path) -> None:
+    assert available_bytes(proc, tmp_path / "none") == 1000 * MIB
+    (proc / "self" / "cgroup").unlink()
+    assert available_bytes(proc, tmp_path / "none") == 1000 * MIB
+
+
+def test_available_bytes_are_capped_by_every_group_above(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    write_group(groups / "a" / "b", "max", 900 * MIB, 0, 0)
+    assert available_bytes(proc, groups) == 1000 * MIB
+    # 500 MiB, of which 300 are used, 250 of them for files.
+    write_group(groups / "a" / "b", str(500 * MIB), 300 * MIB, 200 * MIB, 50 * MIB)
+    assert available_bytes(proc, groups) == 450 * MIB
+    write_group(groups / "a", str(600 * MIB), 300 * MIB, 50 * MIB, 50 * MIB)
+    assert available_bytes(proc, groups) == 400 * MIB
+    write_group(groups, str(400 * MIB), 100 * MIB, 10 * MIB, 0)
+    assert available_bytes(proc, groups) == 310 * MIB
+    # Of another branch.
+    write_group(groups / "c", "1", 0, 0, 0)
+    assert available_bytes(proc, groups) == 310 * MIB
+    # The counters are read one after the other: neither difference goes below 0.
+    write_group(groups, str(200 * MIB), 10 * MIB, 20 * MIB, 0)
+    assert available_bytes(proc, groups) == 200 * MIB
+    write_group(groups, str(200 * MIB), 300 * MIB, 0, 0)
+    assert available_bytes(proc, groups) == 0
+
+
+def test_available_bytes_in_a_container_that_names_its_group_as_the_host_does(
+    proc: Path, tmp_path: Path
+) -> None:
+    groups = tmp_path / "cgroup"
+    write_group(groups, str(64 * MIB), 0, 0, 0)
+    for path in ("/docker/0123/x", "/../other", "/"):
+        (proc / "self" / "cgroup").write_text(f"0::{path}\n")
+        assert available_bytes(proc, groups) == 64 * MIB
+
+
+def test_available_bytes_with_control_groups_of_version_1(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/c\n4:memory:/a:b\n1:name=systemd:/\n0::/\n")
+    write_group(groups / "memory" / "a:b", str(2**63 - 4096), 900 * MIB, 0, 0, version=1)
+    write_group(groups / "memory", str(500 * MIB), 300 * MIB, 200 * MIB, 50 * MIB, version=1)
+    write_group(groups / "memory" / "c", "1", 0, 0, 0, version=1)
+    assert available_bytes(proc, groups) == 450 * MIB
+
+
+def test_available_bytes_without_proc_are_the_physical_memory(tmp_path: Path) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_bytes(tmp_path, tmp_path) == physical
+    # Kernels before 3.14.
+    (tmp_path / "meminfo").write_text("MemTotal: 2048000 kB\nMemFree: 10240 kB\n")
+    assert available_bytes(tmp_path, tmp_path) == physical
+    assert 0 < available_bytes() <= physical
+
+
+CHECKPOINT_27B = 48 * (48 * 128 * 128 * 4 + 8 * 10240 * 2) + 5120 * 2
+
+
+def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
+    shape = replace(SHAPE_27B, hidden_bytes=5120 * 2)
+    assert shape.checkpoint_bytes() == CHECKPOINT_27B
+    numbers = {"block_size": 64, "max_batch": 32, "max_model_len": 4096, "blocks_per_chunk": 8}
+    free = 40 << 30
+    without = plan_memory(free, shape, **numbers)
+    assert without.num_checkpoints == 0
+    given = plan_memory(free, shape, prefix_cache_bytes=8 << 30, **numbers)
+    assert given.num_checkpoints == (8 << 30) // CHECKPOINT_27B
+    taken = given.num_checkpoints * CHECKPOINT_27B
+    room = free - 33 * given.state_row_bytes - taken
+    assert given.num_blocks == min(room // given.block_bytes, 32 * 64 + 1)
+    assert given.total_bytes <= free
+    # 4 GiB unless somebody says otherwise, and an eighth of less than 32.
+    default = plan_memory(free, shape, prefix_cache_bytes=None, **numbers)
+    assert default.num_checkpoints == (4 << 30) // CHECKPOINT_27B
+    default = plan_memory(16 << 30, shape, prefix_cache_bytes=None, **numbers)
+    assert default.num_checkpoints == (2 << 30) // CHECKPOINT_27B
+
+
+@given(
+    free_bytes=st.integers(0, 2**34),
+    num_blocks=st.one_of(st.none(), st.integers(2, 3000)),
+    max_model_len=st.integers(2, 20_000),
+)
+def test_checkpoints_by_default_take_an_eighth_and_leave_room_for_a_request(
+    free_bytes: int, num_blocks: int | None, max_model_len: int
+) -> None:
+    numbers = {"block_size": 64, "max_batch": 2, "max_model_len": max_model_len, "num_blocks": num_blocks}
+    try:
+        without = plan_memory(free_bytes, SHAPE_27B, **numbers)
+    except ValueError:
+        with pytest.raises(ValueError, match="must"):
+            plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, **numbers)
+        return
+    plan = plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, blocks_per_chunk=8, **numbers)
+    assert plan.total_bytes <= free_bytes
+    assert without.num_blocks >= plan.num_blocks >= 2
+    assert plan.num_checkpoints * plan.checkpoint_bytes <= free_bytes / 8
+    assert plan.num_checkpoints <= (plan.num_blocks - 1) // 8
+
+
+def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
+    with pytest.raises(
+        ValueError,
+        match=r"9752.8 MiB of .* 60 checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
+    ):
+        plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
+    with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):
+        plan_memory(2 << 34, SHAPE_27B, prefix_cache_bytes=1000, **numbers)

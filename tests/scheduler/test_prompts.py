@@ -1,0 +1,139 @@
+"""Who shares a launch of prompts: as many as fit, in order, as long as nobody waits for another's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compiled_mtp.request import Request
+from compiled_mtp.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.scheduler.test_prefix import request_of
+
+NUMBERS = {"prefill_chunk": 40, "prefix_step": 8, "max_pieces": 4, "max_batch": 8, "num_blocks": 200}
+
+
+def make(delay: int = 1, **numbers: Any) -> tuple[Scheduler, FakeRunner]:
+    scheduler = make_scheduler(max_in_flight=delay, **(NUMBERS | {"max_model_len": 100} | numbers))
+    return scheduler, FakeRunner(scheduler, delay)
+
+
+def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[list[tuple[str, int]]]:
+    """Decode these; of each launch of prompts whose piece it had, and of how many tokens."""
+    told = len(runner.plans)
+    for request in requests:
+        scheduler.add(request)
+    owners: dict[tuple[int, int], str] = {}
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+        held = scheduler._holdings.owners.values()
+        owners |= {(one.slot, one.generation): one.request.request_id for one in held}
+    limit = scheduler.limits.max_model_len
+    assert [one.output_token_ids for one in requests] == [expected_tokens(one, limit) for one in requests]
+    prefills = [plan for plan in runner.plans[told:] if plan.kind == "prefill"]
+    return [
+        [
+            (owners[owner], len(piece.token_ids))
+            for *owner, piece in zip(plan.slots, plan.generations, plan.pieces, strict=True)
+            for owner in [tuple(owner)]
+        ]
+        for plan in prefills
+    ]
+
+
+def requests_of(**lengths: int) -> list[Request]:
+    """Prompts that have nothing in common."""
+    return [
+        request_of(name, [1000 * number + i for i in range(length)], 4, number)
+        for number, (name, length) in enumerate(lengths.items(), start=1)
+    ]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_prompts_share_a_launch_in_their_order_and_none_is_cut_for_it(delay: int) -> None:
+    scheduler, runner = make(delay)
+    found = run(scheduler, runner, *requests_of(a=3, b=9, c=20, d=1, e=2, f=50, g=8, h=8))
+    # Rows of 8 begin a piece: 8 + 16 and 16 left. Four at most. Of f no part; nobody passes it.
+    assert found[0] == [("a", 3), ("b", 9)]
+    assert found[1:] == [[("c", 20), ("d", 1), ("e", 2)], [("f", 40)], [("f", 10), ("g", 8), ("h", 8)]]
+
+
+def test_launches_are_shared_no_more_than_they_may_be() -> None:
+    scheduler, runner = make()
+    scheduler.share_launches(1)
+    assert [len(pieces) for pieces in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [1, 1, 1]
+    scheduler.share_launches(99)
+    requests = requests_of(d=3, e=3, f=3, g=3, h=3)
+    assert [len(pieces) for pieces in run(scheduler, runner, *requests)] == [4, 1]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> None:
+    scheduler, runner = make(delay, busy_chunk=16)
+    scheduler.add(make_request("old", 3, 60, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    told = len(runner.plans)
+    for request in requests_of(a=8, b=8, c=8):
+        scheduler.add(request)
+    stream(scheduler, runner)
+    kinds = [(plan.kind, len(plan.slots)) for plan in runner.plans[told : told + 4]]
+    assert [kind for kind in kinds if kind[0] == "prefill"] == [("prefill", 2), ("prefill", 1)]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
+    """What wants masks or log probabilities shares a launch; a prompt's own log probabilities do not."""
+    scheduler, runner = make(delay)
+    prompts = [[1000 * n] * 3 for n in range(5)]
+    fields: list[dict[str, Any]] = [{"logprobs": 1}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}, {}]
+    requests = [
+        request_of(str(i), prompt, 4, i, **own)
+        for i, (prompt, own) in enumerate(zip(prompts, fields, strict=True))
+    ]
+    found = run(scheduler, runner, *requests)
+    assert [[name for name, _ in pieces] for pieces in found] == [["0", "1", "2"], ["3"], ["4"]]
+    kinds = [plan.kind for plan in runner.plans]
+    assert kinds[:3] == ["prefill", "first", "first"]
+
+
+def test_prompts_that_begin_alike_wait_for_one_another() -> None:
+    """The second learns where they part, the third begins there; others go beside the first."""
+    scheduler, runner = make(num_checkpoints=8, prefix_step=8)
+    prompts = {"a": [*range(8), 50, 51], "other": [9] * 7, "b": [*range(8), 60], "c": [*range(8), 70, 71]}
+    found = run(
+        scheduler, runner, *(request_of(name, p, 4, i) for i, (name, p) in enumerate(prompts.items()))
+    )
+    assert found[0] == [("a", 10), ("other", 7)]
+    assert sum(len(pieces) for pieces in found) <= 5
+    again = run(
+        scheduler, runner, request_of("d", [*range(8), 80], 4, 7), request_of("e", [*range(8), 90], 4, 8)
+    )
+    assert again == [[("d", 1), ("e", 1)]]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: int) -> None:
+    """Of the only place: the first prompt takes it, the second brings its state from the host into it."""
+    host = {"shelf_records": 8, "shelf_blocks": 40}
+    scheduler, runner = make(delay, num_checkpoints=1, **host)
+    known, *others = requests_of(a=19, b=19, c=17)
+    run(scheduler, runner, known)
+    run(scheduler, runner, others[0])
+    again = [request_of(name, known.prompt_token_ids, 4, index) for index, name in enumerate("de", 7)]
+    assert run(scheduler, runner, others[1], again[0]) == [[("c", 17), ("d", 3)]]
+    assert scheduler.prefix.num_host_hits == 1
+    assert run(scheduler, runner, again[1]) == [[("e", 3)]]
+    assert scheduler.prefix.num_host_hits == 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_error_ends_everybody_in_the_launch_and_nobody_else(delay: int) -> None:
+    scheduler, runner = make(delay)
+    for request in requests_of(a=3, b=3, c=40):
+        scheduler.add(request)
+    runner.fail_next = True
+    reasons = {o.request_id: o.finish_reason for o in stream(scheduler, runner) if o.finish_reason}
+    assert reasons == {"a": "error", "b": "error", "c": "length"}
+    assert scheduler.pool.num_used == 0

@@ -1,0 +1,132 @@
+"""Prompts that resume at steps shorter than a launch: prefill goes by position."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.scheduler.test_prefix import make, request_of, run
+
+
+@pytest.mark.parametrize("chunk", [8, 32, 64])
+def test_a_parting_within_a_launch_is_a_place_to_resume_at(chunk: int) -> None:
+    """It lies before the place where the prompt itself would resume, often in the same launch."""
+    scheduler, runner = make(prefill_chunk=chunk, prefix_step=4)
+    common = list(range(100, 120))
+    requests = [request_of(str(n), [*common, *[n] * 9], seed=n) for n in range(5)]
+    cached = [run(scheduler, runner, one)[0] for one in requests]
+    # The first launch of short chunks ends at 16, where the second resumes.
+    assert cached == [0, 16 if chunk == 8 else 0, 20, 20, 20]
+
+
+def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> None:
+    """And never ends because of it."""
+    scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=16)
+    for length, marks in ((15, [0]), (18, [16]), (40, [0, 0]), (51, [0, 16])):
+        before = len(runner.plans)
+        run(scheduler, runner, request_of(str(length), [length] * length))
+        chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+        assert [piece.start for piece in chunks] == list(range(0, length, 32))
+        assert [piece.mark for piece in chunks] == marks
+
+
+@pytest.mark.parametrize(("length", "kept"), [(12, []), (16, [16]), (20, [16]), (48, [32, 44])])
+def test_a_prompt_leaves_its_very_end_only_where_that_saves_enough(length: int, kept: list[int]) -> None:
+    """It is known where the prompt is as long as whole chunks; of 48 tokens the end of the first launch is
+    kept, and the last place before its end."""
+    scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=12 if length == 48 else 16)
+    run(scheduler, runner, request_of("a", [1] * length))
+    chunks = scheduler.prefix.index._chunks.values()
+    assert [4 * chunk.number for chunk in chunks if chunk.checkpoint is not None] == kept
+
+
+def test_a_launch_has_one_mark() -> None:
+    """A second place in a piece ends it, and so does a place in the piece of another prompt."""
+    scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_pieces=3)
+    common = list(range(100, 120))
+    run(scheduler, runner, request_of("0", [*common, *[0] * 9]))
+    before = len(runner.plans)
+    assert run(scheduler, runner, request_of("1", [*common, *[1] * 9])) == [0]
+    chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+    assert [(piece.start, len(piece.token_ids), piece.mark) for piece in chunks] == [(0, 28, 20), (28, 1, 0)]
+    before = len(runner.plans)
+    for n in (2, 3):
+        scheduler.add(request_of(str(n), [n] * 21))
+    stream(scheduler, runner)
+    plans = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
+    pieces = [[(one.start, len(one.token_ids), one.mark) for one in plan.pieces] for plan in plans]
+    assert pieces == [[(0, 21, 20), (0, 20, 0)], [(20, 1, 0)]]
+
+
+def test_who_shares_little_does_not_wait_for_it() -> None:
+    """Four common tokens without a checkpoint behind them are no reason to wait for another's end."""
+    expected = []
+    for common in (4, 16):
+        scheduler, runner = make(1, prefill_chunk=16, prefix_step=4, max_batch=2)
+        for n in range(2):
+            scheduler.add(request_of(str(n), [*range(100, 100 + common), *[n] * (22 - common)], 9, n))
+        while not any(one.is_first_token_due for one in scheduler._holdings.owners.values()):
+            step(scheduler, runner)
+        (waiting,) = scheduler._planner.waiting.values()
+        expected.append(scheduler.prefix.is_expected(waiting))
+        stream(scheduler, runner)
+    assert expected == [False, True]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("length", [1, 4, 5, 15, 16, 17, 30, 33])
+def test_where_prefill_goes_by_position_a_prompt_resumes_at_any_step(length: int, delay: int) -> None:
+    """Chunks of 16 tokens, steps of 4."""
+    scheduler, runner = make(delay, prefill_chunk=16, prefix_step=4)
+    assert run(scheduler, runner, make_request("a", length, 6, 1)) == [0]
+    assert run(scheduler, runner, make_request("b", length, 6, 2)) == [(length - 1) // 4 * 4]
+    starts = [plan.pieces[0].start for plan in runner.plans if plan.kind == "prefill"]
+    rest = (length - 1) // 4 * 4
+    assert starts == [*range(0, length, 16), rest]
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_chunk_is_short_while_rounds_wait_for_it() -> None:
+    scheduler, runner = make(1, prefill_chunk=32, prefix_step=4, busy_chunk=8)
+    first, second = make_request("a", 33, 30, 1), request_of("b", list(range(300, 340)), 3)
+    scheduler.add(first)
+    for _ in range(4):
+        step(scheduler, runner)
+    scheduler.add(second)
+    stream(scheduler, runner)
+    lengths = [len(plan.pieces[0].token_ids) for plan in runner.plans if plan.kind == "prefill"]
+    assert lengths[:2] == [32, 1]
+    assert lengths[2:6] == [8, 8, 8, 8]
+    limit = scheduler.limits.max_model_len
+    for one in (first, second):
+        assert one.output_token_ids == expected_tokens(one, limit)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_with_steps_shorter_than_chunks(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        num_checkpoints=rng.randint(2, 6),
+        num_blocks=rng.randint(16, 40),
+        max_model_len=60,
+        prefill_chunk=16,
+        prefix_step=4,
+        busy_chunk=rng.choice([0, 4, 8]),
+        shelf_records=rng.randint(0, 8),
+        shelf_blocks=2 * rng.randint(2, 10),
+        max_batch=rng.randint(1, 3),
+        max_in_flight=(delay := rng.randint(0, 1)),
+    )
+    runner = FakeRunner(scheduler, delay, seed)
+    for number in range(40):
+        chunks = [1, *(rng.randrange(2) for _ in range(rng.randint(0, 7)))]
+        prompt = [100 + chunk for chunk in chunks for _ in range(rng.choice([4, 6]))]
+        scheduler.add(request_of(f"r{number}", prompt, rng.choice([3, 8, 9]), number))
+        for _ in range(rng.randint(0, 9)):
+            step(scheduler, runner)
+    stream(scheduler, runner)
+    assert scheduler.pool.num_used == 0
+    assert scheduler.prefix.num_hits > 5
+    scheduler.check_integrity()

@@ -1,0 +1,396 @@
+"""What kernels read before they wait is older than the last fence (`Launch`), throughout a step.
+
+A race between two launches would show on a GPU only, and there perhaps once in a million steps. So the order
+is checked: what a kernel touches early is declared with its operator and compared with its source, and when
+that was written is read from a step that is recorded operator by operator. Kernels of torch and of Inductor,
+which are fences, count as none here: they may be fused or moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.models.layers import Linear, RMSNorm, settle_held
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
+from compiled_mtp.ops.rms_norm import add_rms_norm
+from compiled_mtp.ops.shares import NARROW_ROWS
+from tests import tiny
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import make_engine
+
+OPS = Path(__file__).parents[2] / "ops"
+# Arguments of kernels that are neither tensors nor end in _stride.
+NUMBERS = {
+    "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
+    "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
+    "scale_log2", "share_length",
+}  # fmt: skip
+
+
+@dataclass
+class Kernel:
+    """Whether a kernel is a fence, and the arguments that it reads and stores before it waits."""
+
+    is_fence: bool
+    reads: set[str]
+    stores: set[str]
+
+
+def calls(node: ast.AST, name: str) -> list[int]:
+    return [
+        call.lineno
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name
+    ]
+
+
+def touches(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What may touch memory: stores with their address, and every other call, helpers included."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "store":
+            yield "store", call.args[0]
+        elif isinstance(call, ast.Call):
+            yield "read", call
+
+
+def early_uses(statements: list[ast.stmt], made_of: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The names that statements read and store at on a path that has not waited yet.
+
+    `made_of` says of which arguments an address was made, for arithmetic alone touches nothing.
+    """
+    found: dict[str, set[str]] = {"read": set(), "store": set()}
+    for statement in statements:
+        is_waiting = bool(calls(statement, "gdc_wait"))
+        part: ast.AST = statement
+        if isinstance(statement, ast.If):
+            for branch in (statement.body, statement.orelse):
+                for use, names in early_uses(branch, made_of).items():
+                    found[use] |= names
+            part = statement.test
+        for use, node in touches(part):
+            found[use] |= names_of(node, made_of)
+        if isinstance(statement, (ast.Assign, ast.AugAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in (name for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)):
+                added = names_of(statement.value, made_of, with_loads=False)
+                made_of[target.id] = added | (
+                    names_of(target, made_of) if isinstance(statement, ast.AugAssign) else set()
+                )
+        if is_waiting:
+            break
+    return found
+
+
+def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = True) -> set[str]:
+    """The names of an expression and what they are made of; without those that it only loads from."""
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    if not with_loads:
+        loads = [c for c in ast.walk(node) if isinstance(c, ast.Call) and ast.unparse(c.func) == "tl.load"]
+        loaded = [id(name) for load in loads for name in ast.walk(load)]
+        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and id(name) not in loaded}
+    return set().union(*(made_of.get(name, {name}) for name in names))
+
+
+class Settle(ast.NodeTransformer):
+    """Leaves of `if HELD`, `if not HELD` and `if X and HELD` what happens with one value of HELD."""
+
+    def __init__(self, held: bool) -> None:
+        self.held = held
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        terms = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+        values = {"HELD": self.held, "not HELD": not self.held}
+        known = [values[text] for text in map(ast.unparse, terms) if text in values]
+        if not known:
+            return node
+        assert not (isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or))
+        return node.body if all(known) else node.orelse
+
+
+def read_kernels(held: bool) -> dict[str, Kernel]:
+    """Every kernel that waits for the one before it, from its source, with that value of HELD."""
+    found = {}
+    for path in sorted(OPS.glob("**/*.py")):
+        for function in Settle(held).visit(ast.parse(path.read_text())).body:
+            if not isinstance(function, ast.FunctionDef) or not calls(function, "gdc_wait"):
+                continue
+            waits, triggers = calls(function, "gdc_wait"), calls(function, "gdc_launch_dependents")
+            given = {argument.arg for argument in function.args.args if argument.annotation is None}
+            tensors = {name for name in given if not name.endswith("_stride")} - NUMBERS
+            uses = early_uses(function.body, {})
+            is_fence = bool(triggers) and min(triggers) > max(waits)
+            found[function.name] = Kernel(is_fence, uses["read"] & tensors, uses["store"] & tensors)
+    return found
+
+
+Place = tuple[int, int, int]
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Numbers launches; remembers by storage which launch has written and which has read it last."""
+
+    launches: int = 0
+    fence: int = -1
+    checked: int = 0
+    written: dict[Place, int] = field(default_factory=dict)
+    read: dict[Place, int] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    embedding: torch.Tensor | None = None
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive.append((args, result))  # an address must not be given out twice
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        namespace, _, name = func._schema.name.partition("::")
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        mutated = {a.name for a in func._schema.arguments if a.is_write}
+        if namespace != NAMESPACE:
+            self.launches += not func.is_view
+            table = args[0] if args and isinstance(args[0], torch.Tensor) else None
+            own = None if self.embedding is None else self.embedding.data_ptr()
+            if name == "index_select" and table is not None and table.data_ptr() == own:
+                # Between read_window, which makes the ids, and the first norm, which reads the rows.
+                self.fence = self.launches
+            for value in (*outputs, *(given[name] for name in mutated)):
+                if isinstance(value, torch.Tensor) and (mutated or not func.is_view):
+                    self.written[place(value)] = self.launches
+            return result
+        made = operators()[name]
+        is_held = given.get("held", False) and rows_of(given) <= NARROW_ROWS
+        launches = made.held_launches if is_held else made.launches
+        if not launches:
+            self.launches += 1
+            self.fence = self.launches
+        for launch in launches:
+            self.launches += 1
+            self.check(name, launch, given)
+            if launch.is_fence:
+                self.fence = self.launches
+        for value in given.values():
+            if isinstance(value, torch.Tensor):
+                self.read[place(value)] = self.launches
+        for value in (*outputs, *(given[name] for name in mutated)):
+            if isinstance(value, torch.Tensor):
+                self.written[place(value)] = self.launches
+        return result
+
+    def check(self, name: str, launch: Launch, given: dict[str, Any]) -> None:
+        """The launch numbered `launches` touches early only what is older than the last fence."""
+        for argument in {*launch.reads_early, *launch.stores_early}:
+            value = given[argument]
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.checked += 1
+            uses = {"written": last_use(self.written, value)}
+            if argument in launch.stores_early:
+                uses["read"] = last_use(self.read, value)
+            for use, number in uses.items():
+                if number >= self.fence:
+                    self.wrong.append(f"{name}: {argument} was {use} by launch {number}, fence {self.fence}")
+
+
+def rows_of(given: dict[str, Any]) -> int:
+    """The rows of an operator's products, or of those around it."""
+    return next(len(given[name]) for name in ("residual", "v", "x") if name in given)
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """Its storage, and its first byte and the one behind its last: caches of all layers share one storage."""
+    first = tensor.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), first * size, (last + 1) * size if tensor.numel() else 0
+
+
+def last_use(uses: dict[Place, int], tensor: torch.Tensor) -> int:
+    """The last launch that has used any of its bytes."""
+    storage, begin, end = place(tensor)
+    found = [n for (own, first, last), n in uses.items() if own == storage and first < end and begin < last]
+    return max(found, default=-2)
+
+
+def test_declarations_are_what_the_sources_say() -> None:
+    for path in sorted(OPS.glob("*/reference.py")):
+        importlib.import_module(f"compiled_mtp.ops.{path.parent.name}")
+    made = operators().values()
+    plain = [launch for m in made for launch in m.launches]
+    # Of operators that have the argument.
+    others = [launch for m in made for launch in m.held_launches if m.held_launches is not m.launches]
+    assert {launch.kernel for launch in (*plain, *others)} == read_kernels(True).keys()
+    for held, launches in ((False, plain), (True, others)):
+        kernels = read_kernels(held)
+        for launch in launches:
+            early = kernels[launch.kernel]
+            assert set(launch.reads_early) == early.reads, (launch, held)
+            assert set(launch.stores_early) == early.stores, (launch, held)
+            assert launch.is_fence == early.is_fence, (launch, held)
+
+
+def test_the_reading_of_a_source_sees_what_it_should() -> None:
+    source = """
+def kernel(x, y, z, out, state, N: tl.constexpr):
+    at = x + 1
+    at += 2
+    out += 3
+    if N:
+        load_row(y, N)
+        gdc_wait()
+        tl.load(z)
+    else:
+        tl.store(state + N, tl.load(at))
+        gdc_wait()
+    tl.store(out, 1)
+"""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    uses = early_uses(function.body, {})
+    given = {"x", "y", "z", "out", "state"}
+    assert (uses["read"] & given, uses["store"] & given) == ({"x", "y"}, {"state"})
+
+
+def hold_all(step: Any) -> int:
+    """Every product that may hold its weight does, as all of 0.8B's do; how many."""
+    models = [model for model in (step.target, step.draft) if model is not None]
+    linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_hold]
+    for module in linears:
+        module.held = True
+    for model in models:
+        settle_held(model)
+    return len(linears)
+
+
+def record_rounds(step: Any, count: int) -> Recorder:
+    """Two prompts and `count` rounds of them, one behind the other without anything between."""
+    recorder = Recorder(embedding=step.target.embed.weight)
+    for slot in (1, 2):
+        tiny.admit(step, slot, seed=slot, temperature=0.0)
+    with recorder:
+        for slot in (1, 2):
+            tiny.prefill(step, slot, list(range(70)))
+        for index in range(count):
+            # By turns of fewer and of more than 16 rows, of which nothing is held: drafts have fewer.
+            tiny.decode(step, [1, 2, *[0] * (1 + 2 * (index % 2))])
+    return recorder
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize("mtp_step", [0, 1, 3])
+def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: int, held: bool) -> None:
+    config = tiny.tiny_config(**(tiny.MOE if family == "moe" else {}))
+    step = tiny.build_step(config, mtp_step)
+    if held:
+        assert hold_all(step) >= 2 * len(step.target.layers)
+    recorder = record_rounds(step, 2)
+    assert recorder.wrong == []
+    assert recorder.checked > 100
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: Path) -> None:
+    step = make_engine(write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family]), mtp_step=3).runner.step
+    # Norms that quantise count on fences: beside them no product holds its weight, even if it might.
+    assert hold_all(step) > 0
+    modules = [*step.target.modules(), *step.draft.modules()]
+    assert not any(module.held for module in modules if isinstance(module, (Linear, RMSNorm)))
+    recorder = Recorder()
+    tiny.install(step, 1, tuple((1, index, index + 1) for index in range(8)))
+    with recorder:
+        tiny.prefill(step, 1, list(range(70)))
+        for _ in range(2):
+            tiny.decode(step, [1, 0])
+    assert recorder.wrong == []
+    assert recorder.checked > 100
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: bool) -> None:
+    step = tiny.build_step(tiny.tiny_config(), 3)
+    step.reserve_halves(12)
+    if held:
+        hold_all(step)
+    recorder = Recorder(embedding=step.target.embed.weight)
+    state_index = torch.tensor([1, 2, 0], dtype=torch.int32)
+    for slot in (1, 2):
+        tiny.admit(step, slot, seed=slot, temperature=0.0)
+    with recorder:
+        for slot in (1, 2):
+            tiny.prefill(step, slot, list(range(70)))
+        for shape in starmap(RoundShape, ((3, 1), (1, 3), (3, 3))):
+            step.verify_half(state_index, shape)
+            step.accept_half(state_index, shape)
+        for _ in range(2):
+            step.decode(state_index, RoundShape(0, 0))
+        step.catch_up(state_index)
+        step.decode(state_index, RoundShape(3, 3))
+    assert recorder.wrong == []
+
+
+def test_beside_quantised_experts_nothing_is_held() -> None:
+    step = tiny.build_step(tiny.tiny_config(**tiny.MOE), 0)
+    assert any(module.held for module in hold_and_list(step))
+    for layer in step.target.layers:
+        # Of mixed checkpoints: the mixers in bfloat16, experts in FP8.
+        layer.ffn.quantizes_rows = True
+    assert not any(module.held for module in hold_and_list(step))
+
+
+def hold_and_list(step: Any) -> list[Any]:
+    hold_all(step)
+    return [module for module in step.target.modules() if isinstance(module, (Linear, RMSNorm))]
+
+
+@pytest.mark.parametrize("which", ["norms", "fc"])
+def test_held_products_that_nobody_was_told_of_are_found(which: str) -> None:
+    step = tiny.build_step(tiny.tiny_config(), 3)
+    hold_all(step)
+    assert step.draft is not None
+    if which == "fc":
+        step.draft.fc.held = True
+    else:
+        for layer in step.target.layers:
+            layer.post_norm.held = False
+    recorder = record_rounds(step, 1)
+    wanted = "qk_norm_rope_kv_write: slot_mapping" if which == "fc" else "add_rms_norm: residual"
+    assert any(text.startswith(wanted) for text in recorder.wrong)
+
+
+def test_the_check_can_fail() -> None:
+    x, weight, matrix = torch.randn(3, 8), torch.randn(8), torch.randn(8, 8)
+    with Recorder() as recorder:
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(x, residual, weight, 1e-6)
+    assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
+    with Recorder() as recorder:
+        add_rms_norm(x, x * 2, weight, 1e-6)
+    assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
+    with Recorder() as recorder:
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(linear(x, matrix), residual, weight, 1e-6)
+    assert recorder.wrong == []
+    with Recorder() as recorder:
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(linear(x, matrix, held=True), residual, weight, 1e-6)
+    assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
+    with Recorder() as recorder:
+        _, residual = add_rms_norm(x, x, weight, 1e-6)
+        add_rms_norm(linear(x, matrix, held=True), residual, weight, 1e-6, held=True)
+    assert recorder.wrong == []
