@@ -20,7 +20,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from bench_step import (
     check_rows,
     end_loop,
     fill_random,
-    model_config,
+    model_of,
     own_spans,
     print_kernels,
     rate_for,
@@ -72,10 +71,7 @@ def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
 
 
 def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
-    model = model_config(arguments.shape, arguments.fp8 is not None)
-    if arguments.layers is not None:
-        kept = model.is_full_attention[: arguments.layers]
-        model = replace(model, num_layers=arguments.layers, is_full_attention=kept)
+    model = model_of(arguments)
     make = Runner if world == 1 else LeadRunner
     return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
 

@@ -479,33 +479,25 @@ def case_of(arguments: argparse.Namespace, mtp_step: int, device: str) -> dict[s
     }
 
 
-def run(
-    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
-) -> None:
-    """Time one depth and graph mode, or export it, and print beside the saved rows."""
+def model_of(arguments: argparse.Namespace) -> ModelConfig:
+    """The shape that the flags name, perhaps of fewer layers."""
     model = model_config(arguments.shape, arguments.fp8 is not None)
-    if arguments.layers is not None:
-        model = replace(
-            model, num_layers=arguments.layers, is_full_attention=model.is_full_attention[: arguments.layers]
-        )
-    bandwidth = read_bandwidth()
-    # The rate of one draft is a property of the model: the same at every depth.
-    rate = rate_for(arguments.accept, 3)
-    print(
-        f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
-        flush=True,
-    )
-    if arguments.export:
-        # Private and empty: what an earlier run has compiled must not shorten this start.
-        directory = Path(tempfile.mkdtemp())
-        use_directory(directory)
-    begin = time.perf_counter()
+    if arguments.layers is None:
+        return model
+    kept = model.is_full_attention[: arguments.layers]
+    return replace(model, num_layers=arguments.layers, is_full_attention=kept)
+
+
+def config_of(
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, rate: float
+) -> EngineConfig:
+    """The engine of one depth and graph mode."""
     # A short chunk costs a start that compiles least, but the first requests gain tokens while the others are
     # prefilled; of a long context every chunk reads every weight.
     prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
     # What the first request gains in the rounds between the others' chunks.
     gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
-    config = EngineConfig(
+    return EngineConfig(
         model=Path(__file__),
         device="cuda",
         dtype="bfloat16",
@@ -524,7 +516,24 @@ def run(
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
     )
-    loaded: list[float] = []
+
+
+def run(
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
+) -> None:
+    """Time one depth and graph mode, or export it, and print beside the saved rows."""
+    bandwidth = read_bandwidth()
+    # The rate of one draft is a property of the model: the same at every depth.
+    rate = rate_for(arguments.accept, 3)
+    print(
+        f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
+        flush=True,
+    )
+    if arguments.export:
+        # Private and empty: what an earlier run has compiled must not shorten this start.
+        directory = Path(tempfile.mkdtemp())
+        use_directory(directory)
+    begin, loaded = time.perf_counter(), list[float]()
 
     def fill(parameters: Mapping[str, torch.Tensor]) -> None:
         fill_random(parameters)
@@ -532,6 +541,7 @@ def run(
         loaded.append(time.perf_counter())
 
     save_to = directory / PROGRAMS_NAME if arguments.export else None
+    model, config = model_of(arguments), config_of(arguments, batches, mtp_step, mode, rate)
     runner = Runner(config, model, model.vocab_size, None, fill, save_to=save_to)
     startup_s = time.perf_counter() - loaded[0]
     phases = start_by_phase(startup_s, runner.programs.capture_s)
@@ -546,27 +556,31 @@ def run(
         )
         return
     check_rows(runner, batches)
+    fixed = case_of(arguments, mtp_step, torch.cuda.get_device_name()) | {"graph_mode": mode}
     for row, kernels in measure_all(runner, batches, arguments.context, bandwidth):
         if arguments.kernels:
             print_kernels(kernels)
-        fixed = case_of(arguments, mtp_step, torch.cuda.get_device_name()) | {"graph_mode": mode}
         row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
         row |= {"start_s_by_phase": phases}
         row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
         row |= {"total_s": round(time.perf_counter() - begin, 1)}
-        print(
-            f"S={mtp_step} {mode:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "
-            f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
-            f"host {row['host_us']:5.1f} us ({row['host_min_us']:.0f} to {row['host_max_us']:.0f})  "
-            f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
-            f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
-        )
-        beside = rows_beside(saved, row)
-        if beside:
-            print(f"  beside: {describe_beside(beside, row['step_ms'])}")
-        row |= {"beside": beside}
-        print(json.dumps(row), flush=True)
+        print_row(row, startup_s, saved)
     runner.close()
+
+
+def print_row(row: dict[str, Any], startup_s: float, saved: list[Row]) -> None:
+    """A row as text, the saved rows of its case, and both as JSON."""
+    print(
+        f"S={row['mtp_step']} {row['graph_mode']:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "
+        f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
+        f"host {row['host_us']:5.1f} us ({row['host_min_us']:.0f} to {row['host_max_us']:.0f})  "
+        f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
+        f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
+    )
+    beside = rows_beside(saved, row)
+    if beside:
+        print(f"  beside: {describe_beside(beside, row['step_ms'])}")
+    print(json.dumps(row | {"beside": beside}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import truediv
@@ -32,6 +32,7 @@ import torch
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 
 NEAR_TIE = 1e-3
+Way = Callable[[list[int]], list[int]]
 
 
 def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
@@ -57,7 +58,7 @@ def busy_neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,30 +72,27 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside it")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(arguments.num_threads)
-    from transformers import AutoModelForCausalLM
+    return parser.parse_args(argv)
 
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=0.0, ignore_eos=True)
-    engines = {
-        step: Engine(
-            EngineConfig(
-                model=arguments.model,
-                device="cpu",
-                mtp_step=step,
-                max_batch=1,
-                # Or a prompt's second turn would resume where its first was, and transformers' begins anew.
-                prefix_cache=False,
-                num_threads=arguments.num_threads,
-            )
+
+def open_engine(arguments: argparse.Namespace, mtp_step: int) -> Engine:
+    """The engine, uncompiled, of one depth."""
+    return Engine(
+        EngineConfig(
+            model=arguments.model,
+            device="cpu",
+            mtp_step=mtp_step,
+            max_batch=1,
+            # Or a prompt's second turn would resume where its first was, and transformers' begins anew.
+            prefix_cache=False,
+            num_threads=arguments.num_threads,
         )
-        for step in (0, arguments.mtp_step)
-    }
-    tokenizer = engines[0].tokenizer
-    assert tokenizer is not None
-    texts = [json.loads(line)["prompt"] for line in arguments.prompt_file.read_text().splitlines() if line]
-    prompts = [tokenizer.encode(text) for text in texts]
+    )
+
+
+def make_ways(model: Any, engines: Mapping[int, Engine], max_tokens: int) -> dict[str, Way]:
+    """Every way to decode a prompt to so many tokens, by name; that of no drafts is the second."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
     def with_engine(step: int, prompt: list[int]) -> list[int]:
         return engines[step].generate([prompt], params)[0].new_token_ids
@@ -103,8 +101,8 @@ def main(argv: list[str] | None = None) -> None:
         out = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=arguments.max_tokens,
-            min_new_tokens=arguments.max_tokens,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
             do_sample=False,
             use_cache=True,
             pad_token_id=0,
@@ -112,20 +110,37 @@ def main(argv: list[str] | None = None) -> None:
         made: list[int] = out[0, len(prompt) :].tolist()
         return made
 
-    deepest = f"mtp_step {arguments.mtp_step}"
-    ways: dict[str, Callable[[list[int]], list[int]]] = {
-        "transformers": with_transformers,
-        "mtp_step 0": partial(with_engine, 0),
-        deepest: partial(with_engine, arguments.mtp_step),
-    }
+    ours = {f"mtp_step {step}": partial(with_engine, step) for step in engines}
+    return {"transformers": with_transformers, **ours}
+
+
+def check_ways(ways: Mapping[str, Way], model: Any, prompt: list[int], max_tokens: int) -> None:
+    """Raise AssertionError unless every way makes so many tokens, and the same; warms them up, too."""
+    outputs = {name: way(prompt) for name, way in ways.items()}
+    _, plain, *drafted = outputs.values()
+    assert all(output == plain for output in drafted), "tokens depend on mtp_step"
+    # Speeds are of so many: none may have ended before, as where the context is full.
+    made = {name: len(output) for name, output in outputs.items()}
+    is_whole = set(made.values()) == {max_tokens}
+    assert is_whole, f"every way must make --max-tokens tokens, got {made}; lower it"
+    check_same(model, prompt, plain)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, time by turns and print."""
+    arguments = parse_flags(argv)
+    torch.set_num_threads(arguments.num_threads)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    engines = {step: open_engine(arguments, step) for step in (0, arguments.mtp_step)}
+    tokenizer = engines[0].tokenizer
+    assert tokenizer is not None
+    texts = [json.loads(line)["prompt"] for line in arguments.prompt_file.read_text().splitlines() if line]
+    prompts = [tokenizer.encode(text) for text in texts]
+    ways = make_ways(model, engines, arguments.max_tokens)
     for prompt in prompts:
-        outputs = {name: way(prompt) for name, way in ways.items()}
-        assert outputs["mtp_step 0"] == outputs[deepest], "tokens depend on mtp_step"
-        # Speeds are of so many: none may have ended before, as where the context is full.
-        made = {name: len(output) for name, output in outputs.items()}
-        is_whole = set(made.values()) == {arguments.max_tokens}
-        assert is_whole, f"every way must make --max-tokens tokens, got {made}; lower it"
-        check_same(model, prompt, outputs["mtp_step 0"])
+        check_ways(ways, model, prompt, arguments.max_tokens)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     now = time.perf_counter if arguments.clock == "wall" else time.process_time
     with busy_neighbours(arguments.neighbours):
@@ -134,29 +149,25 @@ def main(argv: list[str] | None = None) -> None:
                 begin = now()
                 way(prompt)
                 speeds[name].append(arguments.max_tokens / (now() - begin))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    ratios = {
-        name: statistics.median(map(truediv, values, speeds["transformers"]))
-        for name, values in speeds.items()
-    }
+
+    def ratio(name: str, other: str) -> float:
+        return round(statistics.median(map(truediv, speeds[name], speeds[other])), 2)
+
+    medians = {name: round(statistics.median(values), 1) for name, values in speeds.items()}
+    ratios = {name: ratio(name, "transformers") for name in ways}
     for name, speed in medians.items():
         print(f"{name:13} {speed:7.1f} tokens/s  {ratios[name]:.2f} x transformers")
-    print(
-        json.dumps(
-            {
-                "tokens_per_s": {name: round(speed, 1) for name, speed in medians.items()},
-                "ratio_to_transformers": {name: round(ratio, 2) for name, ratio in ratios.items()},
-                "ratio_to_mtp_step_0": round(
-                    statistics.median(map(truediv, speeds[deepest], speeds["mtp_step 0"])), 2
-                ),
-                "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
-                "num_threads": arguments.num_threads,
-                "neighbours": arguments.neighbours,
-                "prompts": len(prompts),
-                "max_tokens": arguments.max_tokens,
-            }
-        )
-    )
+    line = {
+        "tokens_per_s": medians,
+        "ratio_to_transformers": ratios,
+        "ratio_to_mtp_step_0": ratio(f"mtp_step {arguments.mtp_step}", "mtp_step 0"),
+        "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
+        "num_threads": arguments.num_threads,
+        "neighbours": arguments.neighbours,
+        "prompts": len(prompts),
+        "max_tokens": arguments.max_tokens,
+    }
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

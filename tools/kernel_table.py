@@ -8,7 +8,7 @@
 
 Kernels stay in Triton's cache: what is measured behind the last of these need not wait for most of them.
 
-launch_cases.py lists the calls, record_launches.py finds out what they launch.
+op_cases/ lists the calls, record_launches.py finds out what they launch.
 The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
 """
 
@@ -36,7 +36,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import triton  # noqa: E402  it reads the environment
-from launch_cases import cases  # noqa: E402
+from op_cases import launch_cases  # noqa: E402
 from record_launches import Launch, record  # noqa: E402
 
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
@@ -51,7 +51,7 @@ def operators_with_kernels() -> list[str]:
 def launches_of(operator: str, capability: int, first: bool) -> Iterator[tuple[str, Launch]]:
     """What the cases of an operator's folder launch on a GPU, each named once; with `first`, one a kernel."""
     seen: set[str] = set()
-    for case in cases(operator, capability):
+    for case in launch_cases(operator, capability):
         for launch in record(case.call, capability):
             identity = launch.name if first else launch.key
             if identity not in seen:

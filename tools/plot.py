@@ -8,10 +8,10 @@ Each line of a plot is LABEL=FILE, a file of JSON lines; lines that are no JSON,
 are passed over.
 
 speedup: tokens a second over those of mtp_step 0, against requests at a time. Rows of bench_step (--mtp-step
-    0,3: every depth but 0 is a line) or of bench_depth (fixed depths and auto, for each text).
+    0,3: every depth but 0 is a line) or of bench_engine depth (fixed depths and auto, for each text).
 acceptance: how many of the rounds that drafted an index kept it. Results of `compiled-mtp run --output`.
 first-token: time to the first token against the prompt's tokens, new and with a beginning that is cached.
-    Lines of bench_prefix, one for each length.
+    Lines of bench_engine prefix, one for each length.
 
 The same files give the same bytes. Needs matplotlib: pip install 'compiled-mtp[plot]'.
 """

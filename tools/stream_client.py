@@ -1,4 +1,4 @@
-"""The client of bench_overhead: many streams of completions over plain sockets, in a process of its own.
+"""The client of the scenario overhead: many streams of completions over sockets, in a process of its own.
 
 Standard library alone, and nothing is parsed before the last byte has come: on a machine that it shares with
 the server it must cost little. Reads lines of {"port", "bodies"} from standard input; answers each with a

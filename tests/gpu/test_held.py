@@ -38,7 +38,7 @@ def test_held_products_have_the_bits_of_the_others(
 ) -> None:
     """Of 1 to 16 rows, which lie between others; what is behind the last row is NaN."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    multiply = importlib.import_module("launch_cases").multiply
+    multiply = importlib.import_module("op_cases.linear").multiply
     size, kind = name.split()
     n, k = map(int, size.split("x"))
     weight = (torch.randn(n, k, device="cuda") / 32).bfloat16()

@@ -17,7 +17,7 @@ from compiled_mtp.ops.device import shared_bytes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "kernel_table.py"
-SOURCES = (TOOL, TOOL.with_name("launch_cases.py"), TOOL.with_name("record_launches.py"))
+SOURCES = (TOOL, TOOL.with_name("record_launches.py"), *(ROOT / "tools" / "op_cases").glob("*.py"))
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
@@ -128,7 +128,7 @@ def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[s
             missing -= WITH_FP8_PRODUCTS
         if capability < 90:
             missing -= WITH_COPY_ENGINE
-        assert not missing, f"launch_cases.py must call what launches {missing} on sm_{capability}"
+        assert not missing, f"tools/op_cases must call what launches {missing} on sm_{capability}"
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from compiled_mtp.request import SamplingParams
-from tests.server.test_bench_serving import tool
+from tests.tools.test_bench_serving import tool
 
 pytestmark = [pytest.mark.replicas, pytest.mark.timeout(900)]
 

@@ -1,1 +1,1 @@
-"""Parts of tools/train_default_model.py: data, model, training loops, export, evaluation, model card."""
+"""The makers of the checkpoint that ships: data, model, training loops, export, evaluation, model card."""

@@ -41,7 +41,7 @@ repeat that source word for word.
 
 ## How it was trained
 ```
-python tools/train_default_model.py --output compiled_mtp/default_model
+python tools/default_model_training/train_default_model.py --output compiled_mtp/default_model
 ```
 {hardware}, torch {torch}, {seconds:.0f} s for training without data preparation and evaluation;
 seed {seed}. The defaults of the command are the recipe. GPU kernels are not deterministic, so

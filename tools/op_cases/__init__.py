@@ -1,4 +1,8 @@
-"""What `bench_op.py` measures: one module an operator, each with `cases(shape, rows, settings)`.
+"""Calls of the operators: what `bench_op.py` measures, and what `kernel_table.py` compiles without a GPU.
+
+One module a folder of ops/, with the arguments of a call in `make_inputs`. `cases(shape, rows, settings)`
+gives what is measured, `launches(capability)` what a GPU of that compute capability is ever asked for: which
+kernel a call launches, and how, is recorded from the operator (record_launches.py).
 
 A module returns the OpCases of one operator at one model's shapes for `rows` rows in all. `settings` holds
 the integers given by --set NAME=VALUE (query_len, keys, ...); a module reads those it knows with a default.
@@ -6,9 +10,22 @@ the integers given by --set NAME=VALUE (query_len, keys, ...); a module reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+INT32, INT64 = torch.int32, torch.int64
+FP8_CAPABILITY = 89  # ops.fp8.converts_fp8
+# Of the launches: one request's window, a prompt's chunk, a few slots.
+WINDOW = ROWS = 4
+PREFILL_ROWS = 2048
+SLOTS = 9
+BLOCK_SIZE, MAX_BLOCKS = 64, 128
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -60,3 +77,67 @@ class OpCase:
     check: Callable[[tuple[Any, ...]], None]
     alternative: Callable[..., Any] | None = None
     alternative_name: str = "none"
+
+
+@dataclass(frozen=True)
+class LaunchCase:
+    """One call. label: unique in its folder, and stable, since the recorded table is keyed by it.
+
+    call(device): makes the arguments there and calls the operator. min_capability: of the GPUs that are ever
+    asked for it (major * 10 + minor).
+    """
+
+    label: str
+    call: Callable[[torch.device], object]
+    min_capability: int = 80
+
+
+def launch_cases(operator: str, capability: int) -> list[LaunchCase]:
+    """The calls of one folder of ops/ that a GPU of that capability is asked for."""
+    found: Iterator[LaunchCase] = importlib.import_module(f"op_cases.{operator}").launches(capability)
+    return [case for case in found if capability >= case.min_capability]
+
+
+def launch(
+    label: str, operator: Callable[..., object], make_inputs: Callable[..., Any], dtype: torch.dtype = BF16
+) -> LaunchCase:
+    """The operator on `make_inputs(device, None)`, for GPUs that convert FP8 if `dtype` is it."""
+
+    def call(device: torch.device) -> object:
+        return operator(*make_inputs(device, None))
+
+    return LaunchCase(label, call, FP8_CAPABILITY if dtype == FP8 else 80)
+
+
+class Source:
+    """Random inputs on a device; no seed: of a recorded launch, on whose faked GPU no tensor has data."""
+
+    def __init__(self, device: str | torch.device, seed: int | None) -> None:
+        self.device = device
+        self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *size: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=self.device, generator=self.generator)
+
+    def uniform(self, *size: int) -> torch.Tensor:
+        return torch.rand(size, device=self.device, generator=self.generator)
+
+    def full(self, size: int, value: int, dtype: torch.dtype = INT64) -> torch.Tensor:
+        return torch.full((size,), value, dtype=dtype, device=self.device)
+
+
+def check_reference(operator: Any, args: tuple[Any, ...], most: float) -> None:
+    """Raise AssertionError unless a result is the specification's to within a relative error; `args` stay."""
+    copies = [[a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)]
+    got, wanted = operator(*copies[0]).double(), operator.reference(*copies[1]).double()
+    error = float((got - wanted).norm() / wanted.norm())
+    assert error < most, f"relative error {error:.1e} against the reference, allowed {most:.0e}"
+
+
+def tensor(device: torch.device, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """Of a launch that is recorded."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", FP32: "fp32", FP8: "fp8"}[dtype]

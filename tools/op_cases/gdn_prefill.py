@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP32,
+    PREFILL_ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    check_reference,
+    dtype_label,
+    launch,
+)
+from op_cases.gdn_verify import gate
 
 MAX_RELATIVE_ERROR = 6e-3
 
 
-def make_inputs(device: str, seed: int, shape: ModelShape, rows: int) -> Any:
-    generator = torch.Generator(device).manual_seed(seed)
+def make_inputs(
+    device: Any, seed: int | None, shape: ModelShape, rows: int, dtype: torch.dtype = BF16
+) -> Any:
+    source = Source(device, seed)
+    normal, cursor = source.normal, functools.partial(source.full, 1)
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator)
 
     def unit(*size: int) -> torch.Tensor:
         return torch.nn.functional.normalize(normal(*size), dim=-1)
 
-    def cursor(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.full((1,), value, dtype=dtype, device=device)
-
     return (
         unit(rows, nk, dim) * dim**-0.5, unit(rows, nk, dim), normal(rows, nv, dim),
-        -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)), normal(rows, nv * dim).bfloat16(),
-        normal(dim), normal(2, nv, dim, dim) * 0.1,
+        -normal(rows, nv).exp() * 0.1, torch.sigmoid(normal(rows, nv)),
+        gate(source, shape, rows, dtype), normal(dim), normal(2, nv, dim, dim) * 0.1,
         cursor(1, torch.int32), cursor(1024), cursor(rows), cursor(0), 1e-6, "silu",
     )  # fmt: skip
-
-
-def check(args: tuple[Any, ...]) -> None:
-    copies: list[list[Any]] = [
-        [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
-    ]
-    got, wanted = gdn_prefill(*copies[0]).double(), gdn_prefill.reference(*copies[1]).double()
-    error = float((got - wanted).norm() / wanted.norm())
-    assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
@@ -54,6 +55,12 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             make_inputs=functools.partial(make_inputs, shape=shape, rows=rows),
             call=gdn_prefill,
             bytes_moved=vectors + 2 * heads * dim * dim * 4,
-            check=check,
+            check=functools.partial(check_reference, gdn_prefill, most=MAX_RELATIVE_ERROR),
         )
     ]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, dtype in (("27b", BF16), ("4b", BF16), ("0.8b", BF16), ("0.8b", FP32)):
+        make = functools.partial(make_inputs, shape=SHAPES[name], rows=PREFILL_ROWS, dtype=dtype)
+        yield launch(f"{SHAPES[name].linear_value_heads}-{dtype_label(dtype)}", gdn_prefill, make)

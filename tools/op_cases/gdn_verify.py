@@ -3,49 +3,61 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP32,
+    ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    check_reference,
+    dtype_label,
+    launch,
+)
 
 MAX_RELATIVE_ERROR = 3e-3
 
 
-def make_inputs(device: str, seed: int, shape: ModelShape, batch: int, query_len: int, accepted: int) -> Any:
+def gate(source: Source, shape: ModelShape, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The columns z of a layer's projection q|k|v|z|b|a."""
+    nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
+    first = 2 * nk * dim + nv * dim
+    return source.normal(rows, first + nv * dim + 2 * nv).to(dtype)[:, first : first + nv * dim]
+
+
+def make_inputs(
+    device: Any,
+    seed: int | None,
+    shape: ModelShape,
+    batch: int,
+    query_len: int,
+    accepted: int,
+    dtype: torch.dtype = BF16,
+    ring: int | None = None,
+) -> Any:
     """Arguments of one call in which every request folds `accepted` records of the window before."""
-    generator = torch.Generator(device).manual_seed(seed)
+    source = Source(device, seed)
+    normal, uniform = source.normal, source.uniform
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
     rows, slots = batch * query_len, batch + 1
-    ring = 8 if query_len <= 4 else 16
+    ring = ring or (8 if query_len <= 4 else 16)
 
-    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator) * scale
-
-    def uniform(*size: int) -> torch.Tensor:
-        return torch.rand(*size, device=device, generator=generator)
-
-    proj = normal(rows, 2 * nk * dim + 2 * nv * dim + 2 * nv).bfloat16()
-    z = proj[:, 2 * nk * dim + nv * dim : 2 * nk * dim + 2 * nv * dim]
-    unit = dim**-0.5
-    pos = torch.full((batch,), 100, dtype=torch.int64, device=device)
+    unit, pos = dim**-0.5, source.full(batch, 100)
     return (
-        normal(rows, nk, dim, scale=unit * unit), normal(rows, nk, dim, scale=unit), normal(rows, nv, dim),
-        uniform(rows, nv), uniform(rows, nv), z, uniform(dim), normal(slots, nv, dim, dim),
-        normal(slots, nk, ring, dim, scale=unit), normal(slots, nv, ring, dim), uniform(slots, nv, ring),
+        normal(rows, nk, dim) * unit**2, normal(rows, nk, dim) * unit, normal(rows, nv, dim),
+        uniform(rows, nv), uniform(rows, nv), gate(source, shape, rows, dtype),
+        uniform(dim), normal(slots, nv, dim, dim),
+        normal(slots, nk, ring, dim) * unit, normal(slots, nv, ring, dim), uniform(slots, nv, ring),
         torch.arange(1, slots, dtype=torch.int32, device=device), pos - accepted, pos, 1e-6, "silu",
     )  # fmt: skip
-
-
-def check(args: tuple[Any, ...]) -> None:
-    copies: list[list[Any]] = [
-        [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
-    ]
-    got, wanted = gdn_verify(*copies[0]), gdn_verify.reference(*copies[1])
-    error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
-    assert error < MAX_RELATIVE_ERROR, f"relative error {error:.1e}"
 
 
 def torch_steps(*args: Any) -> torch.Tensor:
@@ -86,8 +98,21 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             ),
             call=gdn_verify,
             bytes_moved=states + vectors,
-            check=check,
+            check=functools.partial(check_reference, gdn_verify, most=MAX_RELATIVE_ERROR),
             alternative=torch_steps,
             alternative_name="torch",
         )
     ]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, dtype, ring in (
+        ("27b", BF16, 8),
+        ("27b", BF16, 16),
+        ("27b", FP32, 8),
+        ("4b", BF16, 8),
+        ("0.8b", BF16, 8),
+    ):
+        make = functools.partial(make_inputs, batch=1, query_len=ROWS, accepted=ROWS - 1, dtype=dtype)
+        label = f"{SHAPES[name].linear_value_heads}-{dtype_label(dtype)}-ring{ring}"
+        yield launch(label, gdn_verify, functools.partial(make, shape=SHAPES[name], ring=ring))

@@ -4,18 +4,35 @@ head; with --set prefill=1 those of a prompt's rows."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.config import NAMED_DTYPES, read_table
+from compiled_mtp.ops.linear.held_config import read_held_table
+from compiled_mtp.ops.linear.tall_config import read_tall_table
 from compiled_mtp.ops.silu_mul import silu_mul
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP8,
+    FP8_CAPABILITY,
+    FP32,
+    ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    dtype_label,
+    tensor,
+)
 
 # The products whose sums a norm adds up, and the one whose halves are multiplied.
 BEFORE_NORM = ("gdn_out", "o", "down")
 GATE_UP = "gate|up"
+HEAD_ROWS = SHAPES["27b"].vocab
 
 
 def projections(shape: ModelShape, fp8: bool = False) -> dict[str, tuple[int, int]]:
@@ -48,6 +65,30 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    whole: tuple[int, int] = (0, 0),
+    held: bool = False,
+    scale: torch.Tensor | None = None,
+    prefill: bool = False,
+) -> torch.Tensor:
+    """The operator of a kind: linear ("product", or "logits" in float32), linear_silu_mul ("gated"),
+    linear_parts ("partsN", "parts" for as many as is fastest) or linear_beside ("beside").
+
+    whole: N and K of the weight, where it is a piece.
+    """
+    if kind == "gated":
+        return linear_silu_mul(x, weight, scale, *whole, held)
+    if kind.startswith("parts"):
+        count = int(kind.removeprefix("parts") or count_parts(weight, x.shape[0]))
+        return linear_parts(x, weight, scale, count, *whole, held=held)
+    if kind == "beside":
+        return linear_beside(x, weight)
+    return linear(x, weight, scale, kind == "logits", prefill, *whole, held)
+
+
 def call(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -56,13 +97,9 @@ def call(
     is_prefill: bool = False,
 ) -> torch.Tensor:
     """The product as a layer has it: gate|up with what follows, those before a norm in parts."""
-    if is_prefill:
-        return linear(x, weight, weight_scale, False, True)
-    if name in BEFORE_NORM:
-        return linear_parts(x, weight, weight_scale, count_parts(weight, x.shape[0]))
-    if name == GATE_UP:
-        return linear_silu_mul(x, weight, weight_scale)
-    return linear(x, weight, weight_scale)
+    kind = "parts" if name in BEFORE_NORM else "gated" if name == GATE_UP else "product"
+    kind = "product" if is_prefill else kind
+    return multiply(x, weight, kind, scale=weight_scale, prefill=is_prefill)
 
 
 def check(args: tuple[torch.Tensor | None, ...], name: str = "", is_prefill: bool = False) -> None:
@@ -95,12 +132,11 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, weight_scale: None) -> torch.T
 def make_inputs(
     device: str, seed: int, rows: int, n: int, k: int, fp8: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-    weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
+    source = Source(device, seed)
+    x, weight = source.normal(rows, k, dtype=BF16), source.normal(n, k, dtype=BF16)
     if not fp8:
         return x, weight * k**-0.5, None
-    scale = torch.rand(-(-n // 128), -(-k // 128), device=device, generator=generator) * 1e-3 + 1e-4
+    scale = source.uniform(-(-n // 128), -(-k // 128)) * 1e-3 + 1e-4
     return x, (weight * 50).to(torch.float8_e4m3fn), scale
 
 
@@ -123,3 +159,97 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
                 )
             )
     return result
+
+
+def product(
+    device: torch.device,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    kind: str,
+    prefill: bool = False,
+    gap: int = 0,
+    whole: tuple[int, int] = (0, 0),
+    held: bool = False,
+) -> None:
+    """`multiply` of tensors without data. gap: numbers between two rows; with 1 they have no descriptor."""
+    x = tensor(device, rows, k + gap, dtype=FP32 if dtype == FP32 else BF16)[:, :k]
+    weight = tensor(device, n, k, dtype=dtype)
+    scale = tensor(device, -(-n // 128), -(-k // 128)) if dtype == FP8 else None
+    multiply(x, weight, kind, whole, held, scale, prefill)
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    """Each kind of product at each height of a tile, then each measured weight of this GPU."""
+    for n, k, dtype in (
+        (34816, 5120, BF16),
+        (5120, 6144, BF16),
+        (1024, 3584, BF16),
+        (34816, 5120, FP8),
+        (2560, 9216, FP8),
+        (1024, 2048, FP32),
+        # In no measured table: the rule chooses the tile.
+        (8192, 3072, BF16),
+        (8192, 3072, FP8),
+    ):
+        name = f"{n}x{k}-{dtype_label(dtype)}"
+        for rows in (4, 20, 50, 100):
+            shape = functools.partial(product, rows=rows, n=n, k=k, dtype=dtype)
+            kinds = ["product", *(["gated"] if n == 34816 else []), *(["parts"] if k > n else [])]
+            for kind in kinds:
+                label = f"{kind}-{name}-{rows}"
+                yield LaunchCase(
+                    label, functools.partial(shape, kind=kind), FP8_CAPABILITY if dtype == FP8 else 80
+                )
+                if dtype == BF16 and rows != 4:
+                    without = functools.partial(shape, kind=kind, gap=1)
+                    yield LaunchCase(f"{label}-unaligned", without)
+            if dtype == FP8 and rows == 100:
+                call = functools.partial(shape, kind="product", prefill=True)
+                yield LaunchCase(f"prefill-{name}-{rows}", call, FP8_CAPABILITY)
+    for n, k in ((34816, 5120), (2560, 9216), (2560, 2560)):
+        for rows in (40, 512, 2048):
+            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind="product", prefill=True)
+            yield LaunchCase(f"prefill-{n}x{k}-{rows}", call)
+    # The router's: its rows lie at no multiple of 16 bytes.
+    router = functools.partial(product, rows=512, n=257, k=2048, dtype=BF16, kind="logits", prefill=True)
+    yield LaunchCase("prefill-logits-257x2048", router)
+    # b|a of 27B's FP8 release, and of a model in float32.
+    for rows, dtype in ((4, BF16), (128, BF16), (4, FP32)):
+        call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="beside")
+        yield LaunchCase(f"beside-96x5120-{dtype_label(dtype)}-{rows}", call)
+    yield from tall_cases()
+    yield from held_cases()
+    for entry in read_table().get(f"sm_{capability}", {}):
+        size, dtype_text = entry.split()
+        n, k = map(int, size.split("x"))
+        # The head and the router give float32.
+        kind = "logits" if n in (HEAD_ROWS, 257) else "product"
+        dtype = NAMED_DTYPES[dtype_text]
+        call = functools.partial(product, rows=ROWS, n=n, k=k, dtype=dtype, kind=kind)
+        yield LaunchCase(f"{kind}-{size}-{dtype_text}", call, FP8_CAPABILITY if dtype == FP8 else 80)
+
+
+def tall_cases() -> Iterator[LaunchCase]:
+    """Each measured product of many rows at each height of a tile, the head, and pieces of weights."""
+    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_tall_table(), (20, 100, 200))
+    more = (f"{HEAD_ROWS}x5120 logits", "5120x2176 parts1", "4352x5120 gated")
+    products |= dict.fromkeys(more, (20, 100))
+    for name, heights in products.items():
+        size, kind = name.split()
+        n, k = map(int, size.split("x"))
+        whole = {"5120x2176": (0, 17408), "4352x5120": (34816, 0)}.get(size, (0, 0))
+        for rows in heights:
+            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind, whole=whole)
+            yield LaunchCase(f"tall-{size}-{kind}-{rows}", call)
+
+
+def held_cases() -> Iterator[LaunchCase]:
+    """Each product whose weight is held, at both heights of a tile."""
+    for name in read_held_table():
+        size, kind = name.split()
+        n, k = map(int, size.split("x"))
+        for rows in (4, 12):
+            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind, held=True)
+            yield LaunchCase(f"held-{size}-{kind}-{rows}", call)

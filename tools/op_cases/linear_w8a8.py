@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantized_values, scale_shape
+from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantized_values
 from compiled_mtp.ops.linear_w8a8 import count_parts, linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from op_cases import ModelShape, OpCase
+from op_cases import FP8, LaunchCase, ModelShape, OpCase, tensor
 from op_cases.linear import BEFORE_NORM, projections, relative_error
+from op_cases.linear import make_inputs as make_weights
 
 # What FP8 products add up inside is imprecise: as much again as the rounding.
 MAX_RELATIVE_ERROR = 6e-3
 
 
-def make_inputs(device: str, seed: int, rows: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(rows, k, dtype=torch.bfloat16, device=device, generator=generator)
-    weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
-    scale = torch.rand(scale_shape((n, k)), device=device, generator=generator) * 1e-3 + 1e-4
-    return *quantize_rows(x), (weight * 50).to(torch.float8_e4m3fn), scale
+def make_inputs(device: str, seed: int, rows: int, n: int, k: int) -> tuple[torch.Tensor | None, ...]:
+    x, weight, scale = make_weights(device, seed, rows, n, k, True)
+    assert x is not None
+    return *quantize_rows(x), weight, scale
 
 
 def call(
@@ -65,3 +64,38 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             )
         )
     return result
+
+
+def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int, gap: int = 0) -> None:
+    """linear_w8a8 ("count" 0) or linear_w8a8_parts in that many parts; gap: bytes between two rows."""
+    x, weight = tensor(device, rows, k + gap, dtype=FP8)[:, :k], tensor(device, n, k, dtype=FP8)
+    scales = tensor(device, rows, k // 128), tensor(device, -(-n // 128), k // 128)
+    if count:
+        linear_w8a8_parts(x, scales[0], weight, scales[1], count)
+    else:
+        linear_w8a8(x, scales[0], weight, scales[1])
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    """Each height of a tile, whole and in each number of parts."""
+    for rows in (4, 20, 50, 100):
+        for n, k, counts in ((34816, 5120, (0,)), (5120, 17408, (1, 2, 4, 8))):
+            for count in counts:
+                call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
+                yield LaunchCase(f"{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+
+    for rows, n, k, counts in (
+        (20, 16384, 5120, (0,)),
+        (200, 34816, 5120, (0,)),
+        (2048, 34816, 5120, (0,)),
+        (100, 5120, 6144, (1, 2, 4, 8)),
+        (2048, 5120, 17408, (0,)),
+    ):
+        for count in counts:
+            call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
+            yield LaunchCase(f"tall-{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+    # Rows at no multiple of 16 bytes.
+    for rows in (20, 50, 100):
+        for count in (0, 1, 4):
+            call = functools.partial(w8a8_product, rows=rows, n=5120, k=17408, count=count, gap=8)
+            yield LaunchCase(f"unaligned-{rows}" + f"-parts{count}" * (count > 0), call, 90)

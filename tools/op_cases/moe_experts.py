@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.fp8 import quantized_values
-from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_experts import (
+    moe_experts,
+    moe_experts_w8a8,
+    moe_hidden,
+    moe_hidden_w8a8,
+    moe_sums,
+    moe_sums_w8a8,
+)
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    FP8,
+    FP32,
+    INT32,
+    PREFILL_ROWS,
+    ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    dtype_label,
+    launch,
+    tensor,
+)
 
 MAX_RELATIVE_ERROR = 4e-3
 # Quantised again between the two products: half a step of e4m3 is up to a sixteenth of a value.
@@ -73,27 +95,24 @@ def routing(shape: ModelShape, rows: int) -> torch.Tensor:
 
 
 def make_inputs(
-    device: str, seed: int, shape: ModelShape, rows: int, fp8: bool
+    device: Any, seed: int | None, shape: ModelShape, rows: int, fp8: bool, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor | None, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
+    source = Source(device, seed)
     experts, width, inner = shape.experts + 1, shape.hidden, shape.expert_intermediate
 
     def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        result = torch.empty(experts, n, k, dtype=dtype, device=device)
-        for expert in range(experts):
-            values = torch.randn(n, k, device=device, generator=generator)
-            result[expert] = (values * (50.0 if fp8 else k**-0.5)).to(dtype)
+        result = torch.empty(experts, n, k, dtype=FP8 if fp8 else dtype, device=device)
+        for expert in range(0 if seed is None else experts):
+            result[expert] = (source.normal(n, k) * (50.0 if fp8 else k**-0.5)).to(result.dtype)
         if not fp8:
             return result, None
-        scale = torch.rand(experts, -(-n // 128), -(-k // 128), device=device, generator=generator)
-        return result, (scale + 0.5) * (k**-0.5 / 50.0)
+        return result, (source.uniform(experts, -(-n // 128), -(-k // 128)) + 0.5) * (k**-0.5 / 50.0)
 
-    x = torch.randn(rows, width, dtype=torch.bfloat16, device=device, generator=generator)
-    weights = torch.rand(rows, shape.top_k + 1, device=device, generator=generator)
+    x, weights = source.normal(rows, width, dtype=dtype), source.uniform(rows, shape.top_k + 1)
+    ids = tensor(device, *weights.shape, dtype=INT32) if seed is None else routing(shape, rows).to(device)
     gate_up, gate_up_scale = weight(2 * inner, width)
     down, down_scale = weight(width, inner)
-    return x, weights, routing(shape, rows).to(device), gate_up, down, gate_up_scale, down_scale
+    return x, weights, ids, gate_up, down, gate_up_scale, down_scale
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
@@ -147,3 +166,53 @@ def torch_loop(chosen: list[tuple[Any, ...]]) -> Any:
         return out.to(x.dtype)
 
     return call
+
+
+def quantised(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a recorded launch that are FP8, and their factors."""
+    return tensor(device, rows, width, dtype=FP8), tensor(device, rows, width // 128)
+
+
+def w8a8_experts(device: torch.device, rows: int) -> None:
+    _, *rest = make_inputs(device, None, SHAPES["35b-a3b"], rows, True)
+    given: tuple[Any, ...] = (*quantised(device, rows, 2048), *rest)
+    moe_experts_w8a8(*given)
+
+
+def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
+    """What one of two ranks makes of them: half of the hidden columns, and half of the sums."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257, 1024, 256
+    ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
+    dtype = FP8 if is_fp8 else BF16
+    up, down = empty(count, 2 * inner, 2 * width, dtype=dtype), empty(count, width, 2 * inner, dtype=dtype)
+    if is_fp8:
+        moe_hidden_w8a8(*quantised(device, rows, 2 * width), ids, up, empty(count, 4, 16))
+        moe_sums_w8a8(*quantised(device, 9 * rows, 2 * inner), weights, ids, down, empty(count, 8, 4))
+    else:
+        moe_hidden(empty(rows, 2 * width, dtype=BF16), ids, up)
+        moe_sums(empty(9 * rows, 2 * inner, dtype=BF16), weights, ids, down)
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for name, rows in (("w8a8", ROWS), ("tall-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(w8a8_experts, rows=rows), 90)
+    for name, rows, dtype in (
+        ("decode", ROWS, BF16),
+        ("decode", ROWS, FP8),
+        ("decode", ROWS, FP32),
+        # So many that their pairs outnumber the tiles.
+        ("many", 60, BF16),
+        ("prefill", PREFILL_ROWS, BF16),
+        ("prefill", PREFILL_ROWS, FP8),
+    ):
+        is_fp8 = dtype == FP8
+        make = functools.partial(
+            make_inputs, shape=SHAPES["35b-a3b"], rows=rows, fp8=is_fp8, dtype=BF16 if is_fp8 else dtype
+        )
+        call = functools.partial(moe_experts, prefill=name == "prefill")
+        yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
+    halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
+    yield LaunchCase("halves", halves)
+    for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):
+        yield LaunchCase(name, functools.partial(halves_of_experts, rows=rows, is_fp8=True), 90)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from compiled_mtp.ops.moe_router import moe_router
-from op_cases import ModelShape, OpCase
+from op_cases import ROWS, LaunchCase, ModelShape, OpCase, Source, launch
 
 
 def torch_router(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,14 +28,22 @@ def check(args: tuple[torch.Tensor, int, bool]) -> None:
     torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-9)
 
 
+def make_inputs(
+    device: Any, seed: int | None, rows: int, experts: int, top_k: int
+) -> tuple[torch.Tensor, int, bool]:
+    return Source(device, seed).normal(rows, experts + 1) * 2, top_k, True
+
+
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """The router of one block."""
     if not shape.experts:
         raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
-
-    def make_inputs(device: str, seed: int) -> tuple[torch.Tensor, int, bool]:
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(rows, shape.experts + 1, device=device, generator=generator) * 2, shape.top_k, True
-
+    make = functools.partial(make_inputs, rows=rows, experts=shape.experts, top_k=shape.top_k)
     moved = rows * (4 * (shape.experts + 1) + 8 * (shape.top_k + 1))
-    return [OpCase("router", make_inputs, moe_router, moved, check, torch_router, "torch softmax, topk")]
+    return [OpCase("router", make, moe_router, moved, check, torch_router, "torch softmax, topk")]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for experts, top_k in ((256, 8), (512, 10)):
+        make = functools.partial(make_inputs, rows=ROWS, experts=experts, top_k=top_k)
+        yield launch(f"{experts}-{top_k}", moe_router, make)

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    BLOCK_SIZE,
+    FP8,
+    FP32,
+    MAX_BLOCKS,
+    PREFILL_ROWS,
+    SHAPES,
+    WINDOW,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    dtype_label,
+    launch,
+)
 
-BLOCK_SIZE = 64
 TOLERANCE = 4e-3
 
 
 def make_inputs(
-    shape: ModelShape, requests: int, query_len: int, keys: int, fp8: bool, device: str, seed: int
+    device: Any,
+    seed: int | None,
+    shape: ModelShape,
+    requests: int,
+    query_len: int,
+    keys: int,
+    cache: torch.dtype,
 ) -> tuple[Any, ...]:
     """Arguments of the operator, then the same keys and values [B, hkv, keys, hd] for SDPA."""
-    g = torch.Generator(device).manual_seed(seed)
+    source = Source(device, seed)
+    normal = functools.partial(source.normal, dtype=FP32 if cache == FP32 else BF16)
     hd, blocks = shape.head_dim, -(-keys // BLOCK_SIZE)
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.bfloat16, device=device, generator=g)
-
     rows = requests * query_len
-    q, gate = normal(rows, shape.query_heads, 2, hd).unbind(2)
+    qkv = normal(rows, 2 * (shape.query_heads + shape.kv_heads) * hd)
+    q, gate = qkv[:, : 2 * shape.query_heads * hd].view(rows, shape.query_heads, 2, hd).unbind(2)
     kv = normal(requests * blocks, 2, shape.kv_heads, BLOCK_SIZE, hd)
-    table = torch.randperm(requests * blocks, device=device, generator=g).to(torch.int32)
+    table = torch.randperm(requests * blocks, device=device, generator=source.generator).to(torch.int32)
     table = table.view(requests, blocks)
     pages = kv[table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :keys].contiguous()
     positions = torch.arange(keys - query_len, keys, device=device).repeat(requests)
     scale = None
-    if fp8:
+    if cache == FP8:
         scale = kv.float().abs().amax(-1) / 448
-        kv = (kv.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        kv = (kv.float() / scale.unsqueeze(-1)).to(FP8)
     return q.contiguous(), gate, kv, scale, table, positions, hd**-0.5, 0, *pages
+
+
+def call(*args: Any) -> torch.Tensor:
+    return paged_attention(*args[:8])
 
 
 def check(args: tuple[Any, ...]) -> None:
@@ -61,11 +86,13 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     cache = 2 * requests * keys * shape.kv_heads * shape.head_dim
     activations = 3 * 2 * requests * query_len * shape.query_heads * shape.head_dim
 
+    make = functools.partial(make_inputs, shape=shape, requests=requests, query_len=query_len, keys=keys)
+
     def case(fp8: bool) -> OpCase:
         return OpCase(
             f"{'fp8' if fp8 else 'bf16'} B {requests} W {query_len} keys {keys}",
-            lambda device, seed: make_inputs(shape, requests, query_len, keys, fp8, device, seed),
-            lambda *args: paged_attention(*args[:8]),
+            functools.partial(make, cache=FP8 if fp8 else BF16),
+            call,
             cache * (1 if fp8 else 2) + (cache // shape.head_dim * 4 if fp8 else 0) + activations,
             check,
             sdpa,
@@ -73,3 +100,24 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
         )
 
     return [case(False), case(True)]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for heads in ((24, 4, 256), (16, 2, 256), (8, 2, 256), (8, 2, 128), (4, 2, 64)):
+        shape = dataclasses.replace(SHAPES["27b"], query_heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+        for dtype in (BF16, FP8, FP32):
+            if dtype == FP32 and heads not in ((8, 2, 256), (4, 2, 64)):
+                continue
+            for name, window, requests in (
+                ("verify", WINDOW, 1),
+                # So many that a program may have a group of splits.
+                ("grouped-verify", WINDOW, 32),
+                ("prefill", PREFILL_ROWS, 1),
+                ("short-prefill", 128, 1),
+            ):
+                keys = MAX_BLOCKS * BLOCK_SIZE
+                make = functools.partial(
+                    make_inputs, shape=shape, requests=requests, query_len=window, keys=keys, cache=dtype
+                )
+                label = f"{name}-{'-'.join(map(str, heads))}-{dtype_label(dtype)}"
+                yield launch(label, call, make, dtype)

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from op_cases import ModelShape, OpCase
+from op_cases import (
+    BF16,
+    BLOCK_SIZE,
+    EPS,
+    FP8,
+    FP32,
+    ROWS,
+    SHAPES,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    Source,
+    dtype_label,
+    launch,
+)
 
-BLOCK_SIZE = 64
-EPS = 1e-6
 
-
-def make_inputs(shape: ModelShape, rows: int, fp8: bool, device: str, seed: int) -> tuple[Any, ...]:
-    g = torch.Generator(device).manual_seed(seed)
+def make_inputs(
+    device: Any, seed: int | None, shape: ModelShape, rows: int, cache: torch.dtype
+) -> tuple[Any, ...]:
+    normal = functools.partial(Source(device, seed).normal, dtype=FP32 if cache == FP32 else BF16)
     hq, hkv, hd = shape.query_heads, shape.kv_heads, shape.head_dim
     blocks = 1 + -(-rows // BLOCK_SIZE)
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.bfloat16, device=device, generator=g)
-
-    angle = torch.arange(8192, device=device).unsqueeze(1) * 1e7 ** (-torch.arange(32, device=device) / 32)
-    kv = torch.zeros(blocks, 2, hkv, BLOCK_SIZE, hd, dtype=torch.bfloat16, device=device)
-    scale = torch.zeros(kv.shape[:-1], device=device) if fp8 else None
+    pairs = torch.arange(hd // 8, device=device) / (hd // 8)
+    angle = torch.arange(8192, device=device).unsqueeze(1) * 1e7**-pairs
+    kv = torch.zeros(blocks, 2, hkv, BLOCK_SIZE, hd, dtype=cache, device=device)
+    scale = torch.zeros(kv.shape[:-1], device=device) if cache == FP8 else None
     return (
         normal(rows, (2 * hq + 2 * hkv) * hd),
         normal(hd),
@@ -32,7 +45,7 @@ def make_inputs(shape: ModelShape, rows: int, fp8: bool, device: str, seed: int)
         torch.cat((angle.cos(), angle.sin()), 1),
         torch.arange(4096, 4096 + rows, device=device) % 8192,
         torch.arange(BLOCK_SIZE, BLOCK_SIZE + rows, device=device),
-        kv.to(torch.float8_e4m3fn) if fp8 else kv,
+        kv,
         scale,
         hq,
         hkv,
@@ -58,10 +71,19 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     def case(fp8: bool) -> OpCase:
         return OpCase(
             "fp8" if fp8 else "bf16",
-            lambda device, seed: make_inputs(shape, rows, fp8, device, seed),
+            functools.partial(make_inputs, shape=shape, rows=rows, cache=FP8 if fp8 else BF16),
             qk_norm_rope_kv_write,
             read + 2 * rows * hq * hd + 2 * rows * hkv * (hd + 4 if fp8 else 2 * hd),
             check,
         )
 
     return [case(False), case(True)]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    for heads in ((24, 4, 256), (8, 2, 256), (8, 2, 64)):
+        shape = dataclasses.replace(SHAPES["27b"], query_heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+        for dtype in (BF16, FP8, FP32):
+            make = functools.partial(make_inputs, shape=shape, rows=ROWS, cache=dtype)
+            label = f"{'-'.join(map(str, heads))}-{dtype_label(dtype)}"
+            yield launch(label, qk_norm_rope_kv_write, make, dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantized_values
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from op_cases import ModelShape, OpCase
+from op_cases import BF16, FP8, ROWS, LaunchCase, ModelShape, OpCase, Source, launch
 
 # Half a step of e4m3, and what the factor's rounding adds.
 MAX_ERROR = 0.0626
@@ -24,18 +26,27 @@ def check_quantized(values: torch.Tensor, factors: torch.Tensor, x: torch.Tensor
     assert worst < MAX_ERROR, f"an error of {worst:.3f} of a value"
 
 
+def make_rows(
+    device: Any, seed: int | None, rows: int, width: int, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, ...]:
+    """Random rows alone."""
+    return (Source(device, seed).normal(rows, width, dtype=dtype),)
+
+
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """Rows as wide as the inputs of GDN's and of attention's output projection."""
     widths = (shape.linear_value_heads * shape.linear_head_dim, shape.query_heads * shape.head_dim)
 
     def case(width: int) -> OpCase:
-        def make_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
-            generator = torch.Generator(device).manual_seed(seed)
-            return (torch.randn(rows, width, dtype=torch.bfloat16, device=device, generator=generator),)
-
+        make = functools.partial(make_rows, rows=rows, width=width)
         moved = rows * (3 * width + 4 * width // FP8_BLOCK)
         return OpCase(
-            f"{width}", make_inputs, quantize_rows, moved, lambda a: check_quantized(*quantize_rows(*a), *a)
+            f"{width}", make, quantize_rows, moved, lambda a: check_quantized(*quantize_rows(*a), *a)
         )
 
     return [case(width) for width in sorted(set(widths))]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    make = functools.partial(make_rows, rows=ROWS, width=5120)
+    yield launch("5120", quantize_rows, make, FP8)

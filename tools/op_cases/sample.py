@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.features import PENALTIES, RECENT_IDS
-from compiled_mtp.ops.sample import SamplingTables, sample
-from op_cases import ModelShape, OpCase
+from compiled_mtp.ops.sample import SamplingTables, filter_logits, sample
+from op_cases import INT32, ROWS, SHAPES, WINDOW, LaunchCase, ModelShape, OpCase, Source, launch, tensor
 
 SETTINGS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -22,12 +23,15 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 
 def make_inputs(
-    device: str, seed: int, vocab: int, rows: int, parameters: dict[str, float]
+    device: Any, seed: int | None, vocab: int, rows: int, parameters: dict[str, float], drafts: int = 0
 ) -> tuple[Any, ...]:
-    """Logits as a language model gives them: a flat bulk and a peaked head of a few hundred ids."""
-    generator = torch.Generator(device).manual_seed(seed)
-    logits = torch.randn(rows, vocab, device=device, generator=generator) * 2
-    head = torch.randint(0, vocab, (rows, 300), device=device, generator=generator)
+    """Logits as a language model gives them: a flat bulk and a peaked head of a few hundred ids.
+
+    Of rows / (1 + drafts) requests.
+    """
+    source = Source(device, seed)
+    logits = source.normal(rows, vocab) * 2
+    head = torch.randint(0, vocab, (rows, 300), device=device, generator=source.generator)
     logits.scatter_add_(1, head, 16 - torch.arange(1, 301, device=device).expand(rows, 300).float().log() * 2)
 
     def table(name: str, dtype: torch.dtype, neutral: float = 0.0) -> torch.Tensor:
@@ -55,10 +59,11 @@ def make_inputs(
         bad_word_lengths=torch.zeros(slots, 64, dtype=torch.int32, device=device),
         recent_ids=torch.full((slots, RECENT_IDS), -1, device=device),
     )
-    drafts = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-    positions = torch.arange(rows, device=device) + 1000 * seed
-    state_index = torch.arange(1, slots, dtype=torch.int32, device=device)
-    return logits, drafts, positions, state_index, tables, vocab - 243, None, None
+    requests = rows // (1 + drafts)
+    drafted = torch.zeros(requests, drafts, dtype=torch.int64, device=device)
+    positions = torch.arange(rows, device=device) + 1000 * (seed or 0)
+    state_index = torch.arange(1, requests + 1, dtype=torch.int32, device=device)
+    return logits, drafted, positions, state_index, tables, vocab - 243, None, None
 
 
 def check(args: tuple[Any, ...]) -> None:
@@ -109,3 +114,26 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
         name = other.__name__.replace("_", " ") if other else "none"
         result.append(OpCase(label, inputs, sample, 4 * rows * shape.vocab, check, other, name))
     return result
+
+
+def make_masked(device: Any, seed: int | None, vocab: int) -> tuple[Any, ...]:
+    """One request's window, with masks."""
+    *given, _ = make_inputs(device, seed, vocab, ROWS, {}, WINDOW - 1)
+    return *given, tensor(device, ROWS, -(-vocab // 32), dtype=INT32)
+
+
+def make_cut(device: Any, seed: int | None, vocab: int) -> tuple[Any, ...]:
+    """A draft, from a head of some rows of the vocabulary."""
+    _, _, positions, state_index, *rest, _, _ = make_inputs(device, seed, vocab, 1, {})
+    drafted, ids = (tensor(device, *size, dtype=torch.int64) for size in ((1, 3), (32768,)))
+    return tensor(device, 1, 32768), drafted, positions, state_index, *rest, ids, None
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    vocab = SHAPES["27b"].vocab
+    window = functools.partial(make_inputs, rows=ROWS, parameters={}, drafts=WINDOW - 1)
+    yield launch("window", sample, functools.partial(window, vocab=vocab))
+    yield launch("masks", sample, functools.partial(make_masked, vocab=vocab))
+    yield launch("cut", sample, functools.partial(make_cut, vocab=vocab))
+    yield launch("filter", filter_logits, functools.partial(make_masked, vocab=vocab))
+    yield launch("window-small", sample, functools.partial(window, vocab=1024))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
-from op_cases import ModelShape, OpCase
-from op_cases.quantize_rows import check_quantized
+from op_cases import BF16, FP8, FP32, ROWS, LaunchCase, ModelShape, OpCase, dtype_label, launch
+from op_cases.quantize_rows import check_quantized, make_rows
 
 
 def check(args: tuple[torch.Tensor, ...]) -> None:
@@ -33,12 +34,16 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     if not width:
         return []
 
-    def make_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
-        generator = torch.Generator(device).manual_seed(seed)
-        return (torch.randn(rows, 2 * width, dtype=torch.bfloat16, device=device, generator=generator),)
-
+    make = functools.partial(make_rows, rows=rows, width=2 * width)
     quantised_bytes = rows * (4 * width + width + 4 * width // FP8_BLOCK)
     return [
-        OpCase(f"{width}", make_inputs, silu_mul, 2 * 3 * rows * width, check, alternative, "two kernels"),
-        OpCase(f"{width} quantised", make_inputs, silu_mul_quantized, quantised_bytes, check_groups),
+        OpCase(f"{width}", make, silu_mul, 2 * 3 * rows * width, check, alternative, "two kernels"),
+        OpCase(f"{width} quantised", make, silu_mul_quantized, quantised_bytes, check_groups),
     ]
+
+
+def launches(capability: int) -> Iterator[LaunchCase]:
+    make = functools.partial(make_rows, rows=ROWS, width=2 * 17408)
+    for dtype in (BF16, FP32):
+        yield launch(dtype_label(dtype), silu_mul, functools.partial(make, dtype=dtype))
+    yield launch("bf16-quantized", silu_mul_quantized, make, FP8)

@@ -1,0 +1,375 @@
+"""What the service costs over the bare engine: throughput, and the time between a stream's chunks.
+
+    python tools/bench_engine.py overhead --streams 16 --cores 0,1         # the checkpoint that ships, a CPU
+    python tools/bench_engine.py overhead --shape 4b --streams 1,32 --device cuda  # random weights, a GPU
+
+One engine, decoded by turns in three ways: "step", bench_step's loop over the same runner, without text;
+"bare", add_request and Engine.step; "service", the same prompts as streams of /v1/completions from a server
+in this process, read over sockets by a client in another. Before anything is timed the tokens that the client
+reads must be those of the bare engine, and in each turn the texts; else nothing is printed.
+
+Ratios are medians over turns of two blocks of the same turn; a time a round, or between the chunks of one
+stream, is taken while all of a block's requests decode, and over all turns. cpu_ratio is of the seconds that
+the cores gave this process for a block: with --cores and a CPU's engine, which never waits, it is what the
+throughput's would be if nobody else used the core. loop_share is the part of the service's that the thread
+of the sockets took, which is surer on a busy machine: all but that is the bare engine's work, and what the
+stepping thread does to hand it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import stream_client
+from bench_step import WARM_UP_STEPS, rate_for, start_loop
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.serve import Server, make_service, settle_interpreter
+from engine_scenarios import common
+
+PREFILL_CHUNK, TIMED_STEPS, LEAST_ROUNDS = 64, 60, 10
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Block:
+    """What one way gave: a request's tokens or texts, seconds in all, of this process's cores, and of each
+    round with all requests, or between the chunks of such rounds. loop_s: of the cores, those of the loop.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str]
+    seconds: float
+    cpu_s: float
+    rounds: list[float]
+    loop_s: float = 0.0
+
+
+class SharedEngine(Engine):
+    """An engine that a service steps, but for while it is lent to somebody else."""
+
+    is_lent = False
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether the service has something to step."""
+        return not self.is_lent and super().has_unfinished_requests()
+
+
+class Client:
+    """The other process."""
+
+    def __init__(self, port: int, core: int | None) -> None:
+        self._port = port
+        self._process = subprocess.Popen(
+            [sys.executable, stream_client.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if core is not None:
+            os.sched_setaffinity(self._process.pid, {core})
+
+    def stream(self, bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Send all bodies at once; return what stream_client answers."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"port": self._port, "bodies": bodies}) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        errors = [stream["error"] for stream in found["streams"] if stream["status"] != 200]
+        assert not errors, errors[0]
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Bench:
+    """One engine, its service and its client; prompts are texts of at most `context` tokens."""
+
+    def __init__(
+        self, engine: SharedEngine, loop: threading.Thread, client: Client, context: int, max_tokens: int
+    ) -> None:
+        self.engine, self._client = engine, client
+        self._context, self._max_tokens = context, max_tokens
+        assert loop.ident is not None
+        self._loop_clock = time.pthread_getcpuclockid(loop.ident)
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        words = random.Random(0)
+        self._prompts = []
+        for _ in range(engine.config.max_batch):
+            text = "".join(words.choices("etaoin shrdlu", k=8 * context))
+            while (length := len(tokenizer.encode(text))) > context:
+                text = text[: len(text) * context // length]
+            self._prompts.append(text)
+
+    def step(self, streams: int) -> list[float]:
+        """Seconds of rounds in bench_step's loop."""
+        self.engine.is_lent = True
+        runner = self.engine.runner
+        # A round may have been launched ahead for requests that had ended.
+        while (result := runner.run(None)) is not None:
+            self.engine.scheduler.update(result)
+        loop = start_loop(runner, streams, self._context)
+        for _ in range(WARM_UP_STEPS):
+            loop.step()
+        times = [time.perf_counter()]
+        for _ in range(TIMED_STEPS):
+            loop.step()
+            times.append(time.perf_counter())
+        assert len(loop.scheduler.running) == streams, "requests ended before the measurement did"
+        loop.scheduler.forget_all()
+        while runner.run(None) is not None:
+            pass
+        self.engine.is_lent = False
+        return [after - before for before, after in pairwise(times)]
+
+    def bare(self, streams: int) -> Block:
+        """Decode without the service."""
+        engine, steps = self.engine, list[tuple[float, list[RequestOutput]]]()
+        engine.is_lent = True
+        params = SamplingParams(max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True)
+        cpu_s, begin = time.process_time(), time.perf_counter()
+        ids = [engine.add_request(prompt, params) for prompt in self._prompts[:streams]]
+        unfinished = set(ids)
+        while unfinished:
+            outputs = engine.step()
+            steps.append((time.perf_counter(), outputs))
+            unfinished.difference_update(one.request_id for one in outputs if one.finish_reason is not None)
+        seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_s
+        engine.is_lent = False
+        said: dict[str, list[RequestOutput]] = {name: [] for name in ids}
+        times: dict[str, list[float]] = {name: [] for name in ids}
+        for now, outputs in steps:
+            for output in outputs:
+                said[output.request_id].append(output)
+                times[output.request_id].append(now)
+        tokens = [[token for one in said[name] for token in one.new_token_ids] for name in ids]
+        texts = ["".join(one.new_text for one in said[name]) for name in ids]
+        first, last = _span(list(times.values()))
+        ends = [now for now, outputs in steps if outputs and first <= now <= last]
+        return Block(tokens, texts, seconds, cpu_s, _gaps([ends]))
+
+    def service(self, streams: int, *, with_ids: bool = False) -> Block:
+        """Decode through the service; the tokens are empty unless they are asked for."""
+        fields = {
+            "model": "m",
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        bodies = [fields | {"prompt": prompt} for prompt in self._prompts[:streams]]
+        if with_ids:
+            bodies = [body | {"return_token_ids": True} for body in bodies]
+        cpu_s, loop_s = time.process_time(), time.clock_gettime(self._loop_clock)
+        found = self._client.stream(bodies)
+        cpu_s, loop_s = time.process_time() - cpu_s, time.clock_gettime(self._loop_clock) - loop_s
+        times = [stream["times"] for stream in found["streams"]]
+        first, last = _span(times)
+        return Block(
+            [[token for ids in stream["token_ids"] for token in ids] for stream in found["streams"]],
+            ["".join(stream["texts"]) for stream in found["streams"]],
+            found["seconds"],
+            cpu_s,
+            _gaps([[now for now in one if first <= now <= last] for one in times]),
+            loop_s,
+        )
+
+    def check(self, streams: int) -> None:
+        """Raise AssertionError unless a client reads the bare engine's tokens; warms everything up, too."""
+        rate, step = self.engine.config.synthetic_acceptance, self.engine.runner.step
+        if rate is not None:
+            # Which drafts it keeps follows from the slot, and so from who comes first.
+            step.accept_at(None)
+        bare, service = self.bare(streams), self.service(streams, with_ids=True)
+        if rate is not None:
+            step.accept_at(rate)
+        assert bare.tokens == service.tokens, "the service gives other tokens than the engine"
+        assert bare.texts == service.texts, "the service gives another text than the engine"
+
+    def measure(self, streams: int, seconds: float) -> dict[str, Any]:
+        """Blocks of all ways by turns, at least one turn, and no new one once the time would be over."""
+        self.check(streams)
+        steps, bares, services = list[list[float]](), list[Block](), list[Block]()
+        begin = time.perf_counter()
+        while not steps or (time.perf_counter() - begin) * (len(steps) + 1) / len(steps) < seconds:
+            steps.append(self.step(streams))
+            # Whoever comes second must not always be the same.
+            for is_bare in (True, False) if len(steps) % 2 else (False, True):
+                if is_bare:
+                    bares.append(self.bare(streams))
+                else:
+                    services.append(self.service(streams))
+            is_exact = self.engine.config.synthetic_acceptance is None
+            is_same = not is_exact or bares[-1].texts == services[-1].texts
+            assert is_same, "the service gives another text than the engine"
+        pairs = list(zip(bares, services, strict=True))
+        step_s = [one for times in steps for one in times]
+        bare_s = [one for block in bares for one in block.rounds]
+        chunk_s = [one for block in services for one in block.rounds]
+        assert min(len(bare_s), len(chunk_s)) >= LEAST_ROUNDS, (
+            "too few rounds decode all requests; raise --max-tokens or lower --context"
+        )
+        tokens = streams * self._max_tokens
+        median = statistics.median
+        return {
+            "streams": streams,
+            "turns": len(steps),
+            "tokens": tokens,
+            "bare_tokens_per_s": round(tokens / median(block.seconds for block in bares), 1),
+            "service_tokens_per_s": round(tokens / median(block.seconds for block in services), 1),
+            "throughput_ratio": round(median(one.seconds / two.seconds for one, two in pairs), 4),
+            "bare_cpu_us_a_token": round(1e6 * median(block.cpu_s for block in bares) / tokens, 2),
+            "service_cpu_us_a_token": round(1e6 * median(block.cpu_s for block in services) / tokens, 2),
+            "cpu_ratio": round(median(one.cpu_s / two.cpu_s for one, two in pairs), 4),
+            "loop_share": round(median(block.loop_s / block.cpu_s for block in services), 4),
+            "loop_us_a_token": round(1e6 * median(block.loop_s for block in services) / tokens, 2),
+            "step_ms": _ms(step_s),
+            "bare_round_ms": _ms(bare_s),
+            "chunk_ms": _ms(chunk_s),
+            "chunk_over_round": _over(chunk_s, bare_s),
+            "chunk_over_step": _over(chunk_s, step_s),
+        }
+
+
+def _span(times: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """From when on, and until when, every request gains tokens."""
+    return max(one[0] for one in times), min(one[-1] for one in times)
+
+
+def _gaps(times: Sequence[Sequence[float]]) -> list[float]:
+    return [after - before for one in times for before, after in pairwise(one)]
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _ms(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}": round(1e3 * _percentile(values, percent), 3) for percent in (50, 90, 99)}
+
+
+def _over(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Ratios of the medians, of the 99th percentiles, and of the means."""
+    found = {f"p{p}": _percentile(values, p) / _percentile(others, p) for p in (50, 99)}
+    found["mean"] = statistics.fmean(values) / statistics.fmean(others)
+    return {name: round(ratio, 4) for name, ratio in found.items()}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.add_argument(
+        "--streams", type=common.numbers, default=[16], help="requests at a time, separated by commas"
+    )
+    parser.add_argument("--accept", type=float, default=2.6, help="of a shape: mean new tokens at mtp_step 3")
+    parser.add_argument("--context", type=int, default=64, help="prompt tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, help="of each request of a block; default: enough for 40 rounds of all"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="for the blocks of one --streams")
+    parser.add_argument(
+        "--cores", type=common.numbers, help="SERVER,CLIENT: the two cores of the two processes, on Linux"
+    )
+
+
+def open_engine(flags: argparse.Namespace, folder: Path) -> SharedEngine:
+    """The engine of a checkpoint, or of a shape, with the rates and lengths that the blocks need."""
+    given: dict[str, Any] = {}
+    if flags.shape is not None:
+        # bench_step's loop, too, decodes a round for every chunk.
+        rounds = max(flags.streams) * -(-flags.context // PREFILL_CHUNK) + WARM_UP_STEPS + TIMED_STEPS + 80
+        longest = max(flags.max_tokens, rounds * (flags.mtp_step + 1))
+        given["max_model_len"] = flags.context + longest
+        given["synthetic_acceptance"] = rate_for(flags.accept, 3)
+    return common.open_engine(
+        flags,
+        kind=SharedEngine,
+        folder=folder,
+        max_batch=max(flags.streams),
+        batch_sizes=tuple(flags.streams),
+        prefill_chunk=PREFILL_CHUNK,
+        # What a block before has left must not make the next one faster.
+        prefix_cache=False,
+        **given,
+    )
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, model: Path) -> Iterator[tuple[int, threading.Thread]]:
+    """Serve the engine from a thread of its own; yields the port and the thread."""
+    assert engine.tokenizer is not None
+    config = ServerConfig(served_model_name="m", prompt_workers=1, drain_timeout_s=1.0)
+    service = make_service(engine, engine.tokenizer, model, engine.runner.max_model_len, config)
+    server = Server(service)
+    switch_interval_s = sys.getswitchinterval()
+    settle_interpreter()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not server.started:
+            assert thread.is_alive(), "the server did not start; see its log"
+            assert time.monotonic() < deadline, "the server took too long to start"
+            time.sleep(0.01)
+        try:
+            yield listener.getsockname()[1], thread
+        finally:
+            server.should_exit = True
+            thread.join()
+            service.engine.close()
+            sys.setswitchinterval(switch_interval_s)
+            gc.unfreeze()
+
+
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Start, check and time."""
+    server_core, client_core = flags.cores or (None, None)
+    if server_core is not None:
+        # Before threads are: they inherit it.
+        os.sched_setaffinity(0, {server_core})
+    flags.streams.sort()
+    begin = time.perf_counter()
+    # The first decodes a round for every chunk of the others' prompts, of at most mtp_step + 1 tokens.
+    chunks = max(flags.streams) * -(-flags.context // PREFILL_CHUNK)
+    flags.max_tokens = flags.max_tokens or (chunks + 40) * (flags.mtp_step + 1)
+    with tempfile.TemporaryDirectory() as name:
+        engine = open_engine(flags, Path(name))
+        with (
+            serving(engine, engine.front.path) as (port, loop),
+            contextlib.closing(Client(port, client_core)) as client,
+        ):
+            start_s = time.perf_counter() - begin
+            bench = Bench(engine, loop, client, flags.context, flags.max_tokens)
+            rows = [bench.measure(streams, flags.seconds) for streams in flags.streams]
+    return {
+        "model": flags.shape or flags.model.name,
+        "device": common.device_name(engine),
+        "mtp_step": flags.mtp_step,
+        "context": flags.context,
+        "start_s": round(start_s, 1),
+        "total_s": round(time.perf_counter() - begin, 1),
+        "rows": rows,
+        "cores": [server_core, client_core],
+    }

@@ -1,0 +1,153 @@
+"""What the prefix cache gives to a prompt that comes again, and what it costs one that does not.
+
+    python tools/bench_engine.py prefix --prompt-tokens 4000 --repeats 3
+    python tools/bench_engine.py prefix --shape 27b --prompt-tokens 8192 --turn-tokens 512
+
+One engine takes the same random prompts with the cache and without, in turns: each prompt is new to both,
+then comes again, then goes on by a turn of new tokens. Without the cache a prompt has no keys, which is all
+that an engine without checkpoints does otherwise. Tokens and rounds of the first must be the same with
+and without a hit, and so must those of the turn. The line has times to the first token (medians), how much
+sooner it comes for a prompt that comes again, and the median over prompts of the time with the cache to that
+without where nothing is found: of the wall clock, of what the processor was busy with (a CPU's other tenants
+do not count), for the first token and for the rest. A shape runs uncompiled unless --compile says otherwise:
+a prompt's time is that of its products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+from compiled_mtp import Engine, RequestOutput, SamplingParams
+from engine_scenarios import common
+
+
+class Timed(NamedTuple):
+    """A request's tokens and rounds, and seconds: to its first token and from there to its end."""
+
+    token_ids: list[int]
+    rounds: list[int]
+    cached_tokens: int
+    first_s: float
+    first_busy_s: float
+    rest_busy_s: float
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    common.add_clock_flag(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=4000)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--turn-tokens", type=int, default=64, help="new tokens of the prompt that goes on")
+    parser.add_argument("--prefill-chunk", type=int, help="default: the engine's")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts")
+
+
+def decode(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
+    """Decode one request, alone."""
+    outputs: list[RequestOutput] = []
+    begin, begin_busy = time.perf_counter(), time.process_time()
+    engine.add_request(prompt_token_ids=prompt, params=params)
+    while not outputs:
+        outputs += engine.step()
+    first, first_busy = time.perf_counter(), time.process_time()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    end_busy = time.process_time()
+    metrics = outputs[-1].metrics
+    token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+    times = (first - begin, first_busy - begin_busy, end_busy - first_busy)
+    return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, *times)
+
+
+def decode_without(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
+    """`decode`, of a request that finds nothing in the cache and leaves nothing there."""
+    with mock.patch.object(engine.scheduler.prefix, "_keys_of", return_value=[]):
+        return decode(engine, prompt, params)
+
+
+def time_prompts(
+    engine: Engine, prompts: list[list[int]], turns: list[list[int]], params: SamplingParams
+) -> dict[str, list[Timed]]:
+    """Every prompt in each of five ways; raises AssertionError where the cache decides tokens or rounds, or
+    finds what it must not, or nothing."""
+    names = ("new", "without_cache", "again", "goes_on", "goes_on_without_cache")
+    found: dict[str, list[Timed]] = {name: [] for name in names}
+    for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True)):
+        for name in common.in_turn(("without_cache", "new"), index):
+            way = decode if name == "new" else decode_without
+            found[name].append(way(engine, prompt, params))
+        found["again"].append(decode(engine, prompt, params))
+        found["goes_on"].append(decode(engine, prompt + turn, params))
+        found["goes_on_without_cache"].append(decode_without(engine, prompt + turn, params))
+        last = {name: (timed[-1].token_ids, timed[-1].rounds) for name, timed in found.items()}
+        is_same = last["new"] == last["without_cache"] == last["again"]
+        is_same = is_same and last["goes_on"] == last["goes_on_without_cache"]
+        assert is_same, f"tokens or rounds depend on the cache at prompt {index}"
+    for name, timed in found.items():
+        if name in ("again", "goes_on"):
+            is_found = all(one.cached_tokens for one in timed)
+            assert is_found, "a prompt that came again was not found in the cache; raise --prompt-tokens"
+        else:
+            is_found = any(one.cached_tokens for one in timed)
+            assert not is_found, "a prompt that was new, or without the cache, was found in it"
+    return found
+
+
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Check and time all prompts."""
+    if flags.shape and flags.compile == "auto":
+        flags.graph_mode = "uncompiled"
+    length, turn = flags.prompt_tokens, flags.turn_tokens
+    longest = length + turn + flags.max_tokens
+    engine = common.open_engine(
+        flags,
+        kind=Engine,
+        prefill_chunk=flags.prefill_chunk,
+        max_model_len=longest,
+        max_batch=1,
+        num_blocks=(2 + flags.repeats) * -(-longest // 64) + 1,
+    )
+    chunk = engine.config.resolve_prefill_chunk(engine.runner.device.type, engine.model_config)
+    params = SamplingParams(max_tokens=flags.max_tokens, temperature=0.8, seed=1, ignore_eos=True)
+    rng, vocab_size = random.Random(0), engine.model_config.vocab_size
+    prompts = common.draw_prompts(rng, flags.repeats, length, vocab_size)
+    turns = common.draw_prompts(rng, flags.repeats, turn, vocab_size)
+    for warm in (min(length, 2 * chunk + 1), turn):
+        engine.generate(common.draw_prompts(rng, 1, warm, vocab_size), params)
+    found = time_prompts(engine, prompts, turns, params)
+
+    def median(name: str, clock: str) -> float:
+        return statistics.median(getattr(one, clock) for one in found[name])
+
+    def cost(clock: str) -> float:
+        pairs = zip(found["new"], found["without_cache"], strict=True)
+        return round(statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs), 4)
+
+    def times_sooner(clock: str) -> float:
+        return round(median("without_cache", clock) / median("again", clock), 2)
+
+    clock = "first_busy_s" if flags.cpu_time else "first_s"
+    return {
+        "shape": flags.shape,
+        "prompt_tokens": length,
+        "cached_tokens": found["again"][0].cached_tokens,
+        "turn_tokens": turn,
+        "goes_on_cached_tokens": found["goes_on"][0].cached_tokens,
+        "first_token_s": {name: round(median(name, clock), 4) for name in found},
+        "cpu_time": flags.cpu_time,
+        "times_sooner": times_sooner("first_s"),
+        "times_sooner_busy": times_sooner("first_busy_s"),
+        "cost_first_token": cost("first_s"),
+        "cost_first_token_busy": cost("first_busy_s"),
+        "cost_decode_busy": cost("rest_busy_s"),
+        "checkpoint_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
+        "mtp_step": flags.mtp_step,
+        "prefill_chunk": chunk,
+        "device": str(engine.runner.device),
+        "repeats": flags.repeats,
+    }

@@ -1,0 +1,1 @@
+"""Parts of tools/tune_products.py: products, ways to run them, candidates, a stack of layers, tables."""

@@ -1,0 +1,216 @@
+"""Which products, and which ways to run them, a kind of tuning tries."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from op_cases import SHAPES
+from op_cases.linear import projections
+
+from compiled_mtp.ops.linear.config import LinearConfig, with_shares
+from compiled_mtp.ops.linear.tall_config import TallTile
+from compiled_mtp.ops.linear.tall_config import ranked_tiles as ranked_tall
+from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
+from compiled_mtp.ops.linear_w8a8.tall_config import choose_tile, row_class
+from compiled_mtp.ops.linear_w8a8.tall_config import ranked_tiles as ranked_w8a8
+from compiled_mtp.ops.shares import part_counts, share_count
+from product_tuning.ways import Product, Way
+
+SHARED_BYTES = 227 * 1024
+NOT_TIMED = ("router", "mtp_fc")
+# Tiles of many rows that are tried for each number of parts, and in FP8 of programs on a processor.
+KEPT, KEPT_W8A8 = 3, 2
+FIRST_PREFETCH = 512
+
+# (block_n, block_k of one chain, chains, warps, stages)
+BF16_TILES = [
+    *[(16, 64, 4, w, s) for w in (1, 2, 4) for s in (3, 4)],
+    *[(16, 128, 4, w, s) for w in (2, 4) for s in (2, 3)],
+    *[(16, 128, 2, w, 4) for w in (2, 4)],
+    (16, 128, 1, 2, 8),
+    *[(32, 64, 4, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(32, 128, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    (32, 64, 2, 2, 6),
+    (32, 128, 1, 2, 6),
+    *[(64, 64, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(64, 64, 4, 4, s) for s in (2, 3)],
+    *[(64, 128, 1, 4, s) for s in (3, 4)],
+    *[(64, 128, 2, 4, s) for s in (2, 3)],
+    (128, 64, 1, 4, 4),
+    (128, 64, 2, 4, 3),
+    (128, 128, 1, 4, 3),
+    *[(16, 128, 1, w, s) for w in (1, 2) for s in (3, 4)],
+    *[(32, 64, 1, w, 4) for w in (1, 2)],
+    *[(32, 128, 1, w, s) for w in (1, 2, 4) for s in (3, 4)],
+    *[(64, 64, 1, w, 4) for w in (2, 4)],
+]
+FP8_TILES = [
+    *[(16, 128, 4, w, 3) for w in (1, 2)],
+    (16, 128, 2, 2, 4),
+    *[(32, 128, 4, w, s) for w in (1, 2) for s in (2, 3)],
+    *[(32, 128, 2, w, s) for w in (1, 2) for s in (3, 4)],
+    (32, 128, 1, 2, 6),
+    *[(64, 128, 2, w, s) for w in (2, 4) for s in (3, 4)],
+    *[(64, 128, 1, w, s) for w in (2, 4) for s in (4, 6)],
+    (64, 128, 4, 2, 2),
+    (64, 128, 4, 4, 3),
+    *[(128, 128, 1, w, s) for w in (4, 8) for s in (3, 4)],
+    *[(128, 128, 2, 4, s) for s in (2, 3)],
+]
+# Of FP8 products with the weight as left operand (block_m, block_n, warps, stages), by the most rows they
+# are meant for.
+LEFT_TILES = {
+    16: [(16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 4, 6), (16, 128, 4, 8), (16, 64, 4, 6), (16, 64, 4, 8)],
+    32: [(32, 128, 4, 3), (32, 128, 4, 4), (32, 128, 4, 6), (32, 64, 4, 6), (32, 64, 4, 8)],
+    256: [
+        *[(64, 128, 8, 4), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 6)],
+        *[(128, 128, 8, 3), (128, 128, 8, 4)],
+    ],
+}
+# A thread of these has no room for sums that wait.
+ONE_SHARE = 64
+
+
+def products_of(
+    shapes: Iterable[str], recipes: Iterable[str], names: Sequence[str] = (), without: Sequence[str] = ()
+) -> list[Product]:
+    """Those that are named, or all, once for each size: of each shape the largest share of a step first."""
+    found: dict[object, Product] = {}
+    for shape, recipe in itertools.product(shapes, recipes):
+        sizes = projections(SHAPES[shape], recipe != "bf16")
+        for name in sorted(sizes, key=lambda name: (name == "lm_head", -sizes[name][0] * sizes[name][1])):
+            if name not in without and (not names or name in names):
+                found.setdefault((sizes[name], recipe), Product(shape, name, *sizes[name], recipe))
+    return list(found.values())
+
+
+def narrow_configs(product: Product) -> list[LinearConfig]:
+    """The configurations of few rows worth timing: enough programs to fill the GPU, parts of K long enough to
+    stream. Of a product before a norm K is cut into its shares, whatever the tile."""
+    n, k, is_fp8 = product.n, product.k, product.recipe != "bf16"
+    result = []
+    splits = part_counts(k, k) if product.is_before_norm else (1, 2, 4, 8)
+    for (block_n, block_k, chains, warps, stages), split in itertools.product(
+        FP8_TILES if is_fp8 else BF16_TILES, splits
+    ):
+        config = LinearConfig(16, block_n, block_k, warps, stages, split, chains, FIRST_PREFETCH)
+        if product.is_before_norm:
+            config = with_shares(config, share_count(k), split, is_fp8)
+        programs = -(-n // block_n) * split
+        is_long = split == 1 or (config.part_length(k) * config.chains >= 512 and programs <= 700)
+        if config.is_even(k) and is_long and programs >= min(60, n // 16):
+            result.append(config)
+    return list(dict.fromkeys([*result, *one_step_configs(product)]))
+
+
+def one_step_configs(product: Product) -> Iterator[LinearConfig]:
+    """Configurations whose programs hold all their weights in registers, few enough to run all at once."""
+    n, k, dtype = product.n, product.k, product.weight_dtype
+    block_ks = (128,) if dtype.itemsize == 1 else (128, 256, 512)
+    for split, block_n, block_k, warps in itertools.product(
+        (1, 2, 4, 8), (16, 32, 64), block_ks, (1, 2, 4, 8)
+    ):
+        chains, programs = k // (split * block_k), -(-n // block_n) * split
+        registers = block_n * chains * block_k * dtype.itemsize // (warps * 32 * 4)
+        is_whole = chains in (2, 4, 8) and k == split * chains * block_k
+        is_shared = not product.is_before_norm or split * chains == share_count(k)
+        fits = 16 <= registers <= 128 and 100 <= programs <= 1056 and block_n >= 8 * warps // 2
+        if is_whole and is_shared and fits:
+            yield LinearConfig(16, block_n, block_k, warps, 2, split, chains, 0)
+
+
+def is_tall(product: Product) -> bool:
+    """Whether the tiles of many rows can have it: those whose K is cut evenly."""
+    return product.k % (product.chains * 128) == 0 and (product.is_before_norm or product.narrow.split == 1)
+
+
+def tall_tiles(product: Product, rows: int, count: int) -> list[TallTile]:
+    """The tiles that should waste least in so many parts; in the chosen number more of the best."""
+    tiles = [tile for _, tile in ranked_tall(product.tall(count), rows, SHARED_BYTES)[:KEPT]]
+    if tiles and count == product.counts[0]:
+        best = tiles[0]
+        tiles += [replace(best, prefetch_bytes=0), replace(best, num_stages=best.num_stages - 1)]
+        if best.num_stages >= 4:
+            tiles.append(replace(best, block_k=128, num_stages=best.num_stages // 2))
+    return tiles
+
+
+def specialized_tiles(product: Product, rows: int) -> list[TallTile]:
+    """Tiles of four warps beside which others fetch; nothing may stand between their loop and the launch."""
+    tiles = tall_tiles(product, rows, product.counts[0])
+    narrow = [tile for tile in tiles if tile.num_warps == 4 and tile.rest_n == 0]
+    half = TallTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
+    return [replace(tile, specialized=True, prefetch_bytes=0) for tile in [half, *narrow][:2]]
+
+
+@dataclass(frozen=True)
+class NamedTile:
+    """A tile that a flag names, of a weight in so many parts."""
+
+    name: str
+    count: int
+    tile: TallTile
+
+
+def parse_tile(text: str) -> NamedTile:
+    """What "NAME:PARTS=FIELDS" names, fields separated by commas."""
+    place, fields = text.split("=")
+    name, count = place.split(":")
+    return NamedTile(name, int(count), TallTile(*json.loads(f"[{fields}]")))
+
+
+def named_ways(product: Product, rows: int, named: Iterable[NamedTile]) -> list[Way]:
+    """cuBLAS, the operator and the named tiles."""
+    own = [one for one in named if one.name == product.name]
+    counts = dict.fromkeys(one.count for one in own)
+    return [
+        *[Way(product, rows, "cuBLAS") for _ in own[:1]],
+        *[Way(product, rows, "operator", count) for count in counts],
+        *[Way(product, rows, "tile", one.count, one.tile) for one in own],
+    ]
+
+
+def tall_ways(product: Product, rows: int, is_specialized: bool = False) -> Iterator[Way]:
+    """Of 17 rows and more in bfloat16: cuBLAS, and in each number of parts the operator, the kernel without
+    descriptors and tiles."""
+    yield Way(product, rows, "cuBLAS")
+    for count in product.counts:
+        yield Way(product, rows, "operator", count)
+        yield Way(product, rows, "plain", count)
+        is_special = is_specialized and count == product.counts[0]
+        for tile in specialized_tiles(product, rows) if is_special else tall_tiles(product, rows, count):
+            yield Way(product, rows, "tile", count, tile)
+
+
+def w8a8_ways(product: Product, rows: int) -> Iterator[Way]:
+    """cuBLAS, and in each number of parts the tile in use, others with the weight on the left, and tall
+    ones."""
+    yield Way(product, rows, "cuBLAS")
+    n, k, shares = product.n, product.k, product.shares
+    for count in part_counts(k, k) if product.is_before_norm else (1,):
+        tiles: list[Any] = [configuration(rows, n, count, shares // count)]
+        for fields in next(tiles for most, tiles in LEFT_TILES.items() if rows <= most):
+            left = W8A8Config(*fields)
+            if shares == count or left.block_m * left.block_n // (32 * left.num_warps) < ONE_SHARE:
+                tiles.append(left)
+        chosen = choose_tile(n, k, count, k // shares, row_class(rows), SHARED_BYTES)
+        tiles += [chosen] if chosen else []
+        for places in (1, 2, 3):
+            ranked = ranked_w8a8(n, shares // count, count, row_class(rows), SHARED_BYTES, places)
+            tiles += ranked[:KEPT_W8A8]
+        for tile in dict.fromkeys(tiles):
+            yield Way(product, rows, "tile", count, tile)
+
+
+def ways_of(kind: str, product: Product, rows: int, is_specialized: bool = False) -> list[Way]:
+    """Everything that a kind times of a product with so many rows."""
+    if kind == "narrow":
+        configs = narrow_configs(product)
+        return [Way(product, rows, "tile", config.split, config) for config in configs]
+    if kind == "recipes":
+        return [Way(product, rows, "operator", count) for count in product.counts]
+    return [*(w8a8_ways(product, rows) if kind == "w8a8" else tall_ways(product, rows, is_specialized))]

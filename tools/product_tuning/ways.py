@@ -1,0 +1,311 @@
+"""A product of a decode step, the ways to run it, and what all ways share: inputs, bits, errors and times."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from bench_op import ROTATED_BYTES, read_bandwidth, time_us
+from op_cases.linear import BEFORE_NORM, GATE_UP, relative_error
+
+from compiled_mtp.ops.fp8 import dequantize, quantized_values
+from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear.config import LinearConfig, choose, narrow_config, shared_split
+from compiled_mtp.ops.linear.kernel import launch_config
+from compiled_mtp.ops.linear.tall_config import TallProduct, TallTile
+from compiled_mtp.ops.linear.tall_kernel import launch_tall
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
+from compiled_mtp.ops.linear_w8a8.kernel import launch_config as launch_w8a8
+from compiled_mtp.ops.linear_w8a8.tall_config import TallTile as TallTileW8A8
+from compiled_mtp.ops.linear_w8a8.tall_kernel import launch_tall as launch_tall_w8a8
+from compiled_mtp.ops.quantize_rows import quantize_rows
+from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
+from compiled_mtp.ops.shares import add_tree, part_counts, share_count
+from compiled_mtp.ops.silu_mul import silu_mul
+
+# How weights and rows are stored: FP8 weights stand beside rows in bfloat16 or in FP8.
+RECIPES = ("bf16", "w8a16", "w8a8")
+# Other GPUs have no tiles of many rows in the tables, nor products in FP8 of this kind.
+ARCH = "sm_90"
+DEVICE = "cuda"
+MAX_SETS = 128
+# Beside the number that is timed, of which the bits are compared.
+FEW_ROWS = (1, 4, 17)
+CHECKED_ROWS = (1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A merged weight [n, k] of a shape, and its recipe."""
+
+    shape: str
+    name: str
+    n: int
+    k: int
+    recipe: str = "bf16"
+
+    @property
+    def gated(self) -> bool:
+        return self.name == GATE_UP and self.recipe != "w8a8"
+
+    @property
+    def is_before_norm(self) -> bool:
+        return self.name in BEFORE_NORM
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe == "bf16" else torch.float8_e4m3fn
+
+    @property
+    def shares(self) -> int:
+        """In how many parts the columns may be summed at most."""
+        return share_count(self.k) if self.is_before_norm else 1
+
+    @property
+    def chains(self) -> int:
+        """In how many chains K is summed, in all programs together."""
+        return self.shares if self.is_before_norm else self.narrow.chains
+
+    @property
+    def narrow(self) -> LinearConfig:
+        return narrow_config(ARCH, self.n, self.k, self.weight_dtype)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """In how many parts it may be summed, the table's number first."""
+        if not self.is_before_norm:
+            return (1,)
+        chosen = shared_split(ARCH, self.n, self.k, self.weight_dtype)
+        return tuple(dict.fromkeys([chosen, *part_counts(self.k, self.k)]))
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape} {self.name} {self.n}x{self.k} {self.recipe}"
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds of only reading the weight."""
+        return self.n * self.k * self.weight_dtype.itemsize / bandwidth() * 1e6
+
+    def tall(self, count: int) -> TallProduct:
+        """As the tiles of many rows see it in so many parts."""
+        return TallProduct(self.n, self.k, count, self.chains // count, self.gated, self.is_before_norm)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a product with so many rows in `count` parts.
+
+    kernel: "cuBLAS", with FP8 of one factor a matrix; "operator", as it is; "plain", `linear_kernel` without
+    descriptors; "tile", the kernel that takes such a tile.
+    """
+
+    product: Product
+    rows: int
+    kernel: str
+    count: int = 1
+    tile: LinearConfig | TallTile | W8A8Config | TallTileW8A8 | None = None
+    capability: int = 90
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is for few rows, among the kernels that run around it."""
+        return isinstance(self.tile, LinearConfig)
+
+    @property
+    def label(self) -> str:
+        own = self.kernel
+        if self.tile is not None:
+            kind = "left" if isinstance(self.tile, W8A8Config) else "narrow" if self.is_narrow else "tall"
+            own = f"{kind} {astuple(self.tile)}"
+        return f"{self.product.label:32} {self.rows:4} rows {own} x{self.count:<2}"
+
+
+def reference(product: Product, rows: int) -> Way:
+    """The way whose bits the others are compared with."""
+    if product.recipe != "w8a8":
+        return Way(product, rows, "operator")
+    return Way(product, rows, "tile", 1, configuration(rows, product.n, 1, product.shares))
+
+
+def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """[M, N], gated [M, N / 2], or parts [P, M, N]; of the head in float32, as everywhere.
+
+    x: the rows, and with w8a8 their factors.
+    """
+    own = way.product
+    if own.recipe == "w8a8":
+        return call_w8a8(way, x, weight, scale)
+    (rows,) = x
+    out_float32 = own.name == "lm_head" or (own.is_before_norm and way.count > 1)
+    if way.kernel == "cuBLAS":
+        return torch.mm(rows, weight.T)
+    if isinstance(way.tile, TallTile):
+        dtype = torch.float32 if out_float32 else rows.dtype
+        return launch_tall(way.tile, own.tall(way.count), rows, weight, dtype)
+    if isinstance(way.tile, LinearConfig):
+        is_part = own.is_before_norm and way.count > 1
+        return launch_config(way.tile, rows, weight, scale, is_part, keep_parts=own.is_before_norm)
+    if way.kernel == "plain":
+        config = choose(rows, weight, (0, 0), False, way.count if own.is_before_norm else 0)
+        return launch_config(config, rows, weight, None, out_float32, own.gated, own.is_before_norm)
+    if own.gated:
+        return linear_silu_mul(rows, weight, scale)
+    if own.is_before_norm:
+        return linear_parts(rows, weight, scale, way.count)
+    return linear(rows, weight, scale, out_float32)
+
+
+def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.Tensor:
+    """`call` of quantised rows."""
+    own, (rows, factors) = way.product, x
+    if way.kernel == "cuBLAS":
+        one = factors.new_ones(())
+        return torch._scaled_mm(rows, weight.T, one, one, out_dtype=torch.bfloat16)
+    length, dtype = own.k // own.shares, torch.float32 if way.count > 1 else torch.bfloat16
+    if isinstance(way.tile, W8A8Config):
+        return launch_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
+    if isinstance(way.tile, TallTileW8A8):
+        return launch_tall_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
+    if own.is_before_norm:
+        return linear_w8a8_parts(rows, factors, weight, scale, way.count)
+    return linear_w8a8(rows, factors, weight, scale)
+
+
+def sum_up(result: torch.Tensor) -> torch.Tensor:
+    """The rounded result, parts added up as the norm does it."""
+    return add_tree(result).bfloat16() if result.dim() == 3 else result
+
+
+def empty_inputs(way: Way, rows: int, device: torch.device) -> tuple[Tensors, torch.Tensor, Any]:
+    """Arguments of `call` without data."""
+    own = way.product
+    empty = functools.partial(torch.empty, device=device)
+    weight, scale = empty(own.n, own.k, dtype=own.weight_dtype), None
+    if own.recipe != "bf16":
+        scale = empty(-(-own.n // 128), -(-own.k // 128))
+    if own.recipe == "w8a8":
+        return (empty(rows, own.k, dtype=own.weight_dtype), empty(rows, own.k // 128)), weight, scale
+    return (empty(rows, own.k, dtype=torch.bfloat16),), weight, scale
+
+
+@functools.lru_cache(maxsize=1)
+def weights_of(product: Product) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Sets of weight and scale that together are larger than L2."""
+    torch.cuda.empty_cache()
+    n, k, made = product.n, product.k, []
+    sets = max(2, min(MAX_SETS, int(ROTATED_BYTES // (n * k * product.weight_dtype.itemsize)) + 1))
+    for _ in range(sets):
+        weight, scale = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE), None
+        if product.recipe == "bf16":
+            weight.mul_(k**-0.5)
+        else:
+            scale = torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) * 1e-3 + 1e-4
+        made.append(((weight if scale is None else weight * 50).to(product.weight_dtype), scale))
+    return made
+
+
+@functools.lru_cache(maxsize=4)
+def rows_of(product: Product, rows: int) -> Tensors:
+    """The same random rows for every way."""
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    x = torch.randn(rows, product.k, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+    return quantize_rows(x) if product.recipe == "w8a8" else (x,)
+
+
+def first(x: Tensors, rows: int) -> Tensors:
+    return tuple(tensor[:rows] for tensor in x)
+
+
+def result_of(way: Way, rows: int) -> torch.Tensor:
+    """What a way makes of the first rows."""
+    return sum_up(call(way, first(rows_of(way.product, way.rows), rows), *weights_of(way.product)[0]))
+
+
+@functools.lru_cache(maxsize=4)
+def wanted_of(product: Product, rows: int) -> torch.Tensor:
+    """What the reference makes of all rows; raises AssertionError where its bits depend on their number."""
+    way = reference(product, rows)
+    wanted = result_of(way, rows)
+    for few in FEW_ROWS:
+        assert torch.equal(result_of(way, few), wanted[:few]), "rows depend on M"
+    return wanted
+
+
+def has_same_bits(way: Way) -> bool:
+    """Whether a way gives the reference's bits, with all rows and with few."""
+    wanted = wanted_of(way.product, way.rows)
+    counts = [rows for rows in (*FEW_ROWS, way.rows) if rows <= way.rows]
+    return all(torch.equal(result_of(way, rows), wanted[:rows]) for rows in counts)
+
+
+def check_product(product: Product) -> str:
+    """The errors against float64 of a product before a norm, in words.
+
+    Raises AssertionError unless every number of parts and of rows gives the same bits, and those are right.
+    """
+    most = CHECKED_ROWS[-1]
+    x, (weight, scale) = rows_of(product, most), weights_of(product)[0]
+    largest = result_of(Way(product, most, "operator"), most)
+    for count in product.counts:
+        for rows in CHECKED_ROWS:
+            same = torch.equal(result_of(Way(product, most, "operator", count), rows), largest[:rows])
+            assert same, f"{product.label}: {rows} rows in {count} parts have other bits"
+    values, *factors = x
+    values = quantized_values(values, factors[0]) if product.recipe == "w8a8" else values
+    exact = values.double() @ (weight if scale is None else dequantize(weight, scale)).double().T
+    sums = call(Way(product, most, "operator", product.counts[-1]), x, weight, scale).double().sum(0)
+    error = relative_error(largest, exact)
+    # What FP8 products add up inside is imprecise: as much again as the rounding.
+    limit = (4 if product.recipe == "w8a8" else 2) * relative_error(exact.bfloat16(), exact)
+    assert error < limit, f"{product.label} is wrong: relative error {error:.1e}"
+    return (
+        f"{product.label}: one set of bits; against float64 sums err {relative_error(sums, exact):.2e}, "
+        f"the rounded result {error:.2e}"
+    )
+
+
+@functools.cache
+def bandwidth() -> float:
+    return read_bandwidth()
+
+
+def with_neighbours(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None) -> Any:
+    """A call with the norm that adds its parts up; of few rows also behind the kernel that makes its input, a
+    norm where the weight widens, silu_mul elsewhere."""
+    own, rows = way.product, way.rows
+    buffer = functools.partial(neighbour, rows)
+    if way.is_narrow:
+        wide = own.n > own.k
+        x = (rms_norm(x[0], buffer(own.k)[0], 1e-6) if wide else silu_mul(buffer(2 * own.k)),)
+    made = call(way, x, weight, scale)
+    return add_rms_norm(made, buffer(own.n), buffer(own.n)[0], 1e-6) if own.is_before_norm else made
+
+
+@functools.lru_cache(maxsize=8)
+def neighbour(rows: int, width: int) -> torch.Tensor:
+    """Numbers for the kernels beside a product."""
+    return torch.randn(rows, width, dtype=torch.bfloat16, device=DEVICE)
+
+
+def time_way(way: Way) -> str:
+    """Check and time one way; a JSON object.
+
+    Of few rows a product without a norm behind it may have other bits: its table decides them.
+    """
+    own, sets, x = way.product, weights_of(way.product), rows_of(way.product, way.rows)
+    found: dict[str, Any] = {"floor_us": own.floor_us, "same_bits": None}
+    if way.kernel != "cuBLAS" and (own.is_before_norm or not way.is_narrow):
+        found["same_bits"] = has_same_bits(way)
+    rounds = max(1, (6 if own.n > 1 << 16 else 16) // len(sets))
+    found["us"] = time_us([functools.partial(call, way, x, *args) for args in sets] * rounds)
+    if way.kernel != "cuBLAS" and (own.is_before_norm or way.is_narrow):
+        calls = [functools.partial(with_neighbours, way, x, *args) for args in sets] * rounds
+        found["decisive_us"] = time_us(calls)
+    return json.dumps(found)

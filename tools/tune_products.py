@@ -1,0 +1,390 @@
+"""Measure ways to run the products of a decode step on this GPU, and write the fastest to the tables.
+
+    python tools/tune_products.py narrow                              # 1 to 16 rows: tiles, parts of K
+    python tools/tune_products.py narrow --shapes 27b --recipes bf16 --weights down,gdn_out  # no bit changes
+    python tools/tune_products.py held --shapes 0.8b                  # 1 to 16 rows: weights in shared memory
+    python tools/tune_products.py tall --rows 128,32 --weights gdn_out --output FILE     # 17 to 256 rows
+    python tools/tune_products.py w8a8 --rows 4,32,128 --output FILE  # FP8 rows, either operand on the left
+    python tools/tune_products.py recipes --rows 4,128                # bf16, W8A16 and W8A8 beside each other
+
+Kernels are first compiled without a GPU, in many processes, then run in one that is killed when a kernel
+hangs. The bits of each way are compared with the operator's before it is timed, at the number of rows and at
+fewer, on weights rotated beyond L2; no way with other bits enters a table but where the table decides them:
+of up to 16 rows, where no norm follows. Of a product before a norm the time with that norm decides. A line is
+printed as soon as it is known, in microseconds and as a ratio to only reading the weight; the last lines name
+the fastest, and --out writes them. `recipes` first compares the bits of all numbers of parts and rows, and
+the errors with float64: a failure ends it with status 1.
+
+`narrow` and `held` let the best tiles of a weight compete inside a stack of the model's own layers. A new
+table of `narrow` changes the numbers of a model, but never with the number of rows; no other kind changes a
+bit. `held` ends in one JSON line: the stack's microseconds with no weight held, before, and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from bench_op import time_us
+from deadlines import run_jobs
+from op_cases import SHAPES
+from product_tuning import candidates
+from product_tuning.stack import STACK_LAYERS, HeldTuner, Stack, choose_config
+from product_tuning.ways import FEW_ROWS, Product, Way, call, check_product, empty_inputs, time_way
+from record_launches import Launch, record
+
+from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.linear import tall_config
+from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name, read_table
+from compiled_mtp.ops.linear.held_config import HELD_TABLE
+from compiled_mtp.ops.linear_w8a8 import tall_config as w8a8_config
+from compiled_mtp.ops.quantize_rows import quantize_rows
+
+COMPILE_SECONDS, STACK_SECONDS, TIME_SECONDS = 60.0, 300.0, 20.0
+# Of a narrow product: how many of each kind compete in the stack, and half of a processor's shared memory.
+FINALISTS, LITTLE_SHARED_BYTES = 6, 114 * 1024
+NOT_IN_A_STACK = ("lm_head", "mtp_fc")
+T = TypeVar("T")
+# By a product's name in its table and the most rows that share the entry: microseconds, and the way.
+Best = dict[tuple[str, int], tuple[float, Way]]
+Table = dict[str, Any]
+
+
+def launches_of(way: Way) -> list[Launch]:
+    """The kernels of a way, as Triton would compile them on a GPU."""
+
+    def launch(device: torch.device) -> None:
+        for rows in dict.fromkeys((*FEW_ROWS, way.rows)):
+            call(way, *empty_inputs(way, rows, device))
+
+    return list({own.key: own for own in record(launch, way.capability)}.values())
+
+
+def compile_way(way: Way) -> str:
+    """Compile what a way launches into Triton's cache, without a GPU."""
+    for launch in launches_of(way):
+        launch.compile()
+    return ""
+
+
+def compile_stack(shape_and_rows: tuple[str, int]) -> str:
+    """Compile a stack by running it."""
+    Stack(*shape_and_rows).time_us()
+    return ""
+
+
+def describe_way(way: Way) -> str:
+    """What the kernels of a way take, and which tensor-core products they hold, in words."""
+    # It hides the GPU from a process that imports it, as this one may.
+    from kernel_table import inspect
+
+    texts = []
+    for launch in launches_of(way):
+        compiled = launch.compile()
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", inspect(compiled, "cuobjdump", "-res-usage")))
+        found = Counter(re.findall(r"\b([A-Z]*MMA)\.", inspect(compiled, "nvdisasm", "-c")))
+        fetches = ", other warps fetch" * ("ttg.warp_specialize" in compiled.asm["ttgir"])
+        shared = compiled.metadata.shared
+        texts.append(
+            f"{usage['REG']} registers, {usage['STACK']} spilled, {shared} shared, {dict(found)}{fetches}"
+        )
+    return "; ".join(texts)
+
+
+def distinct(ways: Iterable[Way]) -> list[Way]:
+    """One of the ways that launch the same kernels."""
+    found: dict[object, Way] = {}
+    for way in ways:
+        if way.kernel != "cuBLAS":
+            found.setdefault(tuple(launch.key for launch in launches_of(way)), way)
+    return list(found.values())
+
+
+def run_phase(
+    work: Callable[[Any], str], jobs: list[T], workers: int, seconds: float, until: float = float("inf")
+) -> Iterator[tuple[T, str]]:
+    """Jobs and their texts until that time."""
+    for index, text in run_jobs(work, jobs, workers, seconds):
+        yield jobs[index], text
+        if time.monotonic() > until:
+            print("out of time", flush=True)
+            return
+
+
+def compile_all(ways: list[Way], flags: argparse.Namespace) -> None:
+    """Compile the kernels of all ways, or with --compile-only describe them too, and name what fails."""
+    work = describe_way if flags.compile_only else compile_way
+    begin, until = time.monotonic(), float("inf") if flags.compile_only else flags.until
+    for way, text in run_phase(work, distinct(ways), flags.workers, COMPILE_SECONDS, until):
+        if text:
+            print(f"{way.label} {text}", flush=True)
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def entry_of(way: Way) -> tuple[str, int]:
+    """Where the fastest of a way's rivals stands: in a table of tiles, else for this number of rows alone."""
+    own = way.product
+    if way.kernel == "operator" or way.is_narrow:
+        return own.label, way.rows
+    if own.recipe == "w8a8":
+        name = w8a8_config.product_name(own.n, own.k, way.count, own.k // own.shares)
+        return name, w8a8_config.row_class(way.rows)
+    return own.tall(way.count).name, tall_config.row_class(way.rows)
+
+
+def fields_of(tile: object) -> list[Any] | None:
+    """What a table holds of a tile: its fields, without flags at the end that are not set. Of a tile with the
+    weight on the left, or of none, it holds that it is faster."""
+    if not isinstance(tile, tall_config.TallTile | w8a8_config.TallTile):
+        return None
+    fields = [*astuple(tile)]
+    while fields[-1] is False:
+        fields.pop()
+    return fields
+
+
+def show(way: Way, text: str, best: Best) -> None:
+    """Print what was found of a way; keep the fastest of its rivals that has the same bits."""
+    if not text.startswith("{"):
+        print(f"{way.label} {text}", flush=True)
+        return
+    found = json.loads(text)
+    decisive = found.get("decisive_us", found["us"])
+    norm = f", with its neighbours {decisive:.1f}" if "decisive_us" in found else ""
+    bits = {None: "", True: ", same bits", False: ", OTHER BITS"}[found["same_bits"]]
+    ratio = found["us"] / found["floor_us"]
+    print(f"{way.label} {found['us']:8.1f} us, {ratio:.2f} of reading it{norm}{bits}", flush=True)
+    if way.kernel != "cuBLAS" and found["same_bits"] is not False:
+        entry = entry_of(way)
+        best[entry] = min(best.get(entry, (1e9, way)), (decisive, way), key=lambda pair: pair[0])
+
+
+def merged(best: Best, table: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The table of tiles with what was found."""
+    entries = {name: dict(rows) for name, rows in table.items()}
+    for (name, rows), (_, way) in best.items():
+        if way.kernel != "operator":
+            entries.setdefault(name, {})[str(rows)] = fields_of(way.tile)
+    return entries
+
+
+def write_table(table: Mapping[str, Any], path: Path) -> None:
+    """Write a table in the order of the names' numbers, a line for each list of fields."""
+
+    def order(pair: tuple[str, Any]) -> list[Any]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", pair[0])]
+
+    def lines(entries: Mapping[str, Any], indent: str) -> str:
+        texts = []
+        for name, value in sorted(entries.items(), key=order):
+            is_nested = isinstance(value, dict)
+            text = f"{{\n{lines(value, indent + ' ')}\n{indent}}}" if is_nested else json.dumps(value)
+            texts.append(f"{indent}{json.dumps(name)}: {text}")
+        return ",\n".join(texts)
+
+    path.write_text(f"{{\n{lines(table, ' ')}\n}}\n")
+
+
+def finalists(ranked: list[tuple[float, LinearConfig]], product: Product) -> list[LinearConfig]:
+    """The fastest, the fastest of those beside which the next product's programs fit, and of one step."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def takes_little(config: LinearConfig) -> bool:
+        places = -(-(-(-product.n // config.block_n) * config.split) // processors)
+        return places * config.num_stages * config.stage_bytes(2, 2) <= LITTLE_SHARED_BYTES
+
+    order = [config for _, config in sorted(ranked, key=lambda pair: pair[0])]
+    one_step = [config for config in order if config.is_one_step(product.k)]
+    little = [config for config in order if takes_little(config) and config not in one_step]
+    return list(dict.fromkeys([*order[:FINALISTS], *little[:FINALISTS], *one_step[:FINALISTS]]))
+
+
+def tune_narrow(flags: argparse.Namespace) -> None:
+    """Rank the configurations of each weight among the kernels around it, then let the best of them compete
+    in a stack; weights that are in none have the fastest."""
+    arch, (rows, *_) = device_of(torch.cuda.current_device()).arch, flags.rows
+    capability = int(arch.removeprefix("sm_"))
+    products = candidates.products_of(flags.shapes, flags.recipes, flags.weights)
+    ways = [
+        replace(way, capability=capability)
+        for product in products
+        for way in candidates.ways_of("narrow", product, rows)
+    ]
+    compile_all(ways, flags)
+    if flags.compile_only:
+        return
+    stacks = [(shape, rows) for shape in flags.shapes if "bf16" in flags.recipes]
+    for job, text in run_phase(compile_stack, stacks, len(stacks), STACK_SECONDS):
+        if text:
+            print(f"{job}: {text}", flush=True)
+    # The one that `linear` reads: what is chosen takes effect at once.
+    table = read_table()
+    entries = table.setdefault(arch, {})
+    ranked: dict[Product, list[tuple[float, LinearConfig]]] = {}
+    best: Best = {}
+    for way, text in run_phase(time_way, ways, 1, TIME_SECONDS, flags.until):
+        show(way, text, best)
+        found = json.loads(text) if text.startswith("{") else {"same_bits": False}
+        if isinstance(way.tile, LinearConfig) and found["same_bits"] is not False:
+            ranked.setdefault(way.product, []).append((found["decisive_us"], way.tile))
+    rivals = {name_of(product): finalists(found, product) for product, found in ranked.items()}
+    for product in ranked:
+        if product.recipe != "bf16" or product.name in NOT_IN_A_STACK:
+            entries[name_of(product)] = [*astuple(rivals[name_of(product)][0])[1:-1]]
+    for shape, _ in stacks:
+        # By name: two weights of one size share an entry. The largest first; once more when all have changed.
+        own = candidates.products_of([shape], ["bf16"], flags.weights, NOT_IN_A_STACK)
+        names = dict.fromkeys(map(name_of, sorted(own, key=lambda one: -one.n * one.k)))
+        stack = Stack(shape, rows)
+        for name in [*names] * 2:
+            if name in rivals and time.monotonic() < flags.until:
+                print(f"{shape} {name:18} {choose_config(stack, entries, name, rivals[name])}", flush=True)
+        del stack
+        torch.cuda.empty_cache()
+    write_table(table, flags.out)
+
+
+def name_of(product: Product) -> str:
+    """A product's name in the table of few rows."""
+    return f"{product.n}x{product.k} {dtype_name(product.weight_dtype)}"
+
+
+def tune_held(flags: argparse.Namespace) -> None:
+    """Choose how products of few rows hold their weights, inside a stack of one shape's layers."""
+    (shape, *_), (rows, *_) = flags.shapes, flags.rows
+    tuner = HeldTuner(shape, rows)
+    before = dict(tuner.table)
+    tuner.table.clear()
+    plain = tuner.stack_us()
+    tuner.table.update(before)
+    was = tuner.stack_us()
+    # The largest first; once more when all have changed.
+    for name in sorted(tuner.names, key=lambda name: -tuner.names[name][0] * tuner.names[name][1]) * 2:
+        print(tuner.tune(name, flags.until), flush=True)
+    found = tuner.stack_us()
+    write_table(tuner.table, flags.out)
+    device = torch.cuda.get_device_name()
+    row = {"shape": shape, "rows": rows, "device": device, "plain_us": plain, "before_us": was}
+    print(json.dumps(row | {"us": found, "table": tuner.table}))
+
+
+def tune_tiles(flags: argparse.Namespace) -> None:
+    """Compile, check and time the ways of `tall`, `w8a8` or `recipes`, and name the fastest."""
+    products = candidates.products_of(flags.shapes, flags.recipes, flags.weights, candidates.NOT_TIMED)
+    if flags.kind == "tall":
+        products = [product for product in products if candidates.is_tall(product)]
+    ways = [
+        way
+        for product in products
+        for rows in flags.rows
+        for way in (
+            candidates.named_ways(product, rows, flags.tile)
+            if flags.tile
+            else candidates.ways_of(flags.kind, product, rows, flags.specialized)
+        )
+    ]
+    compile_all(ways, flags)
+    if flags.compile_only:
+        return
+    if flags.kind == "recipes":
+        check_recipes(products, flags.rows)
+    best: Best = {}
+    for way, text in run_phase(time_way, ways, 1, TIME_SECONDS, flags.until):
+        show(way, text, best)
+    for (name, rows), (us, way) in best.items():
+        print(f"fastest of {name}, up to {rows} rows: {us:.1f} us, {fields_of(way.tile)} x{way.count}")
+    if flags.out is not None:
+        table = w8a8_config if flags.kind == "w8a8" else tall_config
+        write_table(merged(best, table.read_tall_table()), flags.out)
+
+
+def check_recipes(products: list[Product], row_counts: list[int]) -> None:
+    """Print errors of the products before a norm, and what quantising rows takes apart; ends the program with
+    status 1 where bits or errors are wrong."""
+    before_norm = [product for product in products if product.is_before_norm]
+    for product, text in run_phase(check_product, before_norm, 1, STACK_SECONDS):
+        if not text.startswith(product.label):
+            raise SystemExit(f"WRONG: {product.label}: {text}")
+        print(text, flush=True)
+    for k in sorted({product.k for product in products if product.recipe == "w8a8"}):
+        for rows in row_counts:
+            xs = [torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
+            us = time_us([functools.partial(quantize_rows, x) for x in xs])
+            print(f"quantize_rows of {k} columns, {rows} rows: {us:.1f} us", flush=True)
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "narrow": tune_narrow,
+    "held": tune_held,
+    "tall": tune_tiles,
+    "w8a8": tune_tiles,
+    "recipes": tune_tiles,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "narrow": {"shapes": ",".join(SHAPES), "rows": "4", "recipes": "bf16,w8a16", "out": TABLE},
+    "held": {"shapes": "0.8b", "rows": "4", "out": HELD_TABLE, "seconds": 300.0},
+    "tall": {"rows": "128,32", "recipes": "bf16"},
+    "w8a8": {"rows": "4,32,128", "recipes": "w8a8"},
+    "recipes": {"shapes": "27b,4b", "rows": "4,32,128,256", "recipes": "bf16,w8a16,w8a8", "seconds": 470.0},
+}
+
+
+def parse_flags(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, with a kind's own defaults."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--shapes", help=f"comma-separated of {', '.join(STACK_LAYERS)}")
+    parser.add_argument("--rows", help="comma-separated row counts; of narrow and held one, for all up to 16")
+    parser.add_argument("--weights", default="", help="comma-separated names, as down,gate|up; all by rule")
+    parser.add_argument("--recipes", help="of narrow and recipes: comma-separated of bf16, w8a16, w8a8")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, help="the table to write; narrow and held write theirs"
+    )
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--seconds", type=float, help="start nothing further after this long")
+    parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
+    parser.add_argument("--specialized", action="store_true", help="of tall: other warps fetch")
+    parser.add_argument(
+        "--tile",
+        action="append",
+        default=[],
+        type=candidates.parse_tile,
+        metavar="NAME:PARTS=FIELDS",
+        help="of tall: these tiles of one number of rows alone, e.g. down:4=128,128,32,64,8,6,512",
+    )
+    flags = parser.parse_args(argv)
+    defaults = {"shapes": "27b", "recipes": "bf16", "seconds": 1e9 if flags.kind == "narrow" else 110.0}
+    for name, value in (defaults | DEFAULTS[flags.kind]).items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+    for name in ("shapes", "weights", "recipes"):
+        setattr(flags, name, [one for one in getattr(flags, name).split(",") if one])
+    flags.rows = [int(rows) for rows in flags.rows.split(",")]
+    flags.until = time.monotonic() + flags.seconds
+    if not (flags.compile_only or torch.cuda.is_available()):
+        parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
+    return flags
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the kind that is named."""
+    flags = parse_flags(argv)
+    KINDS[flags.kind](flags)
+
+
+if __name__ == "__main__":
+    main()
