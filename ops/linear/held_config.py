@@ -1,8 +1,8 @@
 """Which products of few rows have their whole weight in shared memory before the kernel before ends, and how.
 
 That pays where all of a weight fits at once, as those of 0.8B do: a chain of such products waits for its
-activations alone. `tools/tune_products.py held` measures the table, held.json. The table decides no bit, since the
-parts of K are those of config.py (tests/gpu/test_held.py compares them with `linear_kernel`).
+activations alone. `tools/tune_products.py held` measures the table, held.json. The table decides no bit, as
+the parts of K are those of config.py (tests/gpu/test_held.py compares them with `linear_kernel`).
 """
 
 from __future__ import annotations
