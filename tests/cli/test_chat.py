@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -39,10 +40,17 @@ class Talker:
         self.tokenizer = self
         self.closed = False
         self.before_piece: Callable[[], None] = lambda: None
-        self.tags = 1
+        self.added_ids = {"<think>": 1, "</think>": 2}
 
     def encode(self, text: str) -> list[int]:
-        return [0] * (self.tags if text.endswith("think>") else len(text))
+        """A token for each of the tags, and one for each other character."""
+        ids: list[int] = []
+        for part in re.split("(</?think>)", text):
+            ids += [self.added_ids[part]] if part in self.added_ids else map(ord, part)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
 
     def apply_chat_template(self, messages: Messages, **variables: Any) -> str:
         return str([*messages, variables]) + self.opening
@@ -138,7 +146,7 @@ def test_what_the_model_thinks_is_dimmed_or_plain_and_kept_apart(
 def test_tags_that_are_no_tokens_are_text(
     talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talker.tags, talker.script = 3, ["<think>x</think>y"]
+    talker.added_ids, talker.script = {}, ["<think>x</think>y"]
     assert talk(monkeypatch, "first") == 0
     assert capsys.readouterr().out == "<think>x</think>y\n"
 

@@ -200,7 +200,7 @@ def test_what_a_cache_does_not_depend_on_are_settings() -> None:
 
 def test_the_digest_covers_what_traced_code_imports() -> None:
     """All but the interface of plans and the errors' words, of which nothing is traced."""
-    package = Path(build_settings.__file__).parent
+    package = Path(build_settings.__file__).parents[1]
     paths = [package / name for name in build_settings._TRACED]
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else (path,))]
     pattern = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)

@@ -79,10 +79,10 @@ def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest
         return partial(METHODS[file.name.split("_")[0]], owner)
 
     patches = {
-        "build.check_key": lambda file, key: None,
-        "build.read_key": lambda file: {},
-        "build.load": lambda file: checkpoint / "unpacked",
-        "programs.load_program": load,
+        "runner.assemble.check_key": lambda file, key: None,
+        "runner.assemble.read_key": lambda file: {},
+        "runner.assemble.load": lambda file: checkpoint / "unpacked",
+        "runner.programs.load_program": load,
         "graphs.later.load_program": load,
     }
     for name, function in patches.items():

@@ -53,7 +53,8 @@ def test_a_recipe_is_refused_for_a_checkpoint_without_fp8(tmp_path: Path, recipe
     message = f"weight_recipe must be auto for a checkpoint without FP8 weights, got {recipe}; drop it"
     with pytest.raises(ValueError, match=message):
         make_engine(directory, weight_recipe=recipe)
-    with pytest.raises(ValueError, match=r"weight_recipe must be 'auto', 'w8a8' or 'w8a16', got 'fp4'; give"):
+    rule = r"weight_recipe must be 'auto', 'w8a8' or 'w8a16', got 'fp4'; choose"
+    with pytest.raises(ValueError, match=rule):
         EngineConfig(weight_recipe="fp4")  # type: ignore[arg-type]
 
 

@@ -180,7 +180,7 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     record("step", "row_logprobs")
     record("step", "filter_logits")
     record("step", "sample")
-    record("prompt_logprobs", "row_logprobs")
+    record("rounds.prompt_logprobs", "row_logprobs")
     runner.programs.launch_apart()
     buckets = runner.programs.buckets
     shapes = {bucket.shape for bucket in buckets}
