@@ -314,7 +314,7 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
     driver.decode("a", "b", "c")
     driver.offload("c", 1)
     driver.decode("b", "a")
-    driver.bring_back("c", 1, 1)
+    driver.bring_back("c", 1, 3)
     driver.decode("a", "b")
     for _ in range(3):
         driver.decode("c", "a", "b")
