@@ -190,6 +190,14 @@ def _no_bytes(token_id: int) -> bytes:
     return b""
 
 
+class _Before(NamedTuple):
+    """What a request had told before an output: its metrics, characters, and entries still held back."""
+
+    metrics: RequestMetrics
+    num_shown: int
+    held: tuple[TokenLogprob, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
@@ -225,6 +233,9 @@ class Request:
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] | None = None
+    # Characters that `append` has returned; and what there was before an output that is still to be told.
+    _num_shown: int = 0
+    _before: _Before | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -295,7 +306,9 @@ class Request:
         too without `has_bonus`; None for the token that prefill emits. More than that may be right, since a
         round verifies id 0 where it has no draft. `now_s` is the time by
         time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
+        `commit` is to follow once their output can be taken.
         """
+        self._before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
         room = self.max_output - num_before
@@ -328,10 +341,38 @@ class Request:
         self.metrics = new_tuple(RequestMetrics, (history, len(rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)
+        self._num_shown += len(text)
         return kept, text
+
+    def commit(self) -> None:
+        """The output of what was appended last, and of prompt log probabilities, can be taken."""
+        self._before = None
+        if self._prompt_logprobs is not None and self._has_whole_prompt:
+            self._prompt_logprobs = None
+
+    def cut_short(
+        self, reason: FinishReason, last: RequestOutput | None = None
+    ) -> tuple[str, list[TokenLogprob] | None]:
+        """End the request behind the tokens that were told, wherever `append` or an earlier call of this one
+        stopped; return the text and the entries of theirs that were held back. Called again it returns the
+        same. last: its last output that waits to be taken.
+        """
+        before = self._before
+        if before is None or _is_behind(last, before.metrics):
+            before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
+        self.finish_reason = reason
+        self.metrics = before.metrics._replace(total_s=time.monotonic() - self.arrival_s)
+        text = ""
+        if self.detokenizer is not None:
+            self.detokenizer.flush()
+            told = self.output_token_ids[: before.metrics.output_tokens]
+            text = "".join(map(self.detokenizer.add, told)) + self.detokenizer.flush()
+        return text[before.num_shown :], None if self.params.logprobs is None else list(before.held)
 
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
+        if self._before is None:
+            self._before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         self._new_logprobs += self._held_logprobs.flush()
@@ -372,12 +413,16 @@ class Request:
             self._prompt_logprobs[start : start + len(entries)] = entries
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the entries of all the prompt's tokens but the first, once, when they are known."""
-        entries = self._prompt_logprobs
-        if entries is None or len(entries) < self.prompt_len - 1:
-            return None
-        self._prompt_logprobs = None
-        return entries
+        """Return the entries of all the prompt's tokens but the first when they are known, until `commit`."""
+        return self._prompt_logprobs if self._has_whole_prompt else None
+
+    @property
+    def _has_whole_prompt(self) -> bool:
+        return self._prompt_logprobs is not None and len(self._prompt_logprobs) >= self.prompt_len - 1
+
+    def _untold_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of tokens that were told: entries are taken with their output, but for those held back."""
+        return () if self.params.logprobs is None else (*self._new_logprobs, *self._held_logprobs)
 
     def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
         """The tokens up to the first stop id behind those that `min_tokens` protects; sets finish_reason."""
@@ -423,3 +468,7 @@ class Request:
                 detokenizer.flush()
                 return token_ids[: index + 1], text
         return token_ids, text
+
+
+def _is_behind(last: RequestOutput | None, metrics: RequestMetrics) -> bool:
+    return last is not None and last.metrics.output_tokens > metrics.output_tokens

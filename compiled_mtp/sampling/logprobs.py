@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,9 @@ class LogprobQueue:
         self._held: deque[tuple[int, TokenLogprob]] = deque()
         self._num_decoded = 0
         self._num_shown = 0
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return (entry for _, entry in self._held)
 
     def add(self, entry: TokenLogprob, num_characters: int) -> None:
         """Take a token's entry; num_characters: what the detokenizer gave for it."""

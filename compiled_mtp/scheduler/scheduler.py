@@ -151,7 +151,7 @@ class Scheduler:
             if holding.phase is RequestPhase.WAITING:
                 live.setdefault(holding.request.request_id, []).append(holding)
             else:
-                self._outputs.append(_last_output(holding.request, "error", error))
+                self._outputs.append(self._cut_short(holding.request, "error", error))
         self._planner.waiting = {one.request.key: one for choices in live.values() for one in choices}
         self._planner.reset()
         self._holdings.reset()
@@ -343,6 +343,7 @@ class Scheduler:
                 "parameters" if reason == "error" else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
+            request.commit()
             if reason is not None:
                 self._finish(holding)
 
@@ -370,9 +371,12 @@ class Scheduler:
             is_masked = index in result.all_masked
             error = _describe_masks(request) if is_masked else _describe_logits(request)
             kind: ErrorKind = "parameters" if is_masked else "engine"
-            self._end(holding, "error", error, kept, text, drafts, kind)
+            output = _last_output(request, "error", error, kept, text, drafts, kind)
         else:
-            self._end(holding, request.finish_reason, request.error, kept, text, drafts, "parameters")
+            reason = request.finish_reason
+            output = _last_output(request, reason, request.error, kept, text, drafts, "parameters")
+        self._outputs.append(output)
+        self._finish(holding)
 
     def _drop_known(
         self,
@@ -417,19 +421,29 @@ class Scheduler:
         for holding in ended:
             self._end(holding, "error", error)
 
-    def _end(
-        self,
-        holding: Holding,
-        reason: FinishReason,
-        error: str | None = None,
-        token_ids: Sequence[int] = (),
-        text: str = "",
-        drafts: list[RoundDrafts] | None = None,
-        error_kind: ErrorKind = "engine",
-    ) -> None:
-        output = _last_output(holding.request, reason, error, token_ids, text, drafts, error_kind)
-        self._outputs.append(output)
+    def _end(self, holding: Holding, reason: FinishReason, error: str | None = None) -> None:
+        self._outputs.append(self._cut_short(holding.request, reason, error))
         self._finish(holding)
+
+    def _cut_short(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
+        """End a request behind what was told of it; its last output, the same if it is made again."""
+        own = (output for output in reversed(self._outputs) if _is_of(output, request))
+        last = next(own, None)
+        text, entries = request.cut_short(reason, last)
+        is_prompt_told = last is not None and last.prompt_logprobs is not None
+        return RequestOutput(
+            request.request_id,
+            [],
+            text,
+            request.metrics,
+            reason,
+            error,
+            entries,
+            request.index,
+            None if is_prompt_told else request.take_prompt_logprobs(),
+            request.list_drafts(),
+            "engine" if reason == "error" else None,
+        )
 
     def _finish(self, holding: Holding) -> None:
         choices = self._live[holding.request.request_id]
@@ -441,14 +455,18 @@ class Scheduler:
         self._planner.drop_dead_round()
 
 
+def _is_of(output: RequestOutput, request: Request) -> bool:
+    return output.request_id == request.request_id and output.index == request.index
+
+
 def _last_output(
     request: Request,
     reason: FinishReason,
     error: str | None,
-    token_ids: Sequence[int] = (),
-    text: str = "",
-    drafts: list[RoundDrafts] | None = None,
-    error_kind: ErrorKind = "engine",
+    token_ids: Sequence[int],
+    text: str,
+    drafts: list[RoundDrafts] | None,
+    error_kind: ErrorKind,
 ) -> RequestOutput:
     """End the request; what its caller gets, with the last tokens and their text."""
     text += request.finish(reason)

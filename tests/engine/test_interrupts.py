@@ -442,6 +442,73 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         check(engine, told, expected, target)
 
 
+def told_text(engine: Engine, name: str, aim: Aim) -> tuple[list[int], str, list[int], int]:
+    """Ctrl-C in the fourth step, and an error where `aim` says: tokens, text, the ids that have log
+    probabilities, and the tokens of the metrics, of all outputs of the request."""
+    outputs: list[RequestOutput] = []
+    with aim.watching():
+        for _ in range(200):
+            if not engine.has_unfinished_requests():
+                break
+            with suppress(KeyboardInterrupt):
+                outputs += engine.step()
+    ended = [output for output in outputs if output.finish_reason is not None]
+    assert [output.request_id for output in ended] == [name]
+    tokens = [token_id for output in outputs for token_id in output.new_token_ids]
+    listed = [entry.token_id for output in outputs for entry in output.logprobs or ()]
+    return tokens, "".join(o.new_text for o in outputs), listed, ended[0].metrics.output_tokens
+
+
+@pytest.mark.parametrize("is_recovering", [False, True], ids=["taking_tokens", "recovering"])
+@pytest.mark.parametrize("count", [24, pytest.param(SOAK, marks=pytest.mark.soak)])
+def test_text_held_for_stop_strings_comes_once_and_with_its_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_recovering: bool, count: int
+) -> None:
+    """An interrupt between a token and its output, and a second one inside what ends the request."""
+    prompt = prompt_of(20, 4, VOCAB)
+    plain = PLAIN.model_copy(update={"max_tokens": 24, "logprobs": 1})
+    whole = engine.generate([prompt], plain)[0]
+    # All of the text but its first character may begin the stop string.
+    params = plain.model_copy(update={"stop": [whole.new_text[1:] + "!"]})
+    update, is_down, due, calls = engine.scheduler.update, threading.Event(), [0], itertools.count()
+
+    def interrupted(result: Any) -> None:
+        update(result)
+        if result is not None and any(result.token_ids) and next(calls) == due[0]:
+            is_down.set()
+            if is_recovering:
+                raise KeyboardInterrupt
+
+    def arm(result: Any) -> None:
+        if result is not None and any(result.token_ids) and next(calls) == due[0]:
+            is_down.set()
+        update(result)
+
+    monkeypatch.setattr(engine.scheduler, "update", interrupted if is_recovering else arm)
+    files = ("scheduler", "request.py", "sampling/stop_strings.py", "sampling/logprobs.py", "frontend")
+    functions = {"recover", "cut_short", "finish", "_last_output", "_cut_short", "flush", "take_logprobs"}
+    if not is_recovering:
+        functions |= {"_take_tokens", "append", "_take_text", "add", "take", "commit"}
+
+    def play(target: Line | None = None) -> Aim:
+        nonlocal calls
+        calls, due[0] = itertools.count(), 2
+        is_down.clear()
+        name = f"held {next(NAMES)}"
+        engine.add_request(prompt_token_ids=prompt, params=salted(params, name), request_id=name)
+        aim = Aim(files, functions, target=target, is_armed=is_down.is_set)
+        tokens, text, listed, count = told_text(engine, name, aim)
+        assert tokens == whole.new_token_ids[: len(tokens)], target
+        assert text == engine.tokenizer.decode(tokens), target  # type: ignore[union-attr]
+        assert listed == tokens, target
+        assert count == len(tokens), target
+        return aim
+
+    watch = play()
+    for target in sample([one for one in watch.targets() if one.time == 1], count):
+        assert play(target).is_hit
+
+
 def test_the_turn_of_a_call_that_is_over_is_free_and_that_of_one_that_runs_is_not() -> None:
     turn = Turn()
 
