@@ -45,7 +45,7 @@ def exchanges(world: int) -> list[ThreadExchange]:
 class ThreadRunner(Runner):
     """Rank 0's runner, with the others' in threads: `followers` once they are built."""
 
-    def __init__(self, config: EngineConfig, *arguments: Any) -> None:
+    def __init__(self, config: EngineConfig, *arguments: Any, save_to: Path | None = None) -> None:
         model, num_valid_ids = arguments[:2]
         own, *others = exchanges(config.tensor_parallel)
         self.messages: list[SimpleQueue[tuple[Any, ...]]] = [SimpleQueue() for _ in others]
