@@ -16,6 +16,7 @@ from compiled_mtp.communicators.communicator import Exchange, ExchangeError
 START_S = 600.0
 STEP_S = 7.0
 ENDLESS_S = 365 * 86_400.0
+# For the others to meet rank 0, which comes last: it has heard of all.
 _CONNECT_S = 60.0
 
 
@@ -23,7 +24,7 @@ class GlooExchange(Exchange):
     """A process group of its own, which the torch.distributed of the caller's program knows nothing about.
 
     folder: where the ranks, all on this machine, find each other; private to them. Raises RuntimeError if
-    they do not within a minute.
+    they do not within a minute of rank 0's coming.
     """
 
     kind = "gloo"
@@ -31,13 +32,15 @@ class GlooExchange(Exchange):
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, world)
         self._store = FileStore(str(folder / "store"), world)
-        self._store.set_timeout(timedelta(seconds=_CONNECT_S))
+        meeting = timedelta(seconds=START_S if rank else _CONNECT_S)
+        self._store.set_timeout(meeting)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # No port is open to other machines.
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=START_S)
+        options._timeout = meeting
         options._threads = 1
         self._group = ProcessGroupGloo(self._store, rank, world, options)
+        self._group._set_default_timeout(timedelta(seconds=START_S))
 
     def expect_steps(self) -> None:
         """As `Exchange.expect_steps`."""

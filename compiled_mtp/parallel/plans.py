@@ -89,6 +89,11 @@ class PlanWriter(_Ring):
                     self._set_word(_MOST_RANKS + rank, 0)
                     os.write(self.pipes[rank][1], b"\n")
 
+    @property
+    def slowest(self) -> int:
+        """The reader that has read least."""
+        return min(self.readers, key=self._word)
+
     def close(self) -> None:
         """Give back what the processes do not hold themselves."""
         self._words.release()

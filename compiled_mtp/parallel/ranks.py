@@ -179,7 +179,19 @@ class Ranks:
     def send(self, *message: Any) -> None:
         """Let every rank do what `message` says: a name and its arguments. Raises as `check` does."""
         self.check()
-        self._processes.plans.send(message, self.check)
+        self._send(message)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        """Write a message; a rank that does not read it within STEP_S is given up."""
+        plans, clock = self._processes.plans, RunningClock()
+
+        def check() -> None:
+            if clock.look() > STEP_S:
+                text = f"it did not read a message within {STEP_S:.0f} s"
+                self._processes.give_up(Fault(plans.slowest, text))
+            self.check()
+
+        plans.send(message, check)
 
     def lose(self, error: str, count: int = 0) -> Fault:
         """End the ranks since rank 0 has left a step with `error`; returns the cause.
@@ -203,7 +215,7 @@ class Ranks:
             if self.is_whole:
                 with suppress(RankError, ValueError):
                     self._processes.is_closing = True
-                    self._processes.plans.send(("close",), self.check)
+                    self._send(("close",))
                     self._processes.wait(_END_S)
         finally:
             self._end()

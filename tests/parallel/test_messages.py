@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,27 @@ from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.parallel.ranks import RankError
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
-from tests.parallel.test_ranks import GUIDED, AloneRanks, config_of, decode, processes_of
+from tests.parallel.test_ranks import (
+    GUIDED,
+    MOST_S,
+    AloneRanks,
+    check_gone,
+    config_of,
+    decode,
+    pids_of,
+    processes_of,
+)
 
+# In a rank: from the moment that a file is there nothing is read.
+HANGING = """
+import os, time
+word = plans._Ring._word
+def word_or_hang(self, line):
+    while os.path.exists({hang!r}):
+        time.sleep(0.1)
+    return word(self, line)
+plans._Ring._word = word_or_hang
+"""
 # Of a plan with one request, beside its masks.
 MOST_BYTES = 1000
 
@@ -117,3 +139,26 @@ def test_an_interrupt_amid_a_message_leaves_the_ranks_in_step(
     with pytest.raises(RankError, match="got rank 0: KeyboardInterrupt: ; create the engine again"):
         decode(engine)
     engine.close()
+
+
+@pytest.mark.usefixtures("short_ring")
+@pytest.mark.parametrize("call", [decode, Engine.close], ids=["guided", "close"])
+def test_a_rank_that_reads_no_message_is_given_up(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Engine], object]
+) -> None:
+    """It reports that it lives, and no exchange waits for it."""
+    hang, limit = tmp_path / "hang", 2
+    first, import_main, rest = ranks._CODE.rpartition("from compiled_mtp")
+    monkeypatch.setattr(ranks, "_CODE", f"{first}{HANGING.format(hang=str(hang))}{import_main}{rest}")
+    monkeypatch.setattr(ranks, "STEP_S", limit)
+    engine = Engine(config_of(directory))
+    processes = processes_of(engine)
+    hang.touch()
+    begin = time.monotonic()
+    with suppress(RankError):
+        call(engine)
+    assert time.monotonic() - begin < MOST_S
+    assert processes.fault == ranks.Fault(1, f"it did not read a message within {limit} s")
+    check_gone(pids_of(processes))
+    engine.close()
+    assert not processes.folder.exists()

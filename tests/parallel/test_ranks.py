@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
+from compiled_mtp.communicators import gloo
 from compiled_mtp.communicators.communicator import ExchangeError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
@@ -155,6 +156,22 @@ def test_a_rank_that_cannot_start_ends_the_start(
         Engine(config_of(directory))
     check_gone(pids_of(started[0]))
     assert not started[0].folder.exists()
+
+
+def test_a_rank_that_is_killed_before_it_meets_the_others_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_CONNECT_S", 1.0)
+    first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
+    code = (
+        "import compiled_mtp.parallel.follower as follower\n"
+        "follower.join = lambda *arguments: os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setattr(ranks, "_CODE", f"{first}\n{code}{import_main}{call}")
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"got rank 1: process \d+ was ended by SIGKILL"):
+        Engine(config_of(directory))
+    assert time.monotonic() - begin < MOST_S
 
 
 def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path) -> None:
