@@ -43,8 +43,8 @@ def check_repeats(place: str, regex: str) -> None:
     """Raise ValueError for a regex whose nested repeats make its masks slow for all requests of a round."""
     if (size := repeated_size(regex)) > MAX_REPEATED:
         raise ValueError(
-            f"{place} must have nested and adjoining repeats of at most {MAX_REPEATED} characters written out, "
-            f"got {min(size, 10**12)}; write inner counts as * or +, or lower them"
+            f"{place} must have nested and adjoining repeats of at most {MAX_REPEATED} characters written "
+            f"out, got {min(size, 10**12)}; write inner counts as * or +, or lower them"
         )
 
 

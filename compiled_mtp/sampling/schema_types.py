@@ -23,7 +23,7 @@ def check_types(place: str, schema: Schema) -> None:
 
 
 def well_typed(schema: Schema) -> Schema:
-    """Return a schema without those of its own keywords whose value has another type than `check_types` asks."""
+    """Return a schema without its own keywords whose value has another type than `check_types` asks."""
     return {key: one for key, one in schema.items() if key not in _RULES or _RULES[key][0](one)}
 
 
