@@ -55,7 +55,17 @@ NO_TORCH = (
     "compiled_mtp.cache.prefix_index",
     "compiled_mtp.cache.prefix_shelf",
     *(f"compiled_mtp.sampling.{name}" for name in ("params", "sampling_params", "logprobs", "stop_strings")),
-    *(f"compiled_mtp.sampling.{name}" for name in ("grammar_source", "schema_types", "tool_calls")),
+    *(
+        f"compiled_mtp.sampling.{name}"
+        for name in (
+            "grammar_source",
+            "regex_size",
+            "parameters",
+            "schema_types",
+            "schema_values",
+            "tool_calls",
+        )
+    ),
     *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
     "compiled_mtp.models.draft_vocabulary",
     "compiled_mtp.runner.memory",

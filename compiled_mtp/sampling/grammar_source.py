@@ -7,11 +7,13 @@ name where in the request its cause stands. Tool calls: tool_calls.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from compiled_mtp.errors import escape
+from compiled_mtp.sampling.regex_size import check_repeats
 
 # Whitespace is at most one space after a comma or a colon: both common ways to write JSON, and a model cannot
 # go on with spaces for ever.
@@ -19,6 +21,8 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separ
 MAX_DEPTH = 64
 MAX_TEXT_BYTES = 128 * 1024
 MAX_CHOICES = 4096
+# A string, a comment, or a regex, which alone is a group.
+_LARK_REGEX = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/((?:[^/\\\n]|\\.)+)/')
 
 Schema = Mapping[str, Any]
 
@@ -71,6 +75,7 @@ def from_schema(place: str, schema: Any) -> GrammarSource:
 def from_regex(regex: Any, place: str = "guided_regex") -> GrammarSource:
     """Return the grammar of the texts that a regex matches whole (Rust's syntax). Raises ValueError."""
     text = _text(place, regex)
+    check_repeats(place, text)
     return GrammarSource(place, f"body: {regex_terminal(text)}\n")
 
 
@@ -91,7 +96,11 @@ def from_choice(choices: Any, place: str = "guided_choice") -> GrammarSource:
 
 def from_lark(grammar: Any, place: str = "guided_grammar") -> GrammarSource:
     """Return a caller's own Lark grammar; its first rule is `start`. Raises ValueError."""
-    return GrammarSource(place, _text(place, grammar), can_lead=False)
+    text = _text(place, grammar)
+    for regex in _LARK_REGEX.findall(text):
+        if regex:
+            check_repeats(place, regex)
+    return GrammarSource(place, text, can_lead=False)
 
 
 def json_rule(schema: Schema) -> str:
@@ -127,7 +136,18 @@ def check_schema(place: str, schema: Any) -> Schema:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place} must be JSON, got an error: {error}; use JSON's own types") from None
     check_size(place, text)
+    _check_patterns(place, value)
     return value
+
+
+def _check_patterns(place: str, schema: Schema) -> None:
+    if isinstance(pattern := schema.get("pattern"), str):
+        check_repeats(f"{place}.pattern", pattern)
+    if isinstance(named := schema.get("patternProperties"), Mapping):
+        for pattern in named:
+            check_repeats(f"{place}.patternProperties", pattern)
+    for below, child in children(schema):
+        _check_patterns(place + below, child)
 
 
 def check_size(place: str, text: str) -> None:

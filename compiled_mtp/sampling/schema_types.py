@@ -22,6 +22,11 @@ def check_types(place: str, schema: Schema) -> None:
         check_types(place + below, child)
 
 
+def well_typed(schema: Schema) -> Schema:
+    """Return a schema without its own keywords whose value has another type than `check_types` asks."""
+    return {key: one for key, one in schema.items() if key not in _RULES or _RULES[key][0](one)}
+
+
 def with_null_types(schema: Schema) -> Schema:
     """Return a schema in which OpenAPI's `nullable` is a type null beside others."""
     wider: dict[str, Any] = {}
@@ -35,7 +40,7 @@ def with_null_types(schema: Schema) -> Schema:
         elif key != "nullable":
             wider[key] = value
     kinds = wider.get("type")
-    if schema.get("nullable") and kinds is not None:
+    if schema.get("nullable") and isinstance(kinds, (str, list)):
         several = [kinds] if isinstance(kinds, str) else list(kinds)
         wider["type"] = [*several, *(["null"] if "null" not in several else [])]
     return wider

@@ -22,6 +22,7 @@ from compiled_mtp.sampling.grammar_source import (
     json_rule,
     regex_terminal,
 )
+from compiled_mtp.sampling.parameters import NOTES, alternatives, is_listed, is_raw, listed, parameter_schema
 from compiled_mtp.sampling.schema_types import check_types, with_null_types
 from compiled_mtp.sampling.string_schemas import string_regexes
 
@@ -46,8 +47,7 @@ _PIECES = r"""
 PIECE: /[^<]+/ | (/<[^<]*/ & ~/<\/parameter(>(?s:.*))?/)
 LAST: PIECE & /(?s:.*)\n/
 """
-# Keywords that allow and forbid nothing, and those that text written as it is can obey.
-_NOTES = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
+# Keywords that text written as it is can obey.
 _OF_STRINGS = {"type", "enum", "const", "pattern", "format", "minLength", "maxLength"}
 # Keywords that say nothing about a string.
 _OF_OTHERS = {
@@ -94,45 +94,6 @@ def from_tools(
     text = "\n".join(lines) + ("\n" if form == "json" else _PIECES)
     check_size("tools", text)
     return GrammarSource("tools", text, tuple(schemas))
-
-
-def parameter_schema(schema: Schema, name: str) -> Schema:
-    """Return the schema of one declared parameter, alone: definitions it may refer to come with it."""
-    found = (schema.get("properties") or {}).get(name, {})
-    inner = found if isinstance(found, Mapping) else {}
-    root = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for _ in range(8):
-        target = re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", str(inner.get("$ref", "")))
-        if target is None or len(inner) > 1 or target[2] not in root.get(target[1], {}):
-            break
-        referred = root[target[1]][target[2]]
-        inner = referred if isinstance(referred, Mapping) else {}
-    return {**root, **inner}
-
-
-def _alternatives(schema: Schema) -> list[Schema]:
-    """A schema of several types as several schemas; one of them may be raw text."""
-    several = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(several, list):
-        root = {key: value for key, value in schema.items() if key in ("$defs", "definitions")}
-        inner = [parameter_schema({**root, "properties": {"x": one}}, "x") for one in several]
-        rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", *_NOTES)}
-        return [{**rest, **one} for one in inner]
-    kinds = schema.get("type")
-    if isinstance(kinds, list) and "string" in kinds and not _is_listed(schema):
-        return [{**schema, "type": kind} for kind in kinds]
-    return [schema]
-
-
-def _is_listed(schema: Schema) -> bool:
-    return "enum" in schema or "const" in schema
-
-
-def _is_raw(schema: Schema) -> bool:
-    """Whether a value is written as it is: its schema says string, or says nothing at all."""
-    if _is_listed(schema):
-        return any(isinstance(one, str) for one in schema.get("enum", [schema.get("const")]))
-    return schema.get("type") == "string" or set(schema) <= _NOTES
 
 
 def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
@@ -201,11 +162,11 @@ def _xml_call(rule: str, name: str, place: str, schema: Schema) -> list[str]:
 
 def _xml_value(rule: str, place: str, schema: Schema) -> list[str]:
     """The rules of a value with the "</parameter>" behind it."""
-    several = _alternatives(schema)
+    several = alternatives(schema)
     names = [f"{rule}_{index}" for index in range(len(several))]
     lines = [f"{rule}: {' | '.join(names)}"]
     for name, one in zip(names, several, strict=True):
-        if _is_raw(one):
+        if is_raw(one):
             lines.append(_raw_value(name, place, one))
         else:
             lines += [f"{name}: {name}_json {_VALUE_END}", f"{name}_json: {json_rule(one)}"]
@@ -213,15 +174,18 @@ def _xml_value(rule: str, place: str, schema: Schema) -> list[str]:
 
 
 def _raw_value(rule: str, place: str, schema: Schema) -> str:
-    if unknown := set(schema) - _NOTES - _OF_STRINGS - _OF_OTHERS:
+    if unknown := set(schema) - NOTES - _OF_STRINGS - _OF_OTHERS:
         names = escape(", ".join(sorted(unknown)), 80)
         raise ValueError(
             f"{place} must not use {names} where tool_choice asks for a call; "
             "write it as a pattern or leave it out"
         )
-    if _is_listed(schema):
-        listed = schema.get("enum", [schema.get("const")])
-        texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
+    if is_listed(schema):
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in listed(schema)]
+        if not texts:
+            raise ValueError(
+                f"{place} must list a value that its type and lengths admit; correct one of them"
+            )
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {_VALUE_END}"
     regexes = string_regexes(place, schema)
     if not regexes:

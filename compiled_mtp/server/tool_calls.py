@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from compiled_mtp.sampling.parameters import Parameter
+
 CallForm = Literal["xml", "json"]
 
 _THINK, _THINK_END = "<think>", "</think>"
@@ -219,9 +221,9 @@ class _XmlCalls(_Calls):
         super().__init__()
         self._tools = tools
         self._phase = "opened"
-        self._schemas: Mapping[str, Any] = {}
+        self._parameters: Mapping[str, Any] = {}
         self._num_arguments = 0
-        self._schema: Any = None
+        self._parameter = Parameter({}, "")
         self._searched = 0
         self._is_at_start = False
 
@@ -254,8 +256,7 @@ class _XmlCalls(_Calls):
         name = stripped[len(_FUNCTION) : end].strip()
         self._text = stripped[end + 1 :]
         self._phase, self._num_arguments = "function", 0
-        properties = self._tools.get(name, {}).get("properties")
-        self._schemas = properties if isinstance(properties, Mapping) else {}
+        self._parameters = self._tools.get(name, {})
         return [self._start(name)]
 
     def _open_parameter(self) -> list[Delta] | None:
@@ -273,8 +274,8 @@ class _XmlCalls(_Calls):
             return None
         name = self._text[at + len(_PARAMETER) : end].strip()
         self._take(end + 1)
-        self._schema = self._schemas.get(name)
-        is_string = _is_string(self._schema)
+        self._parameter = Parameter(self._parameters, name)
+        is_string = self._parameter.is_string
         # One line break after the tag belongs to the form, not to the value.
         self._phase, self._is_at_start = ("string" if is_string else "value"), True
         self._searched = 0
@@ -300,11 +301,18 @@ class _XmlCalls(_Calls):
         end = self._text.find(_PARAMETER_END, self._searched)
         if end < 0:
             self._searched = max(0, len(self._text) - len(_PARAMETER_END))
-            return None
+            start = self._text[: len(self._text) - _tail_length(self._text, _PARAMETER_END)]
+            if self._parameter.is_json or self._parameter.may_become_json(start):
+                return None
+            self._phase = "string"
+            return [self._arguments('"')]
         value = self._take(end).removeprefix("\n").removesuffix("\n")
         self._take(len(_PARAMETER_END))
         self._phase = "function"
-        return [self._arguments(_to_json(value))]
+        if self._parameter.is_json:
+            return [self._arguments(_to_json(value))]
+        is_json = self._parameter.admits_json(value)
+        return [self._arguments(value.strip() if is_json else json.dumps(value, ensure_ascii=False))]
 
     def _close_call(self) -> list[Delta] | None:
         stripped = self._text.lstrip()
@@ -419,20 +427,6 @@ def _tail_length(text: str, tag: str) -> int:
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _is_string(schema: Any) -> bool:
-    """Whether a value is text as it stands: its schema says so, or there is none."""
-    if not isinstance(schema, Mapping):
-        return True
-    kind = schema.get("type")
-    if kind is not None:
-        return kind == "string" or (isinstance(kind, list) and "string" in kind)
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(options, list):
-        return any(isinstance(one, Mapping) and _is_string(one) for one in options)
-    values = schema.get("enum")
-    return any(isinstance(value, str) for value in values) if isinstance(values, list) else not schema
 
 
 def _to_json(value: str) -> str:

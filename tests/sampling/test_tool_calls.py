@@ -14,6 +14,7 @@ from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.sampling.grammar import GrammarCompiler, MaskFiller
 from compiled_mtp.sampling.grammar_source import GrammarSource
 from compiled_mtp.sampling.tool_calls import CALL_FORMS, CallForm, from_tools
+from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, OutputParser
 from tests.sampling.grammars import NUM_IDS, TOKENIZER, TOKENIZER_JSON, compiler, decode, text_of
 
 Call = tuple[str, dict[str, Any]]
@@ -70,31 +71,20 @@ def parse_json(text: str) -> list[Call]:
     return [(call["name"], call["arguments"]) for call in calls]
 
 
-def parse_xml(text: str) -> list[Call]:
-    """As services read it: a value is JSON where that is valid for its schema, else text."""
-    calls = []
-    for body in re.split(r"(?<=</tool_call>)\n(?=<tool_call>)", text):
-        match = re.fullmatch(
-            r"<tool_call>\n<function=([^>]+)>\n(.*)</function>\n</tool_call>", body, re.DOTALL
-        )
-        assert match is not None, body
-        values = re.findall(r"<parameter=([^>]+)>\n(.*?)\n</parameter>\n", match[2], re.DOTALL)
-        arguments = {name: _value(name, value) for name, value in values}
-        assert len(arguments) == len(values)
-        calls.append((match[1], arguments))
-    return calls
-
-
-def _value(name: str, text: str) -> Any:
-    schema = {**WEATHER["properties"][name], "$defs": WEATHER["$defs"]}
-    try:
-        value = json.loads(text)
-        jsonschema.validate(value, schema)
-    except ValueError:
-        return text
-    except jsonschema.ValidationError:
-        return text
-    return value
+def parse_xml(text: str, tools: Any = TOOLS) -> list[Call]:
+    """As the service reads it."""
+    schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in tools}
+    parser = OutputParser(form="xml", tools=schemas)
+    calls: list[tuple[str, list[str]]] = []
+    for delta in [*parser.add(text), *parser.add("", is_last=True)]:
+        if isinstance(delta, CallStart):
+            calls.append((delta.name, []))
+        elif isinstance(delta, CallArguments):
+            calls[-1][1].append(delta.text)
+        else:
+            assert isinstance(delta, Content)
+            assert not delta.text.strip()
+    return [(name, json.loads("".join(pieces))) for name, pieces in calls]
 
 
 @pytest.mark.parametrize("form", ["json", "xml"])
@@ -391,3 +381,77 @@ def test_one_call_alone_without_parallel_calls(compiled: GrammarCompiler, form: 
         assert source is not None
         assert takes(compiled, source, text)
         assert takes(compiled, source, f"{text}\n{text}") is is_parallel
+
+
+# A schema of strings and others: values that are read as they were written.
+MIXED: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"anyOf": [{"enum": ["a", "b"]}, {"type": "integer"}]}, ["a", 9]),
+    ({"type": ["integer", "string"], "pattern": "^[0-9]{2}$"}, [25393356, 25]),
+    ({"oneOf": [{"type": "boolean"}, {"type": "string", "pattern": "^x"}]}, [False, "xfalse"]),
+    ({"enum": ["x", ["a"]]}, ["x", ["a"]]),
+    ({"enum": ["a", 3, None, "3", True]}, ["a", 3, None, True]),
+    ({"type": "string", "nullable": True}, [None, "nul", "none", "3", "true"]),
+    ({"anyOf": [{"type": "string", "nullable": True}, {"type": "integer"}]}, [None, "a", 4, "4.5"]),
+    ({"type": ["string", "integer"], "minimum": 10}, [10, "9", "", " ", "1e", "-"]),
+    ({"type": "string"}, ["3", "null", "true", '{"a": 1}', '"q"']),
+    ({"description": "any"}, ["3", "null"]),
+    ({"const": "3"}, ["3"]),
+    ({"enum": ["3", "null"]}, ["3", "null"]),
+    ({"$ref": "#/$defs/text"}, ["3", "null"]),
+    ({"anyOf": [{"$ref": "#/$defs/point"}, {"$ref": "#/$defs/text"}]}, [{"x": 1}, '{"x": "1"}', "{x", "[1]"]),
+    ({"type": ["array", "string"], "items": {"type": "integer"}, "maxItems": 2}, [[1, 2], "[1, 2, 3]", "[1"]),
+]
+DEFINITIONS = {
+    "text": {"type": "string"},
+    "point": {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize(("schema", "values"), MIXED)
+def test_a_value_is_read_back_as_the_grammar_allowed_it(
+    compiled: GrammarCompiler, schema: dict[str, Any], values: list[Any]
+) -> None:
+    tools = x_tool(schema)
+    tools[0]["function"]["parameters"]["$defs"] = DEFINITIONS
+    source = source_of("required", "xml", tools)
+    for value in values:
+        text = call_of("xml", value)
+        assert takes(compiled, source, text), value
+        ((_, arguments),) = parse_xml(text, tools)
+        assert json.dumps(arguments) == json.dumps({"x": value})
+
+
+def test_listed_values_obey_the_type_beside_them(compiled: GrammarCompiler) -> None:
+    source = source_of(
+        "required", "xml", x_tool({"type": "string", "enum": ["a", 3, "long"], "maxLength": 2})
+    )
+    assert takes(compiled, source, call_of("xml", "a"))
+    assert not takes(compiled, source, call_of("xml", 3))
+    assert not takes(compiled, source, call_of("xml", "long"))
+    with pytest.raises(ValueError, match=r"^tools\[0\].function.parameters.properties.x must list a value"):
+        source_of("required", "xml", x_tool({"enum": ["long"], "maxLength": 2}))
+
+
+def test_schemas_that_say_nothing_right_are_read(filler: MaskFiller) -> None:
+    """Without a forced call a tool's schema is not checked: what is wrong in it says nothing."""
+    loop = {"anyOf": [{"$ref": "#/$defs/y"}] * 2}
+    for schema, text, expected in (
+        ({"type": 5, "enum": 3}, "3", "3"),
+        ({"type": ["integer", "string"], "minimum": "a", "required": True}, "3", 3),
+        ({"type": ["string", "null"], "nullable": 1, "anyOf": []}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/y"}]}, "[1]", "[1]"),
+        ({"type": ["string", "number"]}, "9" * 5000, "9" * 5000),
+        ({"type": ["string", "number"], "multipleOf": 2}, "1" + "0" * 400, "1" + "0" * 400),
+    ):
+        tools = [
+            {"function": {"name": "f", "parameters": {"properties": {"x": schema}, "$defs": {"y": loop}}}}
+        ]
+        assert parse_xml(call_of("xml", text), tools) == [("f", {"x": expected})]
+    for parameters in (
+        {"properties": [1]},
+        {"properties": {"x": 3}},
+        {"properties": {"x": True}},
+        {"$defs": 3},
+    ):
+        tools = [{"function": {"name": "f", "parameters": parameters}}]
+        assert parse_xml(call_of("xml", "3"), tools) == [("f", {"x": "3"})]

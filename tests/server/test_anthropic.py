@@ -13,7 +13,7 @@ import pytest
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import anthropic as module
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-from tests.server.test_openai import CALLS
+from tests.server.test_openai import CALLS, check_forced_calls
 
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: Any = {
@@ -202,3 +202,18 @@ def test_the_asynchronous_client(scripted: Any) -> None:
             return [answer.content[0].text for answer in await asyncio.gather(*asked)]  # type: ignore[union-attr]
 
     assert asyncio.run(ask()) == ["one two three"] * 4
+
+
+def test_one_call_alone_where_parallel_calls_are_off(scripted: Any) -> None:
+    server, engine, form = scripted
+    call = "<tool_call>" + CALLS[form].partition("<tool_call>")[2]
+    engine.say(call)
+    for choice, is_parallel in (
+        ({"type": "any"}, True),
+        ({"type": "any", "disable_parallel_tool_use": False}, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, False),
+    ):
+        fields: Any = {"model": "m", "max_tokens": 400, "messages": MESSAGES, "tools": [WEATHER]}
+        whole = client_of(server).messages.create(**fields, tool_choice=choice)
+        assert [block.type for block in whole.content] == ["tool_use"]
+        check_forced_calls(engine, form, call, is_parallel)

@@ -16,9 +16,12 @@ from compiled_mtp.engine import EngineStats
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
+from compiled_mtp.sampling.tool_calls import from_tools
 from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.spec.stats import SpeculationStats
+from tests.sampling.grammars import compiler
+from tests.sampling.test_tool_calls import takes
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, Stats, make_family, running
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add("}]
@@ -538,3 +541,28 @@ def test_family_is_found(tmp_path: Path) -> None:
     assert find_call_form(Tokenizer(make_family(tmp_path / "x", "xml"))) == "xml"
     assert find_call_form(Tokenizer(make_family(tmp_path / "j", "json"))) == "json"
     assert find_call_form(Tokenizer(CHECKPOINT)) is None
+
+
+def test_one_call_alone_where_parallel_calls_are_off(scripted: Any) -> None:
+    """The engine is asked for a grammar of one call, which takes no second one."""
+    server, engine, form = scripted
+    call = "<tool_call>" + CALLS[form].partition("<tool_call>")[2]
+    engine.say(call)
+    create: Any = client_of(server).chat.completions.create
+    fields: Any = {"model": "m", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
+    asked = ({}, {"extra_body": {"parallel_tool_calls": None}}, {"parallel_tool_calls": False})
+    for options, is_parallel in zip(asked, (True, True, False), strict=True):
+        assert len(create(**fields, **options).choices[0].message.tool_calls) == 1
+        check_forced_calls(engine, form, call, is_parallel)
+
+
+def check_forced_calls(engine: ScriptedEngine, form: Any, call: str, is_parallel: bool) -> None:
+    """What the engine was asked for takes `call`, and two of it with is_parallel alone."""
+    params = engine.seen[-1][1]
+    assert params.parallel_tool_calls is is_parallel
+    source = from_tools(
+        params.tools, params.tool_choice, form, (), parallel_tool_calls=params.parallel_tool_calls
+    )
+    assert source is not None
+    assert takes(compiler(), source, call)
+    assert takes(compiler(), source, f"{call}\n{call}") is is_parallel

@@ -141,6 +141,9 @@ def test_broken_calls_lose_nothing(form: Any, text: str, content: str, calls: An
         ("NaN", "days", "NaN"),
         ("None", "is_brief", None),
         ("3", "when", "3"),
+        ("null", "when", None),
+        ("nullable", "when", "nullable"),
+        ("", "when", ""),
         ("[1", "options", "[1"),
         ("[1]", "unknown", "[1]"),
     ],
@@ -158,3 +161,15 @@ def test_reasoning_that_never_ends_and_text_without_any() -> None:
         assert parse(pieces, has_reasoning=True)["content"] == "still at it\n"
     for pieces in cuts("<think>a</think><b>"):
         assert parse(pieces)["content"] == "<think>a</think><b>"
+
+
+def test_a_text_that_may_be_null_comes_as_it_is_written() -> None:
+    parser = OutputParser(form="xml", tools=TOOLS)
+    parser.add("<tool_call>\n<function=get_weather>\n<parameter=when>\n")
+    assert parser.add("nu") == []
+    assert parser.add("mber") == [CallArguments(0, '"'), CallArguments(0, "number")]
+    inside = "\n 12 or\nnull\n"
+    text = f"<tool_call>\n<function=get_weather>\n<parameter=when>\n{inside}\n</parameter>\n</function>"
+    for pieces in cuts(text):
+        ((_, arguments),) = parse(pieces, form="xml", tools=TOOLS)["calls"]
+        assert json.loads(arguments) == {"when": inside}, pieces

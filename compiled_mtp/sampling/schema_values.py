@@ -1,0 +1,129 @@
+"""Whether a JSON value fits a schema, as far as a parameter's reading needs it. Pure Python.
+
+`pattern` and `format` are not asked: Python's regexes backtrack, and a caller's may take for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compiled_mtp.sampling.grammar_source import Schema
+from compiled_mtp.sampling.schema_types import well_typed
+
+# A schema that refers to itself may ask for any number.
+_MAX_STEPS = 10_000
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "null": (type(None),),
+    "boolean": (bool,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def admits(schema: Schema, value: Any) -> bool:
+    """Return whether `schema`, which holds the definitions that it refers to, admits a JSON value.
+
+    Keywords of a wrong type and unknown ones say nothing; a value that takes too many steps is not admitted.
+    """
+    roots = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema.get(key), Mapping)}
+    try:
+        return _admits(schema, value, roots, iter(range(_MAX_STEPS)))
+    except (RecursionError, StopIteration, OverflowError):
+        return False
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON, where true is not 1."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def _admits(schema: Any, value: Any, roots: Schema, steps: Iterator[int]) -> bool:
+    next(steps)
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    schema = well_typed(schema)
+
+    def inside(one: Any, inner: Any = value) -> bool:
+        return _admits(one, inner, roots, steps)
+
+    if "$ref" in schema and not inside(_referred(schema["$ref"], roots)):
+        return False
+    if schema.get("nullable") and value is None and "type" in schema:
+        return True
+    kinds = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is_of(kind, value) for kind in kinds):
+        return False
+    if "enum" in schema and not any(same(one, value) for one in schema["enum"]):
+        return False
+    if "const" in schema and not same(schema["const"], value):
+        return False
+    for key in ("anyOf", "oneOf"):
+        if key in schema and not any(map(inside, schema[key])):
+            return False
+    several = schema.get("allOf")
+    if isinstance(several, list) and not all(map(inside, several)):
+        return False
+    if isinstance(value, str):
+        return _fits(schema, len(value), "minLength", "maxLength")
+    if isinstance(value, list):
+        first = schema.get("prefixItems")
+        first = first if isinstance(first, list) else []
+        rest = schema.get("items", True)
+        return _fits(schema, len(value), "minItems", "maxItems") and all(
+            inside(first[index] if index < len(first) else rest, one) for index, one in enumerate(value)
+        )
+    if isinstance(value, dict):
+        return _admits_object(schema, value, inside)
+    return isinstance(value, bool) or value is None or _fits_number(schema, value)
+
+
+def _admits_object(schema: Schema, value: dict[str, Any], inside: Any) -> bool:
+    properties = schema.get("properties", {})
+    rest = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    return (
+        _fits(schema, len(value), "minProperties", "maxProperties")
+        and all(name in value for name in schema.get("required", ()))
+        and all(inside(properties.get(name, rest), one) for name, one in value.items())
+    )
+
+
+def _fits_number(schema: Schema, value: int | float) -> bool:
+    above, below, step = (schema.get(f"{k}") for k in ("exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+    return (
+        _fits(schema, value, "minimum", "maximum")
+        and not (_is_number(above) and value <= above)
+        and not (_is_number(below) and value >= below)
+        and not (_is_number(step) and step > 0 and not (value / step).is_integer())
+    )
+
+
+def _fits(schema: Schema, size: int | float, least: str, most: str) -> bool:
+    low, high = schema.get(least), schema.get(most)
+    return not (_is_number(low) and size < low) and not (_is_number(high) and size > high)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    if kind == "integer":
+        return _is_number(value) and (isinstance(value, int) or value.is_integer())
+    is_right = isinstance(value, _TYPES.get(kind, ()))
+    return is_right and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _referred(place: Any, roots: Schema) -> Any:
+    """What a reference stands for; nothing is said by one that leads nowhere."""
+    parts = place.split("/") if isinstance(place, str) else []
+    if len(parts) == 3 and parts[0] == "#" and parts[1] in roots:
+        return roots[parts[1]].get(parts[2], True)
+    return True
