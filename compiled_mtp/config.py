@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from compiled_mtp.errors import check, fail, remedy_of, shown
+from compiled_mtp.errors import check, fail, remedy_of, rule_of, shown
 from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import ModelConfig
 
@@ -134,7 +134,7 @@ class EngineConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, allow_inf_nan=False
     )
 
     model: Path = Field(
@@ -474,5 +474,4 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         remedy = f"known are {sorted(EngineConfig.model_fields)}"
         return str(fail("config", "name settings only", name, remedy))
-    rule = error["msg"].removeprefix("Input should ").replace("Input is not a", "be a", 1)
-    return str(fail(name, rule, shown(error["input"], repr), remedy_of(error["type"])))
+    return str(fail(name, rule_of(error["msg"]), shown(error["input"], repr), remedy_of(error["type"])))

@@ -116,6 +116,9 @@ class Engine:
 
             follow_rank_0()
         self.front = front if front is not None else open_front(config)
+        if config.tensor_parallel > 1:
+            # Ranks wait for rank 0: the first grammar must not hold them up in the middle of rounds.
+            self.front.warm_up_grammars()
         self.model_config = self.front.model_config
         self.config = config.settle(self.model_config, self.front.path)
         self.tokenizer = self.front.tokenizer

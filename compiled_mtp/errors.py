@@ -65,6 +65,13 @@ def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{shown(name)} must {shown(rule)}, got {shown(got)}; {remedy}")
 
 
+def rule_of(message: str) -> str:
+    """The rule that a message of pydantic's tells, to stand behind "must"."""
+    rule = message.removeprefix("Value error, ").removeprefix("Input should ")
+    # Of a wrong type for a path it names a class of Python's.
+    return rule.partition(" for <class ")[0].replace("Input is not a", "be a", 1)
+
+
 def remedy_of(kind: str) -> str:
     """What a caller does about an error of pydantic's of the `type` kind."""
     return next((remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), "correct it")

@@ -140,6 +140,7 @@ class EngineReplica:
         files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
         front = open_front(config)
         engine = Engine(config, front=front)
+        front.warm_up_grammars()
         metrics = Metrics()
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id

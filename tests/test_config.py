@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -489,6 +490,11 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"offload_gb": 1e300},
         f"offload_gb must be less than or equal to {2**20}, got 1e+300; lower it",
     ),
+    ({"offload_gb": math.nan}, "offload_gb must be a finite number, got nan; give a number"),
+    ({"offload_gb": "nan"}, "offload_gb must be a finite number, got 'nan'; give a number"),
+    ({"prefix_cache_gb": math.inf}, "prefix_cache_gb must be a finite number, got inf; give a number"),
+    ({"model": 5}, "model must be a valid path, got 5; give a path"),
+    ({"graph_cache": []}, "graph_cache must be a valid path, got []; give a path"),
     ({"draft_vocab": "~nobody-here/x"}, "draft_vocab must be a path, got ~nobody-here/x; Could not"),
     ({"graph_cache": "~nobody-here/x"}, "graph_cache must be a path, got ~nobody-here/x; Could not"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; choose one of them"),

@@ -122,4 +122,4 @@ def test_installed_package_imports(built: Path, tmp_path: Path) -> None:
 def test_the_package_shows_its_public_names() -> None:
     import compiled_mtp
 
-    assert {*compiled_mtp.__all__} <= {*dir(compiled_mtp)}
+    assert dir(compiled_mtp) == sorted(compiled_mtp.__all__)

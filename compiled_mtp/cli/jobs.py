@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from compiled_mtp.errors import escape, quote
 from compiled_mtp.request import (
@@ -22,6 +22,9 @@ from compiled_mtp.request import (
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.sampling.sampling_params import is_unicode
 
+# A device (/dev/zero) or a pipe may have no end, and its length is not known before it is read.
+_MOST_BYTES = 2**28
+_PIECE_BYTES = 2**16
 _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -119,11 +122,12 @@ def check_output(path: str, prompt_file: str | None) -> None:
 def _read(path: str) -> str:
     try:
         if path != "-":
-            content = Path(path).read_bytes()
+            with Path(path).open("rb") as stream:
+                content = _read_bounded(stream, path)
         elif sys.stdin is None:
             raise ValueError("prompt-file must not be - with standard input closed, got -; name a file")
         else:
-            content = sys.stdin.buffer.read()
+            content = _read_bounded(sys.stdin.buffer, path)
         # Not as a text file: the model is to see the line breaks that are there.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -131,6 +135,16 @@ def _read(path: str) -> str:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"prompt-file must be readable, got {path}: {reason}; check the path") from None
+
+
+def _read_bounded(stream: BinaryIO, path: str) -> bytes:
+    """All of `stream`, in pieces: a read of _MOST_BYTES would allocate them for a file of ten."""
+    content = bytearray()
+    while len(content) <= _MOST_BYTES and (piece := stream.read(_PIECE_BYTES)):
+        content += piece
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"prompt-file must hold at most {_MOST_BYTES} bytes, got more in {path}; split it")
+    return bytes(content)
 
 
 def _with_choices(requests: Sequence[Job]) -> list[Job]:

@@ -30,6 +30,10 @@ class Guidance:
         known = [token_id for token_id in eos_token_ids if token_id < tokenizer.num_ids]
         self._compiler = GrammarCompiler(tokenizer.json_text, num_ids, known)
 
+    def warm_up(self) -> None:
+        """Build what all grammars share. Raises ValueError without llguidance."""
+        self._compiler.warm_up()
+
     def make_matcher(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Matcher | None:
         """Return the matcher of a request, None if it asks for no grammar.
 

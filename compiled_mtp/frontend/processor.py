@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 from compiled_mtp.scheduler.limits import Limits
+
+# Ids from which on the trie of a vocabulary takes long enough to be felt by other requests.
+_LARGE_VOCABULARY = 50_000
 
 
 class Front:
@@ -107,6 +111,13 @@ class Front:
         check_num_stop_ids(choices[0])
         return choices
 
+    def warm_up_grammars(self) -> None:
+        """Build the trie of a large vocabulary, if llguidance is installed, before the first guided request:
+        that holds the interpreter's lock for seconds, in which no thread steps. Any thread may call it."""
+        is_large = self.model_config.vocab_size > _LARGE_VOCABULARY
+        if is_large and self._guidance is not None and find_spec("llguidance") is not None:
+            self._guidance.warm_up()
+
     def _render(self, tokenizer: Tokenizer, messages: Any, params: SamplingParams) -> str:
         variables = dict(params.chat_template_kwargs or {})
         if taken := sorted({"messages", "tools"} & variables.keys()):
@@ -149,6 +160,10 @@ class Front:
         return self.tokenizer
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> list[int]:
+        if not isinstance(token_ids, Iterable):
+            raise ValueError(
+                f"{name} must be a list of ids, got {quote(token_ids)}; write [{quote(token_ids)}]"
+            )
         try:
             ids = [_as_id(i) for i in token_ids]
         except TypeError as error:

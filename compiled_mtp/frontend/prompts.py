@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from compiled_mtp.errors import check_type, quote
@@ -19,6 +20,10 @@ def kind_of(prompt: Prompt) -> str:
         return "prompt"
     if isinstance(prompt, Mapping):
         raise ValueError(f"prompt must be text, ids or a chat, got {quote(prompt)}; give a chat as messages")
+    if not isinstance(prompt, Iterable):
+        raise ValueError(
+            f"prompt must be text, ids or a chat, got {quote(prompt)}; give a list for each prompt"
+        )
     return "messages" if _is_chat(prompt) else "prompt_token_ids"
 
 
@@ -37,7 +42,13 @@ def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
         return _as_chats(messages)
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
         raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one")
-    return list(prompts)
+    prompts = list(prompts)
+    if prompts and all(isinstance(one, Integral) for one in prompts):
+        ids = quote(prompts)
+        raise ValueError(
+            f"prompts must be a list of prompts, got ids: {ids}; write [{ids}] for one prompt of ids"
+        )
+    return prompts
 
 
 def _as_chats(messages: Any) -> list[Prompt]:

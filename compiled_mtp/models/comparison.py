@@ -11,7 +11,7 @@ import torch
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.headers import Header
+from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
 from compiled_mtp.models.weight_format import FP8, Formats
@@ -47,7 +47,11 @@ def checked_layout(
     unused, misfitting, without_scale = _compare(layout, used)
     missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
     refused = [] if allow_extra else unused
-    kinds = (("missing", missing), ("unused", refused), ("misfitting", misfitting))
+    kinds = (
+        ("missing", [stored_name(name, headers) for name in missing]),
+        ("unused", refused),
+        ("misfitting", misfitting),
+    )
     problems = [f"{kind} tensors: {first_few(names)}" for kind, names in kinds if names]
     if problems:
         raise _misfit(problems, path, _common_cause(missing, misfitting, unused))
@@ -61,6 +65,8 @@ def check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
     if num_layers:
         rule = f"be the number of stored layers ({num_layers})"
         remedy = "fix config.json or download the missing files"
+        if config.num_layers < num_layers:
+            remedy = "fix config.json or remove the other layers: allow_extra_tensors skips no layer"
         check(config.num_layers == num_layers, "num_hidden_layers", rule, config.num_layers, remedy)
     for field, suffix in (("num_experts", ".mlp.gate.weight"), ("linear_num_value_heads", ".A_log")):
         rows = [h.shape[0] for name, h in headers.items() if name.endswith(suffix) and h.shape]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from compiled_mtp.errors import check, fail, quote, shown
 
+# Some thirty times what every id of a large vocabulary takes; a device may have no end.
+_MOST_CHARACTERS = 2**26
 _MAKE_ONE = "make one with `compiled-mtp rank-vocabulary`"
 
 
@@ -18,10 +20,14 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
     something that is no id, with an id twice, or with one beyond num_valid_ids.
     """
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARACTERS + 1)
     except (OSError, ValueError) as error:  # What is no UTF-8, a path with a zero in it.
         rule = "be a number of ids or a readable file of ids"
         raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
+    rule = f"name a file of at most {_MOST_CHARACTERS} characters"
+    check(len(text) <= _MOST_CHARACTERS, "draft_vocab", rule, f"more in {path}", _MAKE_ONE)
+    text = text.strip()
     entries: object
     try:
         entries = json.loads(text) if text.startswith("[") else [json.loads(e) for e in text.split()]

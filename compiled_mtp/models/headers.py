@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from compiled_mtp.errors import fail, shown
 
 # Longest first: one is a prefix of the other.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
+# What no trunk's prefix stands before.
+_APART = ("mtp.", "lm_head.")
 _SKIPPED_PREFIXES = ("model.visual.",)
 _AGAIN = "download it again"
 
@@ -49,6 +52,14 @@ def read_headers(root: Path) -> dict[str, Header]:
 
 def _without_prefix(name: str) -> str:
     return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
+
+
+def stored_name(name: str, headers: Mapping[str, Header]) -> str:
+    """`name`, of a tensor that `headers` may lack, with the trunk's prefix as the files have it."""
+    if name.startswith(_APART):
+        return name
+    trunk = (h.name.removesuffix(n) for n, h in headers.items() if not n.startswith(_APART))
+    return next(trunk, "") + name
 
 
 def _is_mtp(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import fail, remedy_of, shown
+from compiled_mtp.errors import fail, remedy_of, rule_of, shown
 from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
 # Ray's own: how its proxy listens. A key in the arguments would be on Ray's dashboard.
@@ -29,7 +29,7 @@ class ReplicaConfig(BaseModel):
     Raises ValueError with one line per mistake.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     replicas: int = Field(default=1, ge=1, description="engines, where autoscaling_config is not given")
     autoscaling_config: dict[str, Any] | None = Field(
@@ -161,5 +161,4 @@ def check_proxy(host: str | None) -> None:
 
 def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"]) or "args"
-    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should ")
-    return str(fail(name, rule, shown(problem["input"], repr), remedy_of(problem["type"])))
+    return str(fail(name, rule_of(problem["msg"]), shown(problem["input"], repr), remedy_of(problem["type"])))

@@ -56,7 +56,7 @@ class GrammarCompiler:
 
     tokenizer_json: the text of the checkpoint's tokenizer.json. num_ids: width of the logits. eos_token_ids:
     all ids that end a request. step_max_items bounds the parser items of one mask, max_lexer_states the
-    memory of one matcher. The tokenizer's trie is built at the first call (3 s for 248,320 ids).
+    memory of one matcher. The tokenizer's trie is built by `warm_up` or the first `compile`.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class GrammarCompiler:
         self._lock = threading.RLock()
         self._tokenizer: LLTokenizer | None = None
 
-    def compile(self, source: GrammarSource, reasoning: Reasoning | None = None) -> Matcher:
-        """Return a new matcher. Raises ValueError, naming the place, for what cannot be compiled."""
-        llguidance = _llguidance(source.place)
+    def warm_up(self) -> None:
+        """Build the trie, with the interpreter's lock held. Raises ValueError without llguidance."""
+        llguidance = _llguidance("grammar")
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(
@@ -89,6 +89,11 @@ class GrammarCompiler:
                     eos_token=self._eos_token_ids,
                     slices=_SLICES,
                 )
+
+    def compile(self, source: GrammarSource, reasoning: Reasoning | None = None) -> Matcher:
+        """Return a new matcher. Raises ValueError, naming the place, for what cannot be compiled."""
+        _llguidance(source.place)
+        self.warm_up()
         text = source.lark(reasoning.lead if reasoning else "")
         start = self._make(text, self._limits(_FUEL_TO_COMPILE))
         if start.is_error():

@@ -10,10 +10,12 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
-from compiled_mtp.errors import remedy_of
+from compiled_mtp.errors import remedy_of, rule_of
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+# A device may have no end.
+_MOST_KEY_CHARACTERS = 2**20
 
 
 class ServerConfig(BaseSettings):
@@ -23,7 +25,7 @@ class ServerConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=SERVER_ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+        env_prefix=SERVER_ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, allow_inf_nan=False
     )
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -110,12 +112,18 @@ class ServerConfig(BaseSettings):
                 raise ValueError("api_key must hold a key, got an empty one; give one, or leave it out")
         if self.api_key_file is not None:
             try:
-                text = self.api_key_file.read_text(encoding="utf-8")
+                with self.api_key_file.open(encoding="utf-8") as stream:
+                    text = stream.read(_MOST_KEY_CHARACTERS + 1)
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"api_key_file must be readable text, got {self.api_key_file}: {type(error).__name__}; "
                     "write a key a line into it"
                 ) from None
+            if len(text) > _MOST_KEY_CHARACTERS:
+                raise ValueError(
+                    f"api_key_file must hold at most {_MOST_KEY_CHARACTERS} characters, got more in "
+                    f"{self.api_key_file}; write a key a line into it"
+                )
             # A key with spaces is one: its words are easily guessed.
             lines = [key for line in text.splitlines() if (key := line.strip())]
             if not lines:
@@ -157,6 +165,5 @@ def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"]) or "config"
     if problem["type"] == "extra_forbidden":
         return f"config must name settings only, got {name}; known are {sorted(ServerConfig.model_fields)}"
-    rule = problem["msg"].removeprefix("Input should ")
     got = "a secret" if name == "api_key" else repr(problem["input"])
-    return f"{name} must {rule}, got {got}; {remedy_of(problem['type'])}"
+    return f"{name} must {rule_of(problem['msg'])}, got {got}; {remedy_of(problem['type'])}"

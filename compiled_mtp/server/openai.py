@@ -205,7 +205,10 @@ class OpenAIHandlers:
 
     def _chat_params(self, body: ChatBody) -> SamplingParams:
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "logprobs must be true with top_logprobs, got none; set it", param="logprobs")
+            problem = (
+                f"top_logprobs must come with logprobs true, got {body.top_logprobs} alone; set logprobs"
+            )
+            raise ApiError(400, problem, param="top_logprobs")
         fields: dict[str, Any] = {}
         given = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
         if len(given) > 1 and body.max_tokens != body.max_completion_tokens:

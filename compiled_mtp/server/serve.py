@@ -254,6 +254,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
         config = name_model(config, engine_config)
         engine = Engine(engine_config, front=front)
+        front.warm_up_grammars()
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)

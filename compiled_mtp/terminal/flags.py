@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import sys
 from collections.abc import Collection
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -17,11 +19,21 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self._unknown: list[str] = []
         version = f"compiled-mtp {compiled_mtp.__version__}"
         self.add_argument("--version", action="version", version=version)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; see `error`."""
+        words = list(sys.argv[1:] if args is None else args)
+        flags = (w.partition("=")[0] for w in itertools.takewhile("--".__ne__, words) if " " not in w)
+        self._unknown = [f for f in flags if f.startswith("--") and f not in self._option_string_actions]
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """End the process."""
+        """End the process. argparse tells of a missing flag first, which may be an unknown one misspelt."""
+        if "required" in message and self._unknown:
+            message = f"unrecognized arguments: {' '.join(self._unknown)}"
         self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
 
 

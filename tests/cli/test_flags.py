@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from compiled_mtp.cli import run
+from compiled_mtp.cli import quantize, run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.request import SamplingParams
 from tests.cli.fakes import FakeEngine, made, run_main
@@ -62,6 +63,33 @@ def test_a_bad_flag_is_named_in_one_line(
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith(message)
     assert file.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "message"),
+    [
+        (run, ["--promt", "x"], "error: unrecognized arguments: --promt; --help"),
+        (
+            run,
+            ["--promt=x", "--temprature", "2"],
+            "error: unrecognized arguments: --promt --temprature; --help",
+        ),
+        (quantize, ["--modle", "x"], "error: unrecognized arguments: --modle; --help"),
+        (run, ["--max-tokens", "3"], "error: one of the arguments --prompt --prompt-file is required"),
+        (
+            run,
+            ["--max-tokens", "3", "--", "--promt"],
+            "error: one of the arguments --prompt --prompt-file is",
+        ),
+    ],
+)
+def test_a_misspelt_flag_is_told_before_a_missing_one(
+    capsys: pytest.CaptureFixture[str], command: Any, argv: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        command.make_parser().parse_args(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
 
 
 def test_only_the_flags_given_are_set(engine: type[FakeEngine], tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from compiled_mtp.cli import jobs as cli_jobs
 from compiled_mtp.cli.jobs import read_jobs
 from compiled_mtp.request import derive_seed
 from tests.cli.fakes import FakeEngine, made, run_main, without_labels
@@ -131,3 +136,56 @@ def test_a_line_may_have_a_priority(tmp_path: Path) -> None:
     jobs = read_jobs(str(file), {})
     assert [job.prompt for job in jobs] == [{"prompt": "a", "priority": -3}, {"prompt": "b"}]
     assert jobs[0].params.max_tokens == 2
+
+
+class Endless(io.RawIOBase):
+    """Zeros without an end, as /dev/zero and /dev/full give; it fails a reader who takes far too many."""
+
+    taken = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.taken += len(buffer)
+        assert self.taken < 2**22, "read without a bound"
+        buffer[:] = bytes(len(buffer))
+        return len(buffer)
+
+
+def test_an_endless_prompt_is_refused(
+    engine: type[FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_jobs, "_MOST_BYTES", 2**20, raising=False)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert run_main("--prompt-file", "-") == 2
+    assert "prompt-file must hold at most 1048576 bytes, got more in -; split it" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedReader(Endless()))
+    monkeypatch.setattr("builtins.open", lambda *_: io.BufferedReader(Endless()))
+    with pytest.raises(
+        ValueError, match="prompt-file must hold at most 1048576 bytes, got more in /dev/full"
+    ):
+        read_jobs("/dev/full", {})
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_pipe_is_read_up_to_the_bound(
+    engine: type[FakeEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: int,
+) -> None:
+    monkeypatch.setattr(cli_jobs, "_MOST_BYTES", 20, raising=False)
+    pipe = tmp_path / "prompt.txt"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), pipe.open("wb") as stream:
+            stream.write(b"x" * (20 + more))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert run_main("--prompt-file", pipe, "--max-tokens", 1) == 2 * more
+    writer.join()
+    assert ("must hold at most 20 bytes" in capsys.readouterr().err) == bool(more)

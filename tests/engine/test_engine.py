@@ -173,6 +173,18 @@ def test_generate_queues_nothing_when_one_prompt_is_bad(engine: Engine) -> None:
         engine.generate(["fine", ""], GREEDY)
     run_to_end(engine)
     assert engine.stats().output_tokens == 0
+    for ids in ([1, 2], (1, 2), range(1, 3)):
+        with pytest.raises(
+            ValueError,
+            match=r"^prompts must be a list of prompts, got ids: \[1, 2\]; write \[\[1, 2\]\] for one",
+        ):
+            engine.generate(ids, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^prompts\[1\]: prompt must be text, ids or a chat, got 2; give a list for each"
+    ):
+        engine.generate(["a", 2], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"^prompt_token_ids must be a list of ids, got 5; write \[5\]"):
+        engine.add_request(prompt_token_ids=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="params must be one or as many as prompts, got 1 for 2"):
         engine.generate(["a", "b"], [GREEDY])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import torch
 from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.frontend import processor
 from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner import settings as build_settings
 from tests.checkpoints import write_checkpoint
+from tools.synthetic_tokenizer import write_tokenizer
 
 SMALL: dict[str, Any] = {"device": "cpu", "prefill_chunk": 64, "max_model_len": 64, "mtp_step": 0}
 
@@ -105,3 +110,66 @@ def test_small_models_run_on_one_thread(
     monkeypatch.setattr(build_settings, "_LEAST_THREADED_BYTES", 1)
     torch.set_num_threads(2)
     assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 2
+
+
+def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the tries that llguidance is asked for from here on."""
+    llguidance = pytest.importorskip("llguidance")
+    sizes: list[int] = []
+    build = llguidance.LLTokenizer
+
+    def count(*arguments: Any, n_vocab: int, **options: Any) -> Any:
+        sizes.append(n_vocab)
+        return build(*arguments, n_vocab=n_vocab, **options)
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", count)
+    return sizes
+
+
+def front_of(directory: Path, num_ids: int) -> Front:
+    """A front of the checkpoint that ships, as if it had a synthetic vocabulary."""
+    directory.mkdir()
+    write_tokenizer(directory, num_ids)
+    front = open_front(EngineConfig())
+    model = dataclasses.replace(front.model_config, vocab_size=num_ids, eos_token_ids=(num_ids - 1,))
+    return Front(directory, model, Tokenizer(directory), front.limits)
+
+
+def test_a_large_vocabulary_is_warmed_up_and_its_first_grammar_builds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = built_tries(monkeypatch)
+    small, large = front_of(tmp_path / "small", 50_000), front_of(tmp_path / "large", 50_001)
+    small.warm_up_grammars()
+    assert sizes == [], "left to the first guided request"
+    large.warm_up_grammars()
+    assert sizes == [50_001]
+    ask(large, prompt="x", params=SamplingParams(guided_regex="[ab]+"))
+    large.warm_up_grammars()
+    assert sizes == [50_001]
+
+
+def test_without_llguidance_nothing_is_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = front_of(tmp_path / "large", 50_001)
+    monkeypatch.setattr(processor, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    front.warm_up_grammars()
+    with pytest.raises(ValueError, match="guided_regex must be left out without llguidance"):
+        ask(front, prompt="x", params=SamplingParams(guided_regex="[ab]+"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_of_ranks_warms_up_and_one_alone_does_not(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    calls: list[Front] = []
+    monkeypatch.setattr(Front, "warm_up_grammars", lambda front: calls.append(front))
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise ValueError("stopped here")
+
+    monkeypatch.setattr("compiled_mtp.engine.Runner", stop)
+    monkeypatch.setattr("compiled_mtp.parallel.leader.LeadRunner", stop)
+    with pytest.raises(ValueError, match="stopped here"):
+        Engine(EngineConfig(model=checkpoint, **SMALL, tensor_parallel=ranks))
+    assert len(calls) == ranks - 1

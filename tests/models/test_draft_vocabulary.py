@@ -10,6 +10,7 @@ import torch
 
 from compiled_mtp import EngineConfig
 from compiled_mtp.cli.main import main
+from compiled_mtp.models import draft_vocabulary
 from compiled_mtp.models.draft_head import DraftHeadPlan
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.ops.fp8 import dequantize, quantize_weight
@@ -142,3 +143,10 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["rank-vocabulary", "--output", str(output), *given]) == 2
         assert f"error: {said}; " in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_file_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_vocabulary, "_MOST_CHARACTERS", 8, raising=False)
+    assert choose_draft_ids(written(tmp_path, "7\n3\n9\n1\n"), 100, ()) == (1, 3, 7, 9)
+    with pytest.raises(ValueError, match="draft_vocab must name a file of at most 8 characters, got more in"):
+        choose_draft_ids(written(tmp_path, "7\n3\n9\n1\n5"), 100, ())

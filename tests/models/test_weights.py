@@ -348,6 +348,33 @@ def test_an_engine_skips_extra_tensors_if_told_to(tmp_path: Path) -> None:
     assert after.new_token_ids == before.new_token_ids
 
 
+def test_an_extra_layer_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    rewrite(directory, {"model.language_model.layers.99.input_layernorm.weight": torch.zeros(128)})
+    config = read_model_config(directory)
+    message = (
+        rf"^num_hidden_layers must be the number of stored layers \({config.num_layers + 1}\), got "
+        rf"{config.num_layers}; fix config.json or remove the other layers: allow_extra_tensors skips no "
+        r"layer$"
+    )
+    for allow_extra in (False, True):
+        with pytest.raises(ValueError, match=message):
+            load_weights(config, directory, allocate(config), with_mtp=True, allow_extra=allow_extra)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", ""])
+def test_a_missing_tensor_is_named_as_the_files_would(tmp_path: Path, prefix: str) -> None:
+    directory = write_checkpoint(tmp_path)
+    own = "model.language_model."
+    stored = read_stored(directory)
+    renamed = {name: prefix + name.removeprefix(own) for name in stored if name.startswith(own)}
+    change: dict[str, torch.Tensor | None] = dict.fromkeys(renamed)
+    rewrite(directory, change | {new: stored[name] for name, new in renamed.items()})
+    rewrite(directory, {f"{prefix}layers.1.input_layernorm.weight": None, "mtp.norm.weight": None})
+    names = f"{prefix}layers.1.input_layernorm.weight, mtp.norm.weight in "
+    assert f"got missing tensors: {names}" in load_error(directory)
+
+
 def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     p = "model.language_model.layers.0."
@@ -361,7 +388,7 @@ def test_one_error_names_everything_wrong(tmp_path: Path) -> None:
     }
     rewrite(directory, change)
     message = load_error(directory)
-    assert "missing tensors: layers.0.mlp.gate_proj.weight, mtp.norm.weight;" in message
+    assert f"missing tensors: {p}mlp.gate_proj.weight, mtp.norm.weight;" in message
     unused = re.search(r"unused tensors: ([^;]*);", message)
     assert unused is not None
     assert set(unused[1].split(", ")) == {p + "mlp.gate_proj.bias", "mtp.layers.1.input_layernorm.weight"}

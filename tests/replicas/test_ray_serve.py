@@ -448,9 +448,13 @@ def test_a_replica_knows_the_files_before_it_reads_one(
     monkeypatch.setattr(
         ray_serve, "_import_ray", lambda _: SimpleNamespace(get_replica_context=lambda: context)
     )
+    warm: list[Any] = []
+    name = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
+    monkeypatch.setattr(name, lambda front: warm.append(front))
     fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
     with pytest.raises(ValueError, match=r"got \['config.json'\] changed"):
         ray_serve.EngineReplica(fields, 8, 8, 300.0)
+    assert len(warm) == 1
     with pytest.raises(ValueError, match="missing"):
         ray_serve.EngineReplica(fields | {"model": str(tmp_path / "missing")}, 8, 8, 300.0)
 

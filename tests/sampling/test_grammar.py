@@ -443,3 +443,17 @@ def test_bounded_schemas_end_by_their_grammar_and_validate(
             num_ended += 1
             jsonschema.validate(json.loads(text_of(tokens)), schema)
     assert num_ended >= 285
+
+
+def test_a_warm_compiler_builds_nothing_at_its_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    compiled = compiler()
+    compiled.warm_up()
+
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", build)
+    compiled.warm_up()
+    assert compiled.compile(from_regex("[ab]+")).error is None

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.server import config as config_module
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, bounded
 from compiled_mtp.server.prompts import PromptPool
@@ -640,3 +641,12 @@ def test_signals_end_it(number: int) -> None:
         assert not any(noise in said for noise in ("Traceback", "leaked", "FakeTensor"))
     finally:
         process.kill()
+
+
+def test_a_key_file_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_MOST_KEY_CHARACTERS", 8, raising=False)
+    (tmp_path / "keys").write_text("123456789")
+    with pytest.raises(ValueError, match="api_key_file must hold at most 8 characters, got more in"):
+        ServerConfig(api_key_file=tmp_path / "keys").read_keys()
+    (tmp_path / "keys").write_text("1234567\n")
+    assert ServerConfig(api_key_file=tmp_path / "keys").read_keys() == ("1234567",)

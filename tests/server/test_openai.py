@@ -395,7 +395,8 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
         ({"tools": [WEATHER]}, 400, "tools"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"n": 1000}, 400, "n"),
-        ({"top_logprobs": 2}, 400, "logprobs"),
+        ({"top_logprobs": 2}, 400, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, 400, "top_logprobs"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -46,11 +46,15 @@ def test_a_repository_is_served_under_its_own_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compiled_mtp.frontend.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
+    warm: list[Any] = []
+    method = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
+    monkeypatch.setattr(method, lambda front: warm.append(front))
     config = ServerConfig(port=0, served_model_name=name)
     with pytest.raises(ValueError, match="stopped here"):
         serve.serve(config, EngineConfig(model="Acme/Tiny"))
     ((_, _, path, _, used),) = made
     assert path == SHIPPED
+    assert len(warm) == 1, "before requests are accepted"
     assert used.served_model_name == (name or ("Acme/Tiny",))
 
 
