@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from compiled_mtp.sampling.grammar_source import Schema
 from compiled_mtp.sampling.schema_types import well_typed
@@ -110,7 +110,7 @@ def _fits(schema: Schema, size: int | float, least: str, most: str) -> bool:
     return not (_is_number(low) and size < low) and not (_is_number(high) and size > high)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
