@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,13 +108,6 @@ def test_a_ratio_counts_every_turn(tool: Any) -> None:
     assert found["median_turn"] == 1.0
     low, high = found["interval_95"]
     assert 0.6 < low < found["ratio"] < high <= 1.0
-
-
-def test_depths_that_an_engine_captures_are_not_compiled(tool: Any) -> None:
-    """On a GPU the runner has all of them."""
-    bench, programs = tool.Bench.__new__(tool.Bench), SimpleNamespace(is_compiled=True)
-    bench.runner = SimpleNamespace(programs=programs, later=None)
-    bench._add_depths(tool.EngineConfig(mtp_step="auto"))
 
 
 def test_nothing_is_printed_for_tokens_that_depend_on_the_depth(
