@@ -24,7 +24,7 @@ from tests.engines import prompt_of
 from tests.parallel.test_ranks import MOST_S, PARAMS, config_of, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S, PAUSE_S = 1.5, 2.5
+LIMIT_S, PAUSE_S = 1.4, 2.0
 LONG = PARAMS.model_copy(update={"max_tokens": 40})
 # In a rank: small limits, and from the moment that a file is there no launch, while it reports.
 SMALL = """
@@ -81,10 +81,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("pauses"), tokenizer=True, num_layers=2, interval=2)
 
 
-def check_pauses(directory: Path, limit: float, pauses: list[tuple[float, bool]]) -> None:
-    """Stop rank 0, or all processes, for so many seconds each time, at random moments of a decode."""
+@pytest.fixture(scope="module")
+def wanted(directory: Path) -> list[int]:
+    """The tokens of one rank."""
     with Engine(config_of(directory, 1)) as engine:
-        wanted = engine.generate([prompt_of(5, 6, 300)], LONG)[0].new_token_ids
+        return engine.generate([prompt_of(5, 6, 300)], LONG)[0].new_token_ids
+
+
+def check_pauses(directory: Path, wanted: list[int], limit: float, pauses: list[tuple[float, bool]]) -> None:
+    """Stop rank 0, or all processes, for so many seconds each time, at random moments of a decode."""
     rng = random.Random(1)
     command = [sys.executable, "-c", PAUSED, str(directory), str(limit)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
@@ -106,13 +111,13 @@ def check_pauses(directory: Path, limit: float, pauses: list[tuple[float, bool]]
             process.kill()
 
 
-def test_rank_0_and_all_ranks_may_be_stopped(directory: Path) -> None:
-    check_pauses(directory, LIMIT_S, [(PAUSE_S, True), (PAUSE_S, False)])
+def test_rank_0_and_all_ranks_may_be_stopped(directory: Path, wanted: list[int]) -> None:
+    check_pauses(directory, wanted, LIMIT_S, [(PAUSE_S, True), (PAUSE_S, False)])
 
 
 @pytest.mark.soak
-def test_pauses_of_eight_seconds(directory: Path) -> None:
-    check_pauses(directory, 0.0, [(8.0, index % 3 == 2) for index in range(9)])
+def test_pauses_of_eight_seconds(directory: Path, wanted: list[int]) -> None:
+    check_pauses(directory, wanted, 0.0, [(8.0, index % 3 == 2) for index in range(9)])
 
 
 def hold_interpreter() -> None:
@@ -120,10 +125,8 @@ def hold_interpreter() -> None:
 
 
 def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(config_of(directory, 1)) as engine:
-        wanted = engine.generate([prompt_of(5, 6, 300)], LONG)[0].new_token_ids
     set_limits(monkeypatch, tmp_path / "hang")
     with Engine(config_of(directory)) as engine:
         engine.add_request(prompt_token_ids=prompt_of(5, 6, 300), params=LONG)
@@ -137,7 +140,7 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         assert output.new_token_ids == wanted
         (tmp_path / "hang").touch()
         begin = time.monotonic()
-        with pytest.raises(RankError, match="got rank 1: it did not come to an exchange within 2 s; create"):
+        with pytest.raises(RankError, match="got rank 1: it did not come to an exchange within 1 s; create"):
             engine.generate([prompt_of(5, 6, 300)], LONG)
         assert time.monotonic() - begin < MOST_S
 
