@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from math import isfinite
 from typing import Any
 
 from compiled_mtp.sampling.grammar_source import Schema
@@ -96,17 +98,25 @@ def _admits_object(schema: Schema, value: dict[str, Any], inside: Any) -> bool:
 
 
 def _fits_number(schema: Schema, value: int | float) -> bool:
-    above, below, step = (schema.get(f"{k}") for k in ("exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+    above: Any = schema.get("exclusiveMinimum")
+    below: Any = schema.get("exclusiveMaximum")
+    step: Any = schema.get("multipleOf")
     return (
         _fits(schema, value, "minimum", "maximum")
         and not (_is_number(above) and value <= above)
         and not (_is_number(below) and value >= below)
-        and not (_is_number(step) and step > 0 and not (value / step).is_integer())
+        and not (_is_number(step) and step > 0 and not _is_multiple(value, step))
     )
 
 
+def _is_multiple(value: int | float, step: int | float) -> bool:
+    # As written: in floating point 0.3 is no multiple of 0.1.
+    return isfinite(value) and (Fraction(str(value)) / Fraction(str(step))).denominator == 1
+
+
 def _fits(schema: Schema, size: int | float, least: str, most: str) -> bool:
-    low, high = schema.get(least), schema.get(most)
+    low: Any = schema.get(least)
+    high: Any = schema.get(most)
     return not (_is_number(low) and size < low) and not (_is_number(high) and size > high)
 
 
