@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from math import isfinite
 from typing import Any, TypeGuard
 
 from compiled_mtp.sampling.grammar_source import Schema
@@ -101,8 +103,13 @@ def _fits_number(schema: Schema, value: int | float) -> bool:
         _fits(schema, value, "minimum", "maximum")
         and not (_is_number(above) and value <= above)
         and not (_is_number(below) and value >= below)
-        and not (_is_number(step) and step > 0 and not (value / step).is_integer())
+        and not (_is_number(step) and step > 0 and not _is_multiple(value, step))
     )
+
+
+def _is_multiple(value: int | float, step: int | float) -> bool:
+    # As written: in floating point 0.3 is no multiple of 0.1.
+    return isfinite(value) and (Fraction(str(value)) / Fraction(str(step))).denominator == 1
 
 
 def _fits(schema: Schema, size: int | float, least: str, most: str) -> bool:

@@ -392,6 +392,7 @@ MIXED: list[tuple[dict[str, Any], list[Any]]] = [
     ({"enum": ["a", 3, None, "3", True]}, ["a", 3, None, True]),
     ({"type": "string", "nullable": True}, [None, "nul", "none", "3", "true"]),
     ({"anyOf": [{"type": "string", "nullable": True}, {"type": "integer"}]}, [None, "a", 4, "4.5"]),
+    ({"type": ["string", "number"], "multipleOf": 0.1}, [0.3, 2, "0.35"]),
     ({"type": ["string", "integer"], "minimum": 10}, [10, "9", "", " ", "1e", "-"]),
     ({"type": "string"}, ["3", "null", "true", '{"a": 1}', '"q"']),
     ({"description": "any"}, ["3", "null"]),
