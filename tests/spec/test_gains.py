@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.spec.gains import Gains, _Replay
+from compiled_mtp.spec.gains import Gains
 
 DEPTHS = (0, 1, 2, 3, 5)
 # From each position so many drafts are right: the text of the checkpoint that ships that foretold worst.
@@ -63,27 +63,24 @@ def test_drafts_that_fail_by_chance_are_foretold_too(num_drafts: int, rate: floa
 
 @given(
     num_drafts=st.sampled_from(DEPTHS[1:]),
-    lengths=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=20),
+    lengths=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=10),
 )
 @settings(max_examples=30, deadline=None)
 def test_replays_of_the_depth_that_ran_are_its_rounds_and_no_round_is_longer_than_it_can_be(
     num_drafts: int, lengths: list[list[int]]
 ) -> None:
     rounds = [[[0] * min(length, num_drafts + 1) for length in row] for row in lengths]
-    replay = _Replay([depth + 1 for depth in DEPTHS if depth])
-    begin = 0
-    while begin < len(rounds):
-        replay.add(num_drafts, rounds[begin : begin + 10], 0.0)
-        begin += 10
+    gains = Gains(DEPTHS)
+    gains.learn(num_drafts, rounds)
     counts = [len(new) for row in rounds for new in row]
     tokens = sum(counts)
-    assert replay.tokens == tokens
-    assert replay.rounds[DEPTHS.index(num_drafts) - 1] == len(counts) - counts.count(0)
-    for depth, ended in zip(DEPTHS[1:], replay.rounds, strict=True):
+    assert gains._tokens == tokens
+    assert gains._ended[DEPTHS.index(num_drafts) - 1] == len(counts) - counts.count(0)
+    for depth, ended in zip(DEPTHS[1:], gains._ended, strict=True):
         # Of each request one round is open yet.
         assert (depth + 1) * (ended + 3) >= tokens
     # The deeper, the fewer, but for those.
-    assert replay.rounds == sorted(replay.rounds, reverse=True)
+    assert gains._ended == sorted(gains._ended, reverse=True)
 
 
 def test_requests_that_come_and_go_leave_what_was_learnt() -> None:
