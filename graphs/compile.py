@@ -42,7 +42,7 @@ def compiler_settings() -> Iterator[None]:
         "max_autotune": False,
         "max_autotune_gemm": False,
         # What a kernel reads before it waits is older than the last fence, as operators are called (Launch).
-        # In a half round in FP8 an order of less memory had `linear_beside` before its product.
+        # In a half round in FP8 an order of less memory had `linear_side` before its product.
         "reorder_for_peak_memory": False,
         "triton.cudagraph_or_error": True,
         # A program has a graph for every batch size that it is for, however many.

@@ -130,10 +130,10 @@ def gated_norm_kernel(
     PAIRS: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
-    HELD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    if PDL and HELD:
+    if PDL and RESIDENT:
         # The product behind it takes its weight while the states are still being read.
         gdc_launch_dependents()
     lane = tl.arange(0, DV)[None, :]
@@ -142,7 +142,7 @@ def gated_norm_kernel(
         # In this order, which makes the kernel one that others may count on: calls of gdn_verify
         # may follow one another with nothing else between.
         gdc_wait()
-        if not HELD:
+        if not RESIDENT:
             gdc_launch_dependents()
     # Rows are (token, head) pairs: programs of one pair each would take longer to start than to run.
     pair = (tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS))[:, None]
@@ -170,12 +170,12 @@ def launch_gated_norm(
     gate_activation: str,
     length: torch.Tensor | None = None,
     first_row: torch.Tensor | None = None,
-    held: bool = False,
+    resident: bool = False,
 ) -> torch.Tensor:
     """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows of no piece.
 
-    held: the product behind it may be held, and this is no fence. length and first_row [P] are the pieces of
-    a prefill launch; None where every row counts.
+    resident: the weight of the product behind it may be resident, and this is no fence. length and first_row
+    [P] are the pieces of a prefill launch; None where every row counts.
     """
     rows, heads, width = out.shape
     y = torch.empty((rows, heads * width), dtype=z.dtype, device=z.device)
@@ -185,7 +185,7 @@ def launch_gated_norm(
         out, z, norm_weight, length, first_row, y, z.stride(0), pairs,
         0 if first_row is None else first_row.shape[0], eps,
         NV=heads, DV=width, PAIRS=NORM_PAIRS, SIGMOID=gate_activation == "sigmoid", PDL=has_pdl,
-        HELD=held, MOST=MAX_PIECES, num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
+        RESIDENT=resident, MOST=MAX_PIECES, num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return y
 

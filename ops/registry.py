@@ -50,14 +50,14 @@ class Operator(Generic[P, R]):
     """What `operator` makes: a function, with these attributes.
 
     reference: the specification. launch: the kernel, called directly, whatever the device. launches: what it
-    launches with `launch_pdl`; empty where all its launches are plain. held_launches: the same where its
-    argument `held` is true and it has no more than NARROW_ROWS rows.
+    launches with `launch_pdl`; empty where all its launches are plain. resident_launches: the same where its
+    argument `resident` is true and it has at most NARROW_ROWS rows.
     """
 
     reference: Callable[P, R]
     launch: Callable[P, R]
     launches: tuple[Launch, ...]
-    held_launches: tuple[Launch, ...]
+    resident_launches: tuple[Launch, ...]
     overload: Any
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -68,7 +68,7 @@ def operator(
     *,
     mutates: tuple[str, ...] = (),
     launches: tuple[Launch, ...] = (),
-    held_launches: tuple[Launch, ...] | None = None,
+    resident_launches: tuple[Launch, ...] | None = None,
     check: Callable[..., None] | None = None,
     fake: Callable[..., Any] | None = None,
     has_cpu_route: bool = False,
@@ -121,7 +121,7 @@ def operator(
         made.reference = function
         made.launch = lambda *args, **kwargs: kernel()(signature.bound(*args, **kwargs))
         made.launches = launches
-        made.held_launches = launches if held_launches is None else held_launches
+        made.resident_launches = launches if resident_launches is None else resident_launches
         made.overload = overload
         _OPERATORS[name] = made
         return made

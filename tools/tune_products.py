@@ -46,10 +46,10 @@ from product_tuning.ways import FEW_ROWS, Product, Way, call, check_product, emp
 from record_launches import Launch, record
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import tall_config
+from compiled_mtp.ops.linear import large_m_config
 from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name, read_table
-from compiled_mtp.ops.linear.held_config import HELD_TABLE
-from compiled_mtp.ops.linear_w8a8 import tall_config as w8a8_config
+from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
+from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
 from compiled_mtp.ops.quantize_rows import quantize_rows
 
 COMPILE_SECONDS, STACK_SECONDS, TIME_SECONDS = 60.0, 300.0, 20.0
@@ -141,13 +141,13 @@ def entry_of(way: Way) -> tuple[str, int]:
     if own.recipe == "w8a8":
         name = w8a8_config.product_name(own.n, own.k, way.count, own.k // own.shares)
         return name, w8a8_config.row_class(way.rows)
-    return own.tall(way.count).name, tall_config.row_class(way.rows)
+    return own.tall(way.count).name, large_m_config.row_class(way.rows)
 
 
 def fields_of(tile: object) -> list[Any] | None:
     """What a table holds of a tile: its fields, without flags at the end that are not set. Of a tile with the
     weight on the left, or of none, it holds that it is faster."""
-    if not isinstance(tile, tall_config.TallTile | w8a8_config.TallTile):
+    if not isinstance(tile, large_m_config.LargeMTile | w8a8_config.LargeMTile):
         return None
     fields = [*astuple(tile)]
     while fields[-1] is False:
@@ -306,8 +306,8 @@ def tune_tiles(flags: argparse.Namespace) -> None:
     for (name, rows), (us, way) in best.items():
         print(f"fastest of {name}, up to {rows} rows: {us:.1f} us, {fields_of(way.tile)} x{way.count}")
     if flags.out is not None:
-        table = w8a8_config if flags.kind == "w8a8" else tall_config
-        write_table(merged(best, table.read_tall_table()), flags.out)
+        table = w8a8_config if flags.kind == "w8a8" else large_m_config
+        write_table(merged(best, table.read_large_m_table()), flags.out)
 
 
 def check_recipes(products: list[Product], row_counts: list[int]) -> None:
@@ -334,7 +334,7 @@ KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "narrow": {"shapes": ",".join(SHAPES), "rows": "4", "recipes": "bf16,w8a16", "out": TABLE},
-    "held": {"shapes": "0.8b", "rows": "4", "out": HELD_TABLE, "seconds": 300.0},
+    "held": {"shapes": "0.8b", "rows": "4", "out": RESIDENT_TABLE, "seconds": 300.0},
     "tall": {"rows": "128,32", "recipes": "bf16"},
     "w8a8": {"rows": "4,32,128", "recipes": "w8a8"},
     "recipes": {"shapes": "27b,4b", "rows": "4,32,128,256", "recipes": "bf16,w8a16,w8a8", "seconds": 470.0},

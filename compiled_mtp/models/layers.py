@@ -22,10 +22,9 @@ from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import (
     NARROW_ROWS,
     count_parts,
-    holds,
     linear,
-    linear_beside,
     linear_parts,
+    linear_side,
     linear_silu_mul,
 )
 from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
@@ -57,7 +56,7 @@ class Linear(nn.Module):
         out_features: int,
         *,
         is_before_norm: bool = False,
-        may_hold: bool = False,
+        may_be_resident: bool = False,
         is_gated: bool = False,
     ) -> None:
         super().__init__()
@@ -76,18 +75,18 @@ class Linear(nn.Module):
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
-        self.num_parts, self.num_tall_parts = self._part_counts()
-        # With few rows. An exchange between ranks counts on a fence. So does a draft's layer, which reads
-        # positions and slots early that were made just before: fc is the fence between, and may not hold.
-        self.may_hold = may_hold and exchange is None
+        self.num_parts, self.num_large_m_parts = self._part_counts()
+        # `settle_resident` decides. An exchange between ranks counts on a fence. So does a draft's layer,
+        # which reads positions and slots early that were made just before: fc is that fence.
+        self.may_be_resident = may_be_resident and exchange is None
         self.is_gated = is_gated
-        self.find_held()
+        self.resident = False
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         if self.quantizes_rows:
             return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
         is_prefill = isinstance(rows, PrefillRows)
-        how = (is_prefill, self.whole_n, 0, self.held and not is_prefill)
+        how = (is_prefill, self.whole_n, 0, self.resident and not is_prefill)
         return linear(as_they_are(x), self.weight, self.weight_scale, False, *how)
 
     def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
@@ -111,14 +110,9 @@ class Linear(nn.Module):
         else:
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
-            how = (is_prefill, is_stacked, self.held and not is_prefill)
+            how = (is_prefill, is_stacked, self.resident and not is_prefill)
             parts = linear_parts(x, weight, factors, count, 0, whole_k, *how)
         return parts if exchange is None else exchange.gather_parts(parts, dtype)
-
-    def find_held(self) -> None:
-        """Look up whether the weight is held; `settle_held` tells the model's norms."""
-        parts = self.num_parts if self.is_before_norm else 0
-        self.held = self.may_hold and holds(self.weight, parts, self.is_gated)
 
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""
@@ -129,13 +123,13 @@ class Linear(nn.Module):
     @property
     def _is_stacked(self) -> bool:
         """Whether the number of parts follows that of the rows: see `linear_parts`."""
-        return self.num_parts != self.num_tall_parts
+        return self.num_parts != self.num_large_m_parts
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The parts of a product of so many rows: no choice between them, which would be one of the program,
         but an expression that holds for every batch size."""
-        few, tall = self.num_parts, self.num_tall_parts
-        return few if few == tall else few + (tall - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
+        few, many = self.num_parts, self.num_large_m_parts
+        return few if few == many else few + (many - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
@@ -160,7 +154,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = make.empty(size)
         self.eps = eps
-        self.held = False
+        self.resident = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -174,7 +168,7 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps, kept_rows, self.held)
+        return add_rms_norm(x, residual, self.weight, self.eps, kept_rows, self.resident)
 
     def add_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
@@ -198,10 +192,10 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.first_key = first_key
         hidden, value = config.hidden_size, config.num_q_heads * config.head_dim
-        self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim, may_hold=True)
+        self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim, may_be_resident=True)
         self.q_norm = make.empty(config.head_dim)
         self.k_norm = make.empty(config.head_dim)
-        self.o_proj = Linear(make.part("o_proj"), value, hidden, is_before_norm=True, may_hold=True)
+        self.o_proj = Linear(make.part("o_proj"), value, hidden, is_before_norm=True, may_be_resident=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -270,14 +264,14 @@ class GatedDeltaNet(nn.Module):
         hidden, gate_rows = config.hidden_size, 2 * num_value_heads
         has_own_gates = make.format_of("in_proj.weight") is not PLAIN
         in_rows = config.linear_proj_dim - gate_rows if has_own_gates else config.linear_proj_dim
-        self.in_proj = Linear(make.part("in_proj"), hidden, in_rows, may_hold=True)
+        self.in_proj = Linear(make.part("in_proj"), hidden, in_rows, may_be_resident=True)
         self.ba_proj = Linear(make.part("ba_proj"), hidden, gate_rows) if has_own_gates else None
         self.conv_weight = make.empty(self.conv_dim, config.conv_kernel)
         self.a_log = make.empty(num_value_heads, dtype=torch.float32)
         self.dt_bias = make.empty(num_value_heads, dtype=torch.float32)
         self.norm_weight = make.empty(self.heads[3], dtype=torch.float32)
         out = make.part("out_proj")
-        self.out_proj = Linear(out, self.value_dim, hidden, is_before_norm=True, may_hold=True)
+        self.out_proj = Linear(out, self.value_dim, hidden, is_before_norm=True, may_be_resident=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -300,11 +294,11 @@ class GatedDeltaNet(nn.Module):
             assert isinstance(rows, DecodeRows)
             if self.ba_proj is not None:
                 # Its few programs take half as long as in_proj, and run beside it.
-                ba = linear_beside(as_they_are(x), self.ba_proj.weight)
+                ba = linear_side(as_they_are(x), self.ba_proj.weight)
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             place = (rows.state_index, rows.base, rows.start)
-            norm = (self.norm_weight, *rings, *place, *last, self.out_proj.held)
+            norm = (self.norm_weight, *rings, *place, *last, self.out_proj.resident)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.parts(y, rows)
 
@@ -315,8 +309,8 @@ class MLP(nn.Module):
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner, may_hold=True, is_gated=True)
-        self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True, may_hold=True)
+        self.gate_up = Linear(make.part("gate_up"), hidden, 2 * inner, may_be_resident=True, is_gated=True)
+        self.down = Linear(make.part("down"), inner, hidden, is_before_norm=True, may_be_resident=True)
 
     @property
     def quantizes_rows(self) -> bool:
@@ -331,7 +325,7 @@ class MLP(nn.Module):
             y = silu_mul(self.gate_up(x, rows))
         else:
             gate_up = self.gate_up
-            how = (gate_up.whole_n, 0, gate_up.held)
+            how = (gate_up.whole_n, 0, gate_up.resident)
             y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, *how)
         return self.down.parts(y, rows)
 
@@ -366,19 +360,6 @@ class DecoderLayer(nn.Module):
         x = self.mixer(normed, rows, *place)
         normed, residual = self.post_norm.add_for(self.ffn, x, residual)
         return self.ffn(normed, rows), residual
-
-
-def settle_held(model: nn.Module) -> None:
-    """Tell the norms of a whole model whether products around them are held. In a model that multiplies
-    quantised rows anywhere no product is: a norm that quantises counts on fences."""
-    modules = list(model.modules())
-    is_plain = not any(getattr(module, "quantizes_rows", False) for module in modules)
-    is_held = is_plain and any(module.held for module in modules if isinstance(module, Linear))
-    for module in modules:
-        if isinstance(module, Linear):
-            module.held = is_held and module.held
-        elif isinstance(module, RMSNorm):
-            module.held = is_held
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,8 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm, settle_held
+from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.resident import settle_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
@@ -46,7 +47,7 @@ class DraftModel(nn.Module):
         layer = make.part("layer")
         self.layer = DecoderLayer(layer, config, is_full_attention=True, first_key=FIRST_DRAFT_KEY)
         self.norm = RMSNorm(make.part("norm"), size, eps)
-        settle_held(self)
+        settle_resident(self)
 
     def forward(
         self,

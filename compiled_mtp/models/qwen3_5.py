@@ -10,7 +10,8 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm, settle_held
+from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.resident import settle_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
@@ -66,7 +67,7 @@ class TargetModel(nn.Module):
             own = self.embed.weight.chunk(exchange.world)[exchange.rank]
             self.register_buffer("tied_head", own, persistent=False)
         self.vocab_size = config.vocab_size
-        settle_held(self)
+        settle_resident(self)
 
     @property
     def head_weight(self) -> torch.Tensor:

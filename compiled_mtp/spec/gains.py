@@ -20,6 +20,8 @@ _SLOW_ROUNDS, _SLOW_WEIGHT = 1000.0, 6.0
 # The rate that an untried draft is taken to have, and its weight: a try costs little, never trying may cost
 # a lot.
 _UNTRIED, _BELIEF_WEIGHT = 0.8, 8.0
+# Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
+_MOST_SEEN = 96
 # The first requests of a batch are replayed, and so many of their rounds at once, to save the host's time.
 _REPLAYED, _MOST_REPLAYED = 4, 32
 # The weight, in rounds, of what the drafts' numbers foretell beside what was replayed.
@@ -59,7 +61,8 @@ class Gains:
         self._ended = [ended * fade for ended in self._ended]
         if not num_drafts:
             return
-        lengths = bytes([len(new) for token_ids in rounds for new in token_ids])
+        late = rounds[-(_MOST_SEEN // requests or 1) :]
+        lengths = bytes([len(new) for token_ids in late for new in token_ids])
         seen = len(lengths) - lengths.count(0)
         # More tokens than num_drafts + 1: what stood where a draft was missing was right.
         for fast, slow, length in zip(self._fast, self._slow, range(1, num_drafts + 1), strict=False):

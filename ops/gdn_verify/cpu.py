@@ -118,7 +118,7 @@ def gdn_verify(
     pos: Tensor,
     eps: float,
     gate_activation: str,
-    held: bool,
+    resident: bool,
 ) -> Tensor:
     slots, cursors = state_index.tolist(), list(zip(base.tolist(), pos.tolist(), strict=True))
     batch, rings = len(slots), (ring_k, ring_u, ring_g)

@@ -141,6 +141,6 @@ def launch(args: Any) -> torch.Tensor:
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
-    # Products of more rows are held nowhere.
-    held = args.held and rows <= NARROW_ROWS
-    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, held=held)
+    # No weight is resident for more rows.
+    resident = args.resident and rows <= NARROW_ROWS
+    return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, resident=resident)

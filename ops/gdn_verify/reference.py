@@ -26,9 +26,10 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
 
 
 # What writes states, rings and cursors, the same layer's call of the step before, a prefill or the step's
-# end, lies before a fence that lies before this: in_proj, or where that is held the embedding, and the head
-# of the step before. z is no older than in_proj: only spec_conv1d lies between, and that is no fence. The
-# norm is a fence since calls of gdn_verify may follow one another with nothing else between; not with `held`.
+# end, lies before a fence that lies before this: in_proj, or the embedding where in_proj's weight is
+# resident, and the head of the step before. z is no older than in_proj: only spec_conv1d lies between, and
+# that is no fence. The norm is a fence, unless `resident`, since calls of gdn_verify may follow one another with nothing
+# else between.
 VERIFY = Launch(
     "gdn_verify_kernel",
     reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
@@ -39,7 +40,7 @@ VERIFY = Launch(
 @operator(
     mutates=("state", "ring_k", "ring_u", "ring_g"),
     launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True)),
-    held_launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",))),
+    resident_launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",))),
     check=_windows_fit,
     has_cpu_route=True,
 )
@@ -60,7 +61,7 @@ def gdn_verify(
     pos: Annotated[Tensor, "B", I64, _CURSOR],
     eps: float,
     gate_activation: str,
-    held: bool = False,
+    resident: bool = False,
 ) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
     """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
 
@@ -70,8 +71,8 @@ def gdn_verify(
     written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
     Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
     act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
-    token. held: the product behind it may be held (`linear`); then no other call may follow with nothing
-    between. Returns y [B*W, nv*dv] in z's dtype.
+    token. resident: the weight of the product behind it may be resident (`linear`); then no other call may
+    follow with nothing between. Returns y [B*W, nv*dv] in z's dtype.
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]

@@ -24,9 +24,10 @@ MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
 PROCESSORS = 132
 MIN_PROGRAMS = 120
-# Above NARROW_ROWS, tiles of TALL_PART_ROWS weight rows and parts of K are to make TALL_PROGRAMS programs.
-TALL_PART_ROWS = 80
-TALL_PROGRAMS = 180
+# Above NARROW_ROWS, tiles of LARGE_M_PART_ROWS weight rows and parts of K are to make LARGE_M_PROGRAMS
+# programs.
+LARGE_M_PART_ROWS = 80
+LARGE_M_PROGRAMS = 180
 # Of a thread's 255.
 MAX_SUM_REGISTERS = 128
 TABLE = Path(__file__).with_name("table.json")
@@ -125,7 +126,7 @@ def fp8_tile_of_32(config: LinearConfig) -> LinearConfig:
     return replace(config, block_m=32, block_k=block_k, sequential=True, num_stages=4)
 
 
-def tall_tile(
+def large_m_tile(
     config: LinearConfig,
     n: int,
     block_m: int,
@@ -222,7 +223,7 @@ def linear_config(
         # another order, and rows would differ from those of narrow tiles.
         config = replace(config, block_m=64, block_n=32, num_warps=2, num_stages=3, sequential=True)
     elif block_m > 16:
-        config = tall_tile(config, n, block_m, x_dtype, weight_dtype, shared_bytes, split > 0)
+        config = large_m_tile(config, n, block_m, x_dtype, weight_dtype, shared_bytes, split > 0)
     stage = config.stage_bytes(x_dtype.itemsize, weight_dtype.itemsize)
     stages = max(2, min(config.num_stages, (shared_bytes - 4096) // stage))
     return replace(config, num_stages=stages)
@@ -282,6 +283,6 @@ def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int 
     if rows > NARROW_ROWS:
         shares = share_count(k)
         # Measured with 27B's out: 128 rows in one part, two, four and eight take 54, 34, 31 and 35 us.
-        while split < shares and -(-n // TALL_PART_ROWS) * split < TALL_PROGRAMS:
+        while split < shares and -(-n // LARGE_M_PART_ROWS) * split < LARGE_M_PROGRAMS:
             split *= 2
     return min(split, part_counts(weight.shape[1], k)[-1])

@@ -18,7 +18,7 @@ def linear(
     prefill: bool,
     whole_n: int = 0,
     whole_k: int = 0,
-    held: bool = False,
+    resident: bool = False,
 ) -> Tensor:
     if x.dtype == torch.bfloat16 and weight_scale is None and not out_float32:
         return bfloat16_product(x, weight)
@@ -26,12 +26,12 @@ def linear(
     return y if out_float32 or x.dtype == torch.float32 else y.to(x.dtype)
 
 
-def linear_beside(x: Tensor, weight: Tensor) -> Tensor:
+def linear_side(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight, None, False, False)
 
 
 def linear_silu_mul(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, held: bool
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, whole_n: int, whole_k: int, resident: bool
 ) -> Tensor:
     gate, up = linear(x, weight, weight_scale, False, False).float().chunk(2, dim=-1)
     return silu(gate).mul_(up).to(x.dtype)
@@ -46,7 +46,7 @@ def linear_parts(
     whole_k: int,
     prefill: bool,
     stacked: bool,
-    held: bool,
+    resident: bool,
 ) -> Tensor:
     assert count == 1, "count_parts is 1 on a CPU"
     k, whole = x.shape[1], whole_k or x.shape[1]

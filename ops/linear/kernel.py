@@ -13,14 +13,14 @@ import torch
 import triton
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.beside_kernel import launch_beside
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
-from compiled_mtp.ops.linear.held_config import find_held
-from compiled_mtp.ops.linear.held_kernel import launch_held
+from compiled_mtp.ops.linear.large_m_config import find_large_m
+from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
 from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
-from compiled_mtp.ops.linear.tall_config import find_tall
-from compiled_mtp.ops.linear.tall_kernel import launch_tall
+from compiled_mtp.ops.linear.resident_config import find_resident
+from compiled_mtp.ops.linear.resident_kernel import launch_resident
+from compiled_mtp.ops.linear.side_kernel import launch_side
 
 OPTIONS = {"enable_fp_fusion": True}
 MAX_TILES = 1 << 16
@@ -63,7 +63,9 @@ def launch(args: Any) -> torch.Tensor:
     if args.prefill:
         return prompt_product(args.x, args.weight, args.weight_scale, args.out_float32, whole)
     config = choose(args.x, args.weight, whole, False)
-    return launch_product(config, args.x, args.weight, args.weight_scale, args.out_float32, held=args.held)
+    return launch_product(
+        config, args.x, args.weight, args.weight_scale, args.out_float32, resident=args.resident
+    )
 
 
 def prompt_product(
@@ -81,13 +83,13 @@ def prompt_product(
     return launch_config(config, x, weight, weight_scale, out_float32)
 
 
-def launch_linear_beside(args: Any) -> torch.Tensor:
-    return launch_beside(args.x, args.weight)
+def launch_linear_side(args: Any) -> torch.Tensor:
+    return launch_side(args.x, args.weight)
 
 
 def launch_linear_silu_mul(args: Any) -> torch.Tensor:
     config = choose(args.x, args.weight, (args.whole_n, args.whole_k), False)
-    return launch_product(config, args.x, args.weight, args.weight_scale, False, True, held=args.held)
+    return launch_product(config, args.x, args.weight, args.weight_scale, False, True, resident=args.resident)
 
 
 def launch_linear_parts(args: Any) -> torch.Tensor:
@@ -97,7 +99,7 @@ def launch_linear_parts(args: Any) -> torch.Tensor:
         return whole_sum if args.stacked else whole_sum[None]
     config = choose(x, weight, whole, False, args.count)
     out_float32 = args.stacked or not is_sum(weight, args.count, args.whole_k)
-    how = {"keep_parts": True, "held": args.held}
+    how = {"keep_parts": True, "resident": args.resident}
     parts = launch_product(config, x, weight, args.weight_scale, out_float32, **how)
     return parts.flatten(0, 1) if args.stacked else parts
 
@@ -110,17 +112,17 @@ def launch_product(
     out_float32: bool,
     gated: bool = False,
     keep_parts: bool = False,
-    held: bool = False,
+    resident: bool = False,
 ) -> torch.Tensor:
-    """With its weight held where it may be (`held`), by the copy engine where that is faster and possible,
-    else by `launch_config`: the same bits."""
+    """Launch the fastest kernel that can make the product; all give the same bits: `launch_resident` if
+    `resident` allows it, the copy engine's for many rows, else `launch_config`."""
     device, dtype = device_of(x.device.index), torch.float32 if out_float32 else x.dtype
-    if held and (held_tile := find_held(device, x, weight, config, gated, keep_parts)):
-        return launch_held(held_tile, config, x, weight, dtype, gated, keep_parts)
-    tall = find_tall(device, x, weight, config, gated, keep_parts)
-    if tall is None:
+    if resident and (own_tile := find_resident(device, x, weight, config, gated, keep_parts)):
+        return launch_resident(own_tile, config, x, weight, dtype, gated, keep_parts)
+    found = find_large_m(device, x, weight, config, gated, keep_parts)
+    if found is None:
         return launch_config(config, x, weight, weight_scale, out_float32, gated, keep_parts)
-    return launch_tall(*tall, x, weight, dtype)
+    return launch_large_m(*found, x, weight, dtype)
 
 
 def launch_config(

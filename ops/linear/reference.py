@@ -1,4 +1,4 @@
-"""The specifications of `linear`, `linear_beside`, `linear_silu_mul` and `linear_parts`."""
+"""The specifications of `linear`, `linear_side`, `linear_silu_mul` and `linear_parts`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one sca
 # The weight is written by no kernel. Fences, since they let the next kernel come only once they have waited:
 # measured, two such kernels that wait crowd a third, where they take what room there is.
 LAUNCHES = tuple(
-    Launch(kernel, reads_early=("weight",), is_fence=True)
-    for kernel in ("linear_kernel", "tall_product_kernel")
+    Launch(kernel, reads_early=("weight",), is_fence=True) for kernel in ("linear_kernel", "large_m_kernel")
 )
 # No fence: the next kernel's weights come while this one waits, and there is room for them.
-HELD_LAUNCHES = (Launch("held_kernel", reads_early=("weight",)),)
+RESIDENT_LAUNCHES = (Launch("resident_kernel", reads_early=("weight",)),)
 
 
 def _weight_fits(
@@ -56,7 +55,11 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
 
 
 @operator(
-    launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_weight_fits, fake=_product, has_cpu_route=True
+    launches=LAUNCHES,
+    resident_launches=RESIDENT_LAUNCHES,
+    check=_weight_fits,
+    fake=_product,
+    has_cpu_route=True,
 )
 def linear(
     x: Rows,
@@ -66,7 +69,7 @@ def linear(
     prefill: bool = False,
     whole_n: int = 0,
     whole_k: int = 0,
-    held: bool = False,
+    resident: bool = False,
 ) -> Annotated[Tensor, "M N", ACTIVATION]:
     """x @ weight.T, accumulated in float32 and rounded once.
 
@@ -76,9 +79,10 @@ def linear(
     rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
 
     The bits of a row depend on that row, the weight and `prefill` alone, for every M. prefill: the rows are a
-    prompt's, many at a time, for which a GPU has another order of the columns that is faster. held: with few
-    rows the product may take its weight before the kernel before has ended, and let the next one do the same,
-    where it `holds` it; then it is no fence (`Launch`), and what is read early behind it must be older.
+    prompt's, many at a time, for which a GPU has another order of the columns that is faster. resident: with
+    few rows, and where the weight `can_be_resident`, the kernel loads the weight into shared memory before
+    the previous kernel has ended and lets the next one do the same; it is no fence then (`Launch`), and what
+    the next one reads early must be older.
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
@@ -89,16 +93,15 @@ def _is_plain(x: Tensor, weight: Tensor, N: int, K: int) -> None:
 
 
 # x is older than the last fence, the product that this one runs beside.
-@operator(
-    launches=(Launch("beside_kernel", reads_early=("x", "weight")),), check=_is_plain, has_cpu_route=True
-)
-def linear_beside(
+@operator(launches=(Launch("side_kernel", reads_early=("x", "weight")),), check=_is_plain, has_cpu_route=True)
+def linear_side(
     x: Rows, weight: Annotated[Tensor, "N K", Like("x"), Remedy("pass rows as long as x's")]
 ) -> Annotated[Tensor, "M N", Like("x")]:
     """x @ weight.T of few weight rows, launched right behind another product of x, beside which it runs.
 
     x: [M, K] float32 or bfloat16, rows at any stride; made before the operator before this one, which must be
-    a fence (`Launch`), as products are that are not held. weight: [N, K] of the same dtype. Returns [M, N] of
+    a fence (`Launch`), as every product is whose weight is not resident. weight: [N, K] of the same dtype.
+    Returns [M, N] of
     it, accumulated in float32 and rounded once. The bits of a row depend on that row and on the weight alone,
     for every M and for every piece of the weight's rows; on a GPU they are not those of `linear`.
     """
@@ -113,14 +116,14 @@ def _is_gate_and_up(
         raise fail("weight", "have an even number of rows", N, "pass gate | up")
 
 
-@operator(launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
+@operator(launches=LAUNCHES, resident_launches=RESIDENT_LAUNCHES, check=_is_gate_and_up, has_cpu_route=True)
 def linear_silu_mul(
     x: Rows,
     weight: Weight,
     weight_scale: Scale | None = None,
     whole_n: int = 0,
     whole_k: int = 0,
-    held: bool = False,
+    resident: bool = False,
 ) -> Annotated[Tensor, "M N//2", Like("x")]:
     """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
 
@@ -162,7 +165,9 @@ def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator(launches=LAUNCHES, held_launches=HELD_LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
+@operator(
+    launches=LAUNCHES, resident_launches=RESIDENT_LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True
+)
 def linear_parts(
     x: Rows,
     weight: Weight,
@@ -172,7 +177,7 @@ def linear_parts(
     whole_k: int = 0,
     prefill: bool = False,
     stacked: bool = False,
-    held: bool = False,
+    resident: bool = False,
 ) -> Annotated[Tensor, "... N", ACTIVATION]:
     """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 

@@ -1,6 +1,6 @@
 """x @ weight.T in FP8 on Hopper's tensor cores, with the weight as left operand.
 
-So one class of instruction, QGMMA, serves any number of rows (tall_kernel.py has it too): from 64 weight
+So one class of instruction, QGMMA, serves any number of rows (large_m_kernel.py has it too): from 64 weight
 rows, 4 warps and 16 activation rows on Triton makes nothing else of it, and a test counts them. What it adds
 up inside is imprecise, so each product is one of 128 columns, multiplied by both factors and added in
 float32.
@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration, parts_dtype
 from compiled_mtp.ops.linear_w8a8.keep import keep
-from compiled_mtp.ops.linear_w8a8.tall_config import find_tall
-from compiled_mtp.ops.linear_w8a8.tall_kernel import launch_tall
+from compiled_mtp.ops.linear_w8a8.large_m_config import find_large_m
+from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m
 from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -131,9 +131,9 @@ def launch_product(args: Any, count: int, share_length: int, dtype: torch.dtype)
     """[count, M, N] by the kernel that is faster with so many rows and possible: the same bits."""
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
     (rows, k), n = args.x.shape, args.weight.shape[0]
-    tile = find_tall(device_of(args.x.device.index), args.x, args.weight, count, share_length)
+    tile = find_large_m(device_of(args.x.device.index), args.x, args.weight, count, share_length)
     if tile is not None:
-        return launch_tall(tile, *tensors, count, share_length, dtype)
+        return launch_large_m(tile, *tensors, count, share_length, dtype)
     config = configuration(rows, n, count, k // (share_length * count))
     return launch_config(config, *tensors, count, share_length, dtype)
 

@@ -39,8 +39,8 @@ def _cache_and_rows_fit(
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
 
 
-# Between what made the positions and this lies a fence: the projection or, where that is held, the embedding
-# or the draft's fc. Not so for keys, values and gates.
+# Between what made the positions and this lies a fence: the projection, or the embedding or
+# the draft's fc where the projection's weight is resident. Not so for keys, values and gates.
 @operator(
     launches=(
         Launch("verify_kernel", reads_early=("positions",)),

@@ -23,8 +23,8 @@ def _cache_and_angles_fit(qkv: Tensor, kv: Tensor, kv_scale: Tensor | None, rota
         raise wrong_dtype("kv", kv, (dtype,))
 
 
-# Positions and slots are older than the projection or, where that is held, than the embedding or the draft's
-# fc, all fences; keys and values are not.
+# Positions and slots are older than the projection or, where its weight is resident, than the embedding or
+# the draft's fc, all fences; keys and values are not.
 @operator(
     mutates=("kv", "kv_scale"),
     launches=(

@@ -31,7 +31,7 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     kept_rows: Tensor | None = None,
-    held: bool = False,
+    resident: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if x.dim() == 2 and x.shape[0] != residual.shape[0]:
         x = as_parts(x, residual)

@@ -88,8 +88,9 @@ def scale_row(
 
 # x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added, as a tree, and
 # rounded.
-# All kernels load the weight before they wait, no kernel writes it, and add_rms_norm the residual, which a
-# product has followed, unless that one was held (HELD): from memory they take as long as everything after.
+# Every kernel loads the weight before it waits, since no kernel writes it. add_rms_norm also loads the
+# residual then, since a product has followed it, unless that product's weight was RESIDENT. From memory these
+# loads take as long as everything after them.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,
@@ -108,7 +109,7 @@ def rms_norm_kernel(
 def add_rms_norm_kernel(
     x, residual, weight, kept_rows, out, new_residual, quantized, quantized_scale, x_stride, part_stride,
     residual_stride, eps,
-    PARTS: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    PARTS: tl.constexpr, RESIDENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -116,13 +117,13 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     head_scale, tail_scale = load_row(weight, WIDTH, BLOCK, TAIL)
     source = row
-    if not HELD:
+    if not RESIDENT:
         if kept_rows is not None:
             source = tl.load(kept_rows + row)
         head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
     if PDL:
         gdc_wait()
-    if HELD:
+    if RESIDENT:
         if kept_rows is not None:
             source = tl.load(kept_rows + row)
         head_before, tail_before = load_row(residual + source * residual_stride, WIDTH, BLOCK, TAIL)
@@ -201,8 +202,8 @@ def launch(args: Any) -> torch.Tensor:
 
 
 def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # Products of more rows are held nowhere.
-    return add_and_norm(args, held=args.held and args.residual.shape[0] <= NARROW_ROWS)
+    # No weight is resident for more rows.
+    return add_and_norm(args, resident=args.resident and args.residual.shape[0] <= NARROW_ROWS)
 
 
 def launch_add_rms_norm_quantized(
@@ -219,7 +220,7 @@ def add_and_norm(
     args: Any,
     values: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
-    held: bool = False,
+    resident: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and new residual; the norm quantised goes to `values` and `factors`."""
     x, residual, kept_rows = args.x, args.residual, args.kept_rows
@@ -231,7 +232,7 @@ def add_and_norm(
         strides = (row_stride(parts), parts.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](
             x, residual, args.weight, kept_rows, out, new_residual, values, factors, *strides, args.eps,
-            PARTS=parts.shape[0], HELD=held, **launch_options(residual),
+            PARTS=parts.shape[0], RESIDENT=resident, **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
 

@@ -77,10 +77,10 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
 
 # A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither
 # may be the result of the operator before. From memory they take as long as everything that comes after.
-# With `held` those products may be no fences, and only the weight is read early.
+# With `resident` those products may be no fences; then it reads only the weight early.
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
-    held_launches=(Launch("add_rms_norm_kernel", reads_early=("weight",)),),
+    resident_launches=(Launch("add_rms_norm_kernel", reads_early=("weight",)),),
     check=_is_sum_or_parts,
     has_cpu_route=True,
     fake=_norm_and_residual,
@@ -91,7 +91,7 @@ def add_rms_norm(
     weight: Weight,
     eps: float,
     kept_rows: Annotated[Tensor, "_", I64] | None = None,
-    held: bool = False,
+    resident: bool = False,
 ) -> tuple[Rows, Rows]:
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
@@ -99,8 +99,8 @@ def add_rms_norm(
     gives, [P, M, H]: P of 1, 2, 4 or 8 float32 parts, to be added as the tree
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
     that dtype; or those float32 parts `stacked`, [P * M, H]. kept_rows [N], if given, names the rows that are
-    wanted, in that order (each below M, not checked: it would cost a synchronisation). held: the products
-    around it may be held (`linear`). Returns (norm, new residual), [M, H] or [N, H].
+    wanted, in that order (each below M, not checked: it would cost a synchronisation). resident: the
+    weights of products around it may be resident (`linear`). Returns (norm, new residual), [M, H] or [N, H].
     """
     x = add_tree(as_parts(x, residual)).to(residual.dtype)
     if kept_rows is not None:

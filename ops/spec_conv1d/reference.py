@@ -116,7 +116,8 @@ def _pieces_fit(
     check_pieces(P)
 
 
-# Ring and cursors are older than in_proj, a fence, or where that is held than the embedding (gdn_verify).
+# Ring and cursors are older than in_proj, a fence, or than the embedding where its weight is resident
+# (gdn_verify).
 @operator(
     mutates=("conv_ring",),
     launches=tuple(

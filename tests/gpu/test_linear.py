@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import add_tree, part_counts
@@ -215,10 +215,10 @@ def test_a_product_beside_another(n: int, k: int) -> None:
     wide = torch.randn(16384, k, device="cuda").bfloat16()
     exact = x.double() @ weight.double().T
     linear(x, wide)
-    y = linear_beside(x, weight)
+    y = linear_side(x, weight)
     assert rel_l2(y, exact) < 2 * rel_l2(exact.bfloat16(), exact)
-    check_row_invariance(lambda m: linear_beside(x[:m], weight), range(1, 257), 256)
-    assert torch.equal(linear_beside(x, weight[16:]), y[:, 16:])
+    check_row_invariance(lambda m: linear_side(x[:m], weight), range(1, 257), 256)
+    assert torch.equal(linear_side(x, weight[16:]), y[:, 16:])
 
 
 @pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])

@@ -56,7 +56,7 @@ def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
         overload = getattr(node.node, "op_overload", None)
         return "" if overload is None else overload._schema.name.partition("::")[2]
 
-    for place in [i for i, node in enumerate(nodes) if name(node) == "linear_beside"]:
+    for place in [i for i, node in enumerate(nodes) if name(node) == "linear_side"]:
         nodes.insert(max(i for i in range(place) if name(nodes[i]) == "linear"), nodes.pop(place))
     return nodes
 
@@ -74,7 +74,7 @@ def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_
     # As if that order took less memory: tests/step/test_fences.py checks the order of calls, and no other.
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
-    assert called.names.count("linear_beside") == 2
+    assert called.names.count("linear_side") == 2
     assert re.findall(rf"torch\.ops\.{NAMESPACE}\.(\w+)\.default\(", code) == called.names
     kernels = re.findall(r"cpp_fused_\w+\s*=\s*async_compile.*?'''\)", code, re.DOTALL) or [code]
     for kernel in kernels:

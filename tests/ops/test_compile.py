@@ -25,7 +25,7 @@ FP8_CAPABILITY = 89
 # No older GPU is asked for them: it has no conversion to e4m3.
 WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
 # Launched on Hopper alone, where its bits were compared with the other kernel's.
-WITH_COPY_ENGINE = {"tall_product", "tall_product_w8a8", "held"}
+WITH_COPY_ENGINE = {"large_m", "large_m_w8a8", "resident"}
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 

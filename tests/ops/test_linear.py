@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.models.row_unit import cancelling
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     LinearConfig,
@@ -77,21 +77,21 @@ def test_a_product_beside_another_in_interpreter(
     wide[:, :k] = torch.randn(rows, k)
     x, weight = wide[:, :k], torch.randn(n, k, dtype=dtype)
     atol = 1e-4 if dtype == torch.float32 else 1e-3
-    check_launch(linear_beside, (x, weight), rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=atol)
-    y = linear_beside.launch(x, weight)
-    alone = [linear_beside.launch(x[row : row + 1], weight) for row in range(rows)]
+    check_launch(linear_side, (x, weight), rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=atol)
+    y = linear_side.launch(x, weight)
+    alone = [linear_side.launch(x[row : row + 1], weight) for row in range(rows)]
     assert torch.equal(torch.cat(alone), y)
     # A rank has some of the weight's rows.
-    assert torch.equal(linear_beside.launch(x, weight[8:]), y[:, 8:])
+    assert torch.equal(linear_side.launch(x, weight[8:]), y[:, 8:])
 
 
 def test_a_product_beside_another_is_a_product_on_a_cpu() -> None:
     x, weight = torch.randn(3, 96), torch.randn(24, 96)
-    check_registration(torch.ops.compiled_mtp.linear_beside.default, (x, weight))
-    check_equal(linear_beside, linear_beside.reference, (x, weight), rtol=1e-5, atol=1e-5)
-    assert torch.equal(linear_beside(x, weight), linear(x, weight))
+    check_registration(torch.ops.compiled_mtp.linear_side.default, (x, weight))
+    check_equal(linear_side, linear_side.reference, (x, weight), rtol=1e-5, atol=1e-5)
+    assert torch.equal(linear_side(x, weight), linear(x, weight))
     with pytest.raises(ValueError, match="weight"):
-        linear_beside(x, weight.bfloat16())
+        linear_side(x, weight.bfloat16())
 
 
 def test_registration_and_compile() -> None:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.models.layers import Linear, RMSNorm, settle_held
+from compiled_mtp.models import resident as resident_module
+from compiled_mtp.models.layers import Linear, RMSNorm
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
 from compiled_mtp.ops.rms_norm import add_rms_norm
@@ -104,15 +106,15 @@ def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = Tru
 
 
 class Settle(ast.NodeTransformer):
-    """Leaves of `if HELD`, `if not HELD` and `if X and HELD` what happens with one value of HELD."""
+    """Leaves of `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` what one value makes happen."""
 
-    def __init__(self, held: bool) -> None:
-        self.held = held
+    def __init__(self, resident: bool) -> None:
+        self.resident = resident
 
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
         terms = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
-        values = {"HELD": self.held, "not HELD": not self.held}
+        values = {"RESIDENT": self.resident, "not RESIDENT": not self.resident}
         known = [values[text] for text in map(ast.unparse, terms) if text in values]
         if not known:
             return node
@@ -120,11 +122,11 @@ class Settle(ast.NodeTransformer):
         return node.body if all(known) else node.orelse
 
 
-def read_kernels(held: bool) -> dict[str, Kernel]:
-    """Every kernel that waits for the one before it, from its source, with that value of HELD."""
+def read_kernels(resident: bool) -> dict[str, Kernel]:
+    """Every kernel that waits for the one before it, from its source, with that value of RESIDENT."""
     found = {}
     for path in sorted(OPS.glob("**/*.py")):
-        for function in Settle(held).visit(ast.parse(path.read_text())).body:
+        for function in Settle(resident).visit(ast.parse(path.read_text())).body:
             if not isinstance(function, ast.FunctionDef) or not calls(function, "gdc_wait"):
                 continue
             waits, triggers = calls(function, "gdc_wait"), calls(function, "gdc_launch_dependents")
@@ -174,8 +176,8 @@ class Recorder(TorchDispatchMode):
                     self.written[place(value)] = self.launches
             return result
         made = operators()[name]
-        is_held = given.get("held", False) and rows_of(given) <= NARROW_ROWS
-        launches = made.held_launches if is_held else made.launches
+        is_resident = given.get("resident", False) and rows_of(given) <= NARROW_ROWS
+        launches = made.resident_launches if is_resident else made.launches
         if not launches:
             self.launches += 1
             self.fence = self.launches
@@ -233,15 +235,15 @@ def test_declarations_are_what_the_sources_say() -> None:
     made = operators().values()
     plain = [launch for m in made for launch in m.launches]
     # Of operators that have the argument.
-    others = [launch for m in made for launch in m.held_launches if m.held_launches is not m.launches]
+    others = [launch for m in made for launch in m.resident_launches if m.resident_launches is not m.launches]
     assert {launch.kernel for launch in (*plain, *others)} == read_kernels(True).keys()
-    for held, launches in ((False, plain), (True, others)):
-        kernels = read_kernels(held)
+    for resident, launches in ((False, plain), (True, others)):
+        kernels = read_kernels(resident)
         for launch in launches:
             early = kernels[launch.kernel]
-            assert set(launch.reads_early) == early.reads, (launch, held)
-            assert set(launch.stores_early) == early.stores, (launch, held)
-            assert launch.is_fence == early.is_fence, (launch, held)
+            assert set(launch.reads_early) == early.reads, (launch, resident)
+            assert set(launch.stores_early) == early.stores, (launch, resident)
+            assert launch.is_fence == early.is_fence, (launch, resident)
 
 
 def test_the_reading_of_a_source_sees_what_it_should() -> None:
@@ -266,14 +268,13 @@ def kernel(x, y, z, out, state, N: tl.constexpr):
     assert (uses["read"] & given, uses["store"] & given) == ({"x", "y"}, {"state"})
 
 
-def hold_all(step: Any) -> int:
-    """Every product that may hold its weight does, as all of 0.8B's do; how many."""
+def make_resident(step: Any) -> int:
+    """Make every weight resident that may be, as all of 0.8B's are; return how many may be."""
     models = [model for model in (step.target, step.draft) if model is not None]
-    linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_hold]
-    for module in linears:
-        module.held = True
-    for model in models:
-        settle_held(model)
+    linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_be_resident]
+    with mock.patch.object(resident_module, "can_be_resident", return_value=True):
+        for model in models:
+            resident_module.settle_resident(model)
     return len(linears)
 
 
@@ -286,19 +287,19 @@ def record_rounds(step: Any, count: int) -> Recorder:
         for slot in (1, 2):
             tiny.prefill(step, slot, list(range(70)))
         for index in range(count):
-            # By turns of fewer and of more than 16 rows, of which nothing is held: drafts have fewer.
+            # By turns of fewer and of more than 16 rows, of which nothing is resident: drafts have fewer.
             tiny.decode(step, [1, 2, *[0] * (1 + 2 * (index % 2))])
     return recorder
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("family", ["dense", "moe"])
 @pytest.mark.parametrize("mtp_step", [0, 1, 3])
-def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: int, held: bool) -> None:
+def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: int, resident: bool) -> None:
     config = tiny.tiny_config(**(tiny.MOE if family == "moe" else {}))
     step = tiny.build_step(config, mtp_step)
-    if held:
-        assert hold_all(step) >= 2 * len(step.target.layers)
+    if resident:
+        assert make_resident(step) >= 2 * len(step.target.layers)
     recorder = record_rounds(step, 2)
     assert recorder.wrong == []
     assert recorder.checked > 100
@@ -308,9 +309,9 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
 def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: Path) -> None:
     step = make_engine(write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family]), mtp_step=3).runner.step
     # Norms that quantise count on fences: beside them no product holds its weight, even if it might.
-    assert hold_all(step) > 0
+    assert make_resident(step) > 0
     modules = [*step.target.modules(), *step.draft.modules()]
-    assert not any(module.held for module in modules if isinstance(module, (Linear, RMSNorm)))
+    assert not any(module.resident for module in modules if isinstance(module, (Linear, RMSNorm)))
     recorder = Recorder()
     tiny.install(step, 1, tuple((1, index, index + 1) for index in range(8)))
     with recorder:
@@ -321,12 +322,12 @@ def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: 
     assert recorder.checked > 100
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: bool) -> None:
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_is_read_early_is_older_also_in_halves_and_between_depths(resident: bool) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
     step.reserve_halves(12)
-    if held:
-        hold_all(step)
+    if resident:
+        make_resident(step)
     recorder = Recorder(embedding=step.target.embed.weight)
     state_index = torch.tensor([1, 2, 0], dtype=torch.int32)
     for slot in (1, 2):
@@ -344,30 +345,30 @@ def test_what_is_read_early_is_older_also_in_halves_and_between_depths(held: boo
     assert recorder.wrong == []
 
 
-def test_beside_quantised_experts_nothing_is_held() -> None:
+def test_beside_quantised_experts_nothing_is_resident() -> None:
     step = tiny.build_step(tiny.tiny_config(**tiny.MOE), 0)
-    assert any(module.held for module in hold_and_list(step))
+    assert any(module.resident for module in resident_modules(step))
     for layer in step.target.layers:
         # Of mixed checkpoints: the mixers in bfloat16, experts in FP8.
         layer.ffn.quantizes_rows = True
-    assert not any(module.held for module in hold_and_list(step))
+    assert not any(module.resident for module in resident_modules(step))
 
 
-def hold_and_list(step: Any) -> list[Any]:
-    hold_all(step)
+def resident_modules(step: Any) -> list[Any]:
+    make_resident(step)
     return [module for module in step.target.modules() if isinstance(module, (Linear, RMSNorm))]
 
 
 @pytest.mark.parametrize("which", ["norms", "fc"])
-def test_held_products_that_nobody_was_told_of_are_found(which: str) -> None:
+def test_resident_products_that_nobody_was_told_of_are_found(which: str) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
-    hold_all(step)
+    make_resident(step)
     assert step.draft is not None
     if which == "fc":
-        step.draft.fc.held = True
+        step.draft.fc.resident = True
     else:
         for layer in step.target.layers:
-            layer.post_norm.held = False
+            layer.post_norm.resident = False
     recorder = record_rounds(step, 1)
     wanted = "qk_norm_rope_kv_write: slot_mapping" if which == "fc" else "add_rms_norm: residual"
     assert any(text.startswith(wanted) for text in recorder.wrong)
@@ -388,9 +389,9 @@ def test_the_check_can_fail() -> None:
     assert recorder.wrong == []
     with Recorder() as recorder:
         _, residual = add_rms_norm(x, x, weight, 1e-6)
-        add_rms_norm(linear(x, matrix, held=True), residual, weight, 1e-6)
+        add_rms_norm(linear(x, matrix, resident=True), residual, weight, 1e-6)
     assert recorder.wrong == ["add_rms_norm: residual was written by launch 1, fence -1"]
     with Recorder() as recorder:
         _, residual = add_rms_norm(x, x, weight, 1e-6)
-        add_rms_norm(linear(x, matrix, held=True), residual, weight, 1e-6, held=True)
+        add_rms_norm(linear(x, matrix, resident=True), residual, weight, 1e-6, resident=True)
     assert recorder.wrong == []

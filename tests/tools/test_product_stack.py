@@ -1,4 +1,4 @@
-"""The stack in which tiles compete: which held tiles are tried, that they are checked, and what is kept."""
+"""The stack in which tiles compete: which tiles are tried, that they are checked, and what is kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int
         return times.get(tuple(table[name]), 99.5) if name in table else 100.0
 
     monkeypatch.setattr(tool, "Stack", lambda shape, rows: SimpleNamespace(target=target, time_us=time_us))
-    monkeypatch.setattr(tool, "read_held_table", lambda: table)
+    monkeypatch.setattr(tool, "read_resident_table", lambda: table)
     monkeypatch.setattr(tool.torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(shared_bytes=SHARED, num_processors=PROCESSORS)
     monkeypatch.setattr(tool, "device_of", lambda index: gpu)
@@ -76,10 +76,10 @@ def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.Monk
     tuner = make_tuner(tool, monkeypatch, {})
     make = torch.randn
     monkeypatch.setattr(tool.torch, "randn", lambda *size, device: make(*size))
-    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, held: x + float(held))
+    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, resident: x + float(resident))
     with pytest.raises(RuntimeError, match=r"1024x2048 parts4: tile \[.*\] has other bits at 1 rows"):
         tuner.tune("1024x2048 parts4", 1e18)
-    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, held: x)
+    monkeypatch.setattr(tool, "multiply", lambda x, weight, kind, resident: x)
     tuner.tune("1024x2048 parts4", 1e18)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.linear import tall_config
-from compiled_mtp.ops.linear.held_config import HELD_TABLE
-from compiled_mtp.ops.linear_w8a8 import tall_config as w8a8_config
+from compiled_mtp.ops.linear import large_m_config
+from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
+from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
 from compiled_mtp.ops.shares import share_count
 
 TOOL = "tune_products"
@@ -126,7 +126,7 @@ def test_every_number_of_parts_has_tiles_in_fp8(
     assert len({way.label for way in found}) == len(found)
     for count in {way.count for way in found}:
         own = [way.tile for way in found if way.count == count and way.tile]
-        assert sum(isinstance(tile, w8a8_config.TallTile) for tile in own) > 1
+        assert sum(isinstance(tile, w8a8_config.LargeMTile) for tile in own) > 1
         assert sum(isinstance(tile, ways.W8A8Config) for tile in own) > 1
 
 
@@ -183,7 +183,7 @@ def test_a_way_is_checked_and_timed(
 ) -> None:
     monkeypatch.setattr(ways.Product, "chains", chains)
     product, rows = ways.Product("a", name, 96, 512), 20
-    tile = ways.Way(product, rows, "tile", count, ways.TallTile(32, 32, 16, 64, 4, 3))
+    tile = ways.Way(product, rows, "tile", count, ways.LargeMTile(32, 32, 16, 64, 4, 3))
     plain, in_use = (ways.Way(product, rows, kernel, count) for kernel in ("plain", "operator"))
     for way in (ways.Way(product, rows, "cuBLAS"), in_use, plain, tile):
         found = json.loads(ways.time_way(way))
@@ -211,7 +211,7 @@ def test_a_way_in_fp8_is_checked_timed_printed_and_written(
     count: int,
 ) -> None:
     product = ways.Product("a", name, 192, 512, "w8a8")
-    tall = ways.Way(product, 18, "tile", count, w8a8_config.TallTile(16, 64, 1, 32, 4, 3))
+    tall = ways.Way(product, 18, "tile", count, w8a8_config.LargeMTile(16, 64, 1, 32, 4, 3))
     left = replace(tall, tile=ways.W8A8Config(16, 64, 4, 3))
     best: Any = {}
     for way in (tall, left):
@@ -233,11 +233,11 @@ def test_a_way_in_fp8_is_checked_timed_printed_and_written(
         (entry, 64): (50.0, [16, 64, 1, 32, 4, 3, 512]),
         (entry, 16): (1.0, None),
     }
-    written = tmp_path / "tall.json"
-    tool.write_table(tool.merged(best, w8a8_config.read_tall_table()), written)
+    written = tmp_path / "large_m.json"
+    tool.write_table(tool.merged(best, w8a8_config.read_large_m_table()), written)
     entries = json.loads(written.read_text())
     assert entries.pop(entry) == {"16": None, "64": [16, 64, 1, 32, 4, 3, 512]}
-    assert entries == w8a8_config.read_tall_table()
+    assert entries == w8a8_config.read_large_m_table()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
@@ -275,7 +275,7 @@ def test_wrong_bits_or_errors_of_a_recipe_are_told(
 def test_what_was_found_is_printed_and_written(
     tool: Any, ways: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    product, tile = ways.Product("27b", "down", 5120, 17408), ways.TallTile(128, 256, 64, 64, 8, 4)
+    product, tile = ways.Product("27b", "down", 5120, 17408), ways.LargeMTile(128, 256, 64, 64, 8, 4)
     way, plain = ways.Way(product, 128, "tile", 8, tile), ways.Way(product, 128, "plain", 8)
     best: Any = {}
     tool.show(way, "HUNG", best)
@@ -291,11 +291,11 @@ def test_what_was_found_is_printed_and_written(
     assert same.endswith(", same bits")
     # Without descriptors it is faster: nothing is left of the tile.
     tool.show(replace(plain, rows=20), found % ("true", 30.0), best)
-    written = tmp_path / "tall.json"
-    tool.write_table(tool.merged(best, tall_config.read_tall_table()), written)
+    written = tmp_path / "large_m.json"
+    tool.write_table(tool.merged(best, large_m_config.read_large_m_table()), written)
     entries = json.loads(written.read_text())
     assert entries.pop("5120x17408 parts8") == {"64": None, "128": [128, 256, 64, 64, 8, 4, 512]}
-    assert entries == tall_config.read_tall_table()
+    assert entries == large_m_config.read_large_m_table()
 
 
 def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
@@ -345,7 +345,9 @@ def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
     assert "27b 5120x17408 bf16    chosen" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", [tall_config.TALL_TABLE, w8a8_config.TALL_TABLE, HELD_TABLE], ids=str)
+@pytest.mark.parametrize(
+    "path", [large_m_config.LARGE_M_TABLE, w8a8_config.LARGE_M_TABLE, RESIDENT_TABLE], ids=str
+)
 def test_a_table_that_is_there_is_what_the_tool_writes(tool: Any, tmp_path: Path, path: Path) -> None:
     tool.write_table(json.loads(path.read_text()), tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == path.read_text()
@@ -365,4 +367,4 @@ def test_each_kind_has_its_own_defaults(tool: Any) -> None:
     tall, w8a8 = (tool.parse_flags([kind, "--compile-only"]) for kind in ("tall", "w8a8"))
     assert (tall.recipes, tall.rows, tall.out) == (["bf16"], [128, 32], None)
     assert (w8a8.recipes, w8a8.rows, w8a8.shapes) == (["w8a8"], [4, 32, 128], ["27b"])
-    assert tool.parse_flags(["held", "--compile-only"]).out == HELD_TABLE
+    assert tool.parse_flags(["held", "--compile-only"]).out == RESIDENT_TABLE

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.linear import count_parts, linear, linear_beside, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, read_table
-from compiled_mtp.ops.linear.held_config import read_held_table
-from compiled_mtp.ops.linear.tall_config import read_tall_table
+from compiled_mtp.ops.linear.large_m_config import read_large_m_table
+from compiled_mtp.ops.linear.resident_config import read_resident_table
 from compiled_mtp.ops.silu_mul import silu_mul
 from op_cases import (
     BF16,
@@ -70,23 +70,23 @@ def multiply(
     weight: torch.Tensor,
     kind: str,
     whole: tuple[int, int] = (0, 0),
-    held: bool = False,
+    resident: bool = False,
     scale: torch.Tensor | None = None,
     prefill: bool = False,
 ) -> torch.Tensor:
     """The operator of a kind: linear ("product", or "logits" in float32), linear_silu_mul ("gated"),
-    linear_parts ("partsN", "parts" for as many as is fastest) or linear_beside ("beside").
+    linear_parts ("partsN", "parts" for as many as is fastest) or linear_side ("side").
 
     whole: N and K of the weight, where it is a piece.
     """
     if kind == "gated":
-        return linear_silu_mul(x, weight, scale, *whole, held)
+        return linear_silu_mul(x, weight, scale, *whole, resident)
     if kind.startswith("parts"):
         count = int(kind.removeprefix("parts") or count_parts(weight, x.shape[0]))
-        return linear_parts(x, weight, scale, count, *whole, held=held)
-    if kind == "beside":
-        return linear_beside(x, weight)
-    return linear(x, weight, scale, kind == "logits", prefill, *whole, held)
+        return linear_parts(x, weight, scale, count, *whole, resident=resident)
+    if kind == "side":
+        return linear_side(x, weight)
+    return linear(x, weight, scale, kind == "logits", prefill, *whole, resident)
 
 
 def call(
@@ -171,13 +171,13 @@ def product(
     prefill: bool = False,
     gap: int = 0,
     whole: tuple[int, int] = (0, 0),
-    held: bool = False,
+    resident: bool = False,
 ) -> None:
     """`multiply` of tensors without data. gap: numbers between two rows; with 1 they have no descriptor."""
     x = tensor(device, rows, k + gap, dtype=FP32 if dtype == FP32 else BF16)[:, :k]
     weight = tensor(device, n, k, dtype=dtype)
     scale = tensor(device, -(-n // 128), -(-k // 128)) if dtype == FP8 else None
-    multiply(x, weight, kind, whole, held, scale, prefill)
+    multiply(x, weight, kind, whole, resident, scale, prefill)
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
@@ -217,8 +217,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
     yield LaunchCase("prefill-logits-257x2048", router)
     # b|a of 27B's FP8 release, and of a model in float32.
     for rows, dtype in ((4, BF16), (128, BF16), (4, FP32)):
-        call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="beside")
-        yield LaunchCase(f"beside-96x5120-{dtype_label(dtype)}-{rows}", call)
+        call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="side")
+        yield LaunchCase(f"side-96x5120-{dtype_label(dtype)}-{rows}", call)
     yield from tall_cases()
     yield from held_cases()
     for entry in read_table().get(f"sm_{capability}", {}):
@@ -233,7 +233,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
 
 def tall_cases() -> Iterator[LaunchCase]:
     """Each measured product of many rows at each height of a tile, the head, and pieces of weights."""
-    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_tall_table(), (20, 100, 200))
+    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_large_m_table(), (20, 100, 200))
     more = (f"{HEAD_ROWS}x5120 logits", "5120x2176 parts1", "4352x5120 gated")
     products |= dict.fromkeys(more, (20, 100))
     for name, heights in products.items():
@@ -242,14 +242,14 @@ def tall_cases() -> Iterator[LaunchCase]:
         whole = {"5120x2176": (0, 17408), "4352x5120": (34816, 0)}.get(size, (0, 0))
         for rows in heights:
             call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind, whole=whole)
-            yield LaunchCase(f"tall-{size}-{kind}-{rows}", call)
+            yield LaunchCase(f"large-m-{size}-{kind}-{rows}", call)
 
 
 def held_cases() -> Iterator[LaunchCase]:
-    """Each product whose weight is held, at both heights of a tile."""
-    for name in read_held_table():
+    """Each product whose weight is resident, at both heights of a tile."""
+    for name in read_resident_table():
         size, kind = name.split()
         n, k = map(int, size.split("x"))
         for rows in (4, 12):
-            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind, held=True)
-            yield LaunchCase(f"held-{size}-{kind}-{rows}", call)
+            call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind, resident=True)
+            yield LaunchCase(f"resident-{size}-{kind}-{rows}", call)

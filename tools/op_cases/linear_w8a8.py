@@ -93,7 +93,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
     ):
         for count in counts:
             call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
-            yield LaunchCase(f"tall-{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
+            yield LaunchCase(f"large-m-{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
     # Rows at no multiple of 16 bytes.
     for rows in (20, 50, 100):
         for count in (0, 1, 4):

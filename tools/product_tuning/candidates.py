@@ -12,11 +12,11 @@ from op_cases import SHAPES
 from op_cases.linear import projections
 
 from compiled_mtp.ops.linear.config import LinearConfig, with_shares
-from compiled_mtp.ops.linear.tall_config import TallTile
-from compiled_mtp.ops.linear.tall_config import ranked_tiles as ranked_tall
+from compiled_mtp.ops.linear.large_m_config import LargeMTile
+from compiled_mtp.ops.linear.large_m_config import ranked_tiles as ranked_tall
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
-from compiled_mtp.ops.linear_w8a8.tall_config import choose_tile, row_class
-from compiled_mtp.ops.linear_w8a8.tall_config import ranked_tiles as ranked_w8a8
+from compiled_mtp.ops.linear_w8a8.large_m_config import choose_tile, row_class
+from compiled_mtp.ops.linear_w8a8.large_m_config import ranked_tiles as ranked_w8a8
 from compiled_mtp.ops.shares import part_counts, share_count
 from product_tuning.ways import Product, Way
 
@@ -128,7 +128,7 @@ def is_tall(product: Product) -> bool:
     return product.k % (product.chains * 128) == 0 and (product.is_before_norm or product.narrow.split == 1)
 
 
-def tall_tiles(product: Product, rows: int, count: int) -> list[TallTile]:
+def tall_tiles(product: Product, rows: int, count: int) -> list[LargeMTile]:
     """The tiles that should waste least in so many parts; in the chosen number more of the best."""
     tiles = [tile for _, tile in ranked_tall(product.tall(count), rows, SHARED_BYTES)[:KEPT]]
     if tiles and count == product.counts[0]:
@@ -139,11 +139,11 @@ def tall_tiles(product: Product, rows: int, count: int) -> list[TallTile]:
     return tiles
 
 
-def specialized_tiles(product: Product, rows: int) -> list[TallTile]:
+def specialized_tiles(product: Product, rows: int) -> list[LargeMTile]:
     """Tiles of four warps beside which others fetch; nothing may stand between their loop and the launch."""
     tiles = tall_tiles(product, rows, product.counts[0])
     narrow = [tile for tile in tiles if tile.num_warps == 4 and tile.rest_n == 0]
-    half = TallTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
+    half = LargeMTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
     return [replace(tile, specialized=True, prefetch_bytes=0) for tile in [half, *narrow][:2]]
 
 
@@ -153,14 +153,14 @@ class NamedTile:
 
     name: str
     count: int
-    tile: TallTile
+    tile: LargeMTile
 
 
 def parse_tile(text: str) -> NamedTile:
     """What "NAME:PARTS=FIELDS" names, fields separated by commas."""
     place, fields = text.split("=")
     name, count = place.split(":")
-    return NamedTile(name, int(count), TallTile(*json.loads(f"[{fields}]")))
+    return NamedTile(name, int(count), LargeMTile(*json.loads(f"[{fields}]")))
 
 
 def named_ways(product: Product, rows: int, named: Iterable[NamedTile]) -> list[Way]:

@@ -20,13 +20,14 @@ from op_cases.linear import multiply
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Linear, rotary_table, settle_held
+from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.resident import settle_resident
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear import NARROW_ROWS, count_parts
 from compiled_mtp.ops.linear.config import LinearConfig, linear_config
-from compiled_mtp.ops.linear.held_config import LEAST_PIECE, HeldTile, read_held_table
+from compiled_mtp.ops.linear.resident_config import LEAST_PIECE, ResidentTile, read_resident_table
 
 # Enough to be more than L2 and the address translation hold.
 STACK_LAYERS = {"0.8b": 24, "4b": 12, "9b": 8, "27b": 8, "35b-a3b": 12}
@@ -34,7 +35,7 @@ PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)
 # Of the stack's time, and in microseconds: what a change must gain.
 LEAST_GAIN, LEAST_GAIN_US = 0.001, 1.0
 BLOCKS, PIECES, IN_FLIGHT = (16, 32, 64), (LEAST_PIECE, 128, 256), (1, 2, 3)
-# Beside held weights: the rows' tiles, of 16 rows each.
+# Beside resident weights: the rows' tiles, of 16 rows each.
 ROWS = 16
 TIMES = 3
 
@@ -77,7 +78,7 @@ class Stack:
         for module in self.target.modules():
             if isinstance(module, Linear):
                 module.num_parts = count_parts(module.weight, 1)
-                module.num_tall_parts = count_parts(module.weight, NARROW_ROWS + 1)
+                module.num_large_m_parts = count_parts(module.weight, NARROW_ROWS + 1)
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 
@@ -109,14 +110,14 @@ def choose_config(stack: Stack, entries: dict[str, list[int]], name: str, rivals
     return f"stack {now:.1f} -> {us:.1f} us of {len(timed)}: {entries[name]}"
 
 
-def held_tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Iterator[HeldTile]:
+def held_tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Iterator[ResidentTile]:
     """Those whose programs all have their place at once, and are enough to keep the processors busy."""
     for block_n, piece, in_flight in itertools.product(BLOCKS, PIECES, IN_FLIGHT):
         size = 2 * (k // split) * (block_n + ROWS)
         places = shared_bytes // size * processors
         programs = -(-n // block_n) * split
         if processors * 3 // 4 <= programs <= places:
-            yield HeldTile(block_n, piece, in_flight)
+            yield ResidentTile(block_n, piece, in_flight)
 
 
 class HeldTuner:
@@ -125,7 +126,7 @@ class HeldTuner:
     def __init__(self, shape: str, rows: int) -> None:
         self.stack = Stack(shape, rows)
         # The one that `linear` reads.
-        self.table = read_held_table()
+        self.table = read_resident_table()
         linears = [module for module in self.stack.target.modules() if isinstance(module, Linear)]
         self.names = {}
         for module in linears:
@@ -133,25 +134,23 @@ class HeldTuner:
             kind = "gated" if module.is_gated else "product"
             if module.is_before_norm:
                 kind = f"parts{module.num_parts}"
-            if module.may_hold:
+            if module.may_be_resident:
                 self.names[f"{n}x{k} {kind}"] = (n, k, module.num_parts if module.is_before_norm else 1)
         self.linears = linears
 
     def stack_us(self) -> float:
         """Microseconds of the stack with the table as it is now."""
-        for module in self.linears:
-            module.find_held()
-        settle_held(self.stack.target)
+        settle_resident(self.stack.target)
         return statistics.median(self.stack.time_us() for _ in range(TIMES))
 
     def check(self, name: str) -> None:
-        """Raise RuntimeError if the held product of a name has other bits than the operator without it."""
+        """Raise RuntimeError if the product of a name has other bits with its weight resident."""
         n, k, _ = self.names[name]
         kind = name.split()[1]
         weight = (torch.randn(n, k, device="cuda") / 32).bfloat16()
         for rows in (1, 4, 8, 9, 16):
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            got, wanted = (multiply(x, weight, kind, held=held) for held in (True, False))
+            got, wanted = (multiply(x, weight, kind, resident=resident) for resident in (True, False))
             if not torch.equal(got, wanted):
                 raise RuntimeError(f"{name}: tile {self.table[name]} has other bits at {rows} rows")
 

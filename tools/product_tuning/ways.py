@@ -15,13 +15,13 @@ from compiled_mtp.ops.fp8 import dequantize, quantized_values
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose, narrow_config, shared_split
 from compiled_mtp.ops.linear.kernel import launch_config
-from compiled_mtp.ops.linear.tall_config import TallProduct, TallTile
-from compiled_mtp.ops.linear.tall_kernel import launch_tall
+from compiled_mtp.ops.linear.large_m_config import LargeMProduct, LargeMTile
+from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
 from compiled_mtp.ops.linear_w8a8.kernel import launch_config as launch_w8a8
-from compiled_mtp.ops.linear_w8a8.tall_config import TallTile as TallTileW8A8
-from compiled_mtp.ops.linear_w8a8.tall_kernel import launch_tall as launch_tall_w8a8
+from compiled_mtp.ops.linear_w8a8.large_m_config import LargeMTile as LargeMTileW8A8
+from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m as launch_large_m_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
 from compiled_mtp.ops.shares import add_tree, part_counts, share_count
@@ -93,9 +93,9 @@ class Product:
         """Microseconds of only reading the weight."""
         return self.n * self.k * self.weight_dtype.itemsize / bandwidth() * 1e6
 
-    def tall(self, count: int) -> TallProduct:
+    def tall(self, count: int) -> LargeMProduct:
         """As the tiles of many rows see it in so many parts."""
-        return TallProduct(self.n, self.k, count, self.chains // count, self.gated, self.is_before_norm)
+        return LargeMProduct(self.n, self.k, count, self.chains // count, self.gated, self.is_before_norm)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Way:
     rows: int
     kernel: str
     count: int = 1
-    tile: LinearConfig | TallTile | W8A8Config | TallTileW8A8 | None = None
+    tile: LinearConfig | LargeMTile | W8A8Config | LargeMTileW8A8 | None = None
     capability: int = 90
 
     @property
@@ -146,9 +146,9 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
     out_float32 = own.name == "lm_head" or (own.is_before_norm and way.count > 1)
     if way.kernel == "cuBLAS":
         return torch.mm(rows, weight.T)
-    if isinstance(way.tile, TallTile):
+    if isinstance(way.tile, LargeMTile):
         dtype = torch.float32 if out_float32 else rows.dtype
-        return launch_tall(way.tile, own.tall(way.count), rows, weight, dtype)
+        return launch_large_m(way.tile, own.tall(way.count), rows, weight, dtype)
     if isinstance(way.tile, LinearConfig):
         is_part = own.is_before_norm and way.count > 1
         return launch_config(way.tile, rows, weight, scale, is_part, keep_parts=own.is_before_norm)
@@ -171,8 +171,8 @@ def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.T
     length, dtype = own.k // own.shares, torch.float32 if way.count > 1 else torch.bfloat16
     if isinstance(way.tile, W8A8Config):
         return launch_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
-    if isinstance(way.tile, TallTileW8A8):
-        return launch_tall_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
+    if isinstance(way.tile, LargeMTileW8A8):
+        return launch_large_m_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
     if own.is_before_norm:
         return linear_w8a8_parts(rows, factors, weight, scale, way.count)
     return linear_w8a8(rows, factors, weight, scale)

@@ -16,15 +16,15 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from compiled_mtp.ops.linear_w8a8 import kernel as module
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config
-from compiled_mtp.ops.linear_w8a8.tall_config import (
-    TallTile,
+from compiled_mtp.ops.linear_w8a8.large_m_config import (
+    LargeMTile,
     choose_tile,
-    find_tall,
+    find_large_m,
     ranked_tiles,
-    read_tall_table,
+    read_large_m_table,
     row_class,
 )
-from compiled_mtp.ops.linear_w8a8.tall_kernel import launch_tall
+from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m
 
 SHARED_BYTES = 227 * 1024
 HOPPER = Device("sm_90", SHARED_BYTES, False, True, 132)
@@ -55,7 +55,7 @@ def test_every_tile_has_the_bits_of_the_other_kernel(
     interpreter: None, rows: int, n: int, k: int, tile: tuple[int, ...], split: int
 ) -> None:
     args, length = ordered(rows, n, k), k // share_count(k)
-    got = launch_tall(TallTile(*tile, 4, 3), *args, split, length, torch.float32)
+    got = launch_large_m(LargeMTile(*tile, 4, 3), *args, split, length, torch.float32)
     wanted = module.launch_config(W8A8Config(16, 64, 4, 3), *args, split, length, torch.float32)
     assert got.shape == (split, rows, n)
     assert torch.equal(got, wanted)
@@ -67,14 +67,14 @@ def test_operators_have_the_same_bits_for_every_number_of_rows(
     interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than 16 rows, by descriptors where they have any, and fewer."""
-    launched: list[TallTile] = []
+    launched: list[LargeMTile] = []
 
-    def launch(tile: TallTile, *rest: Any) -> torch.Tensor:
+    def launch(tile: LargeMTile, *rest: Any) -> torch.Tensor:
         launched.append(tile)
-        return launch_tall(tile, *rest)
+        return launch_large_m(tile, *rest)
 
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
-    monkeypatch.setattr(module, "launch_tall", launch)
+    monkeypatch.setattr(module, "launch_large_m", launch)
     x, x_scale, weight, scale = ordered(70, 130, 256)
     for call in (
         lambda rows, given: linear_w8a8.launch(given, x_scale[:rows], weight, scale, True),
@@ -94,22 +94,22 @@ def test_operators_have_the_same_bits_for_every_number_of_rows(
 def test_which_products_have_descriptors() -> None:
     x, weight = torch.zeros(17, 512).to(FP8), torch.zeros(64, 512).to(FP8)
     wide = torch.zeros(64, 528).to(FP8)
-    assert find_tall(HOPPER, x, weight, 1, 512)
-    assert find_tall(HOPPER, x, weight, 4, 128)
-    assert find_tall(HOPPER, wide[:17, 16:], wide[:, 16:], 1, 512)
+    assert find_large_m(HOPPER, x, weight, 1, 512)
+    assert find_large_m(HOPPER, x, weight, 4, 128)
+    assert find_large_m(HOPPER, wide[:17, 16:], wide[:, 16:], 1, 512)
     for device in (
         Device("sm_100", SHARED_BYTES, True, True, 148),
         Device("sm_90", SHARED_BYTES, False, False, 3),
     ):
-        assert find_tall(device, x, weight, 1, 512) is None
-    assert find_tall(HOPPER, x[:0], weight, 1, 512) is None
-    assert find_tall(HOPPER, x[:16], weight, 1, 512) is None
-    assert find_tall(HOPPER, wide[:17, 8:520], weight, 1, 512) is None
-    assert find_tall(HOPPER, x, wide[:, 8:520], 1, 512) is None
+        assert find_large_m(device, x, weight, 1, 512) is None
+    assert find_large_m(HOPPER, x[:0], weight, 1, 512) is None
+    assert find_large_m(HOPPER, x[:16], weight, 1, 512) is None
+    assert find_large_m(HOPPER, wide[:17, 8:520], weight, 1, 512) is None
+    assert find_large_m(HOPPER, x, wide[:, 8:520], 1, 512) is None
     # Few rows of a weight that was measured so.
     few = torch.zeros(4, 5120).to(FP8)
     gate_up = torch.empty(34816, 5120, dtype=FP8)
-    assert find_tall(HOPPER, few, gate_up, 1, 5120) == TallTile(64, 128, 2, 16, 8, 5)
+    assert find_large_m(HOPPER, few, gate_up, 1, 5120) == LargeMTile(64, 128, 2, 16, 8, 5)
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128, 256, 2048])
@@ -134,11 +134,11 @@ def test_tiles_fit(rows: int) -> None:
 
 
 def test_the_table_names_products_and_row_classes() -> None:
-    for name, rows in read_tall_table().items():
+    for name, rows in read_large_m_table().items():
         size, kind = name.split()
         assert all(number.isdigit() for number in size.split("x"))
         assert kind in ("product", "parts1", "parts2", "parts4", "parts8"), name
         assert set(rows) <= {"16", "64", "128", "256", "2048"}, name
         for height, fields in rows.items():
             if fields is not None:
-                assert TallTile(*fields).block_m == (64 if int(height) <= 64 else 128), name
+                assert LargeMTile(*fields).block_m == (64 if int(height) <= 64 else 128), name

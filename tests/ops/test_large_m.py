@@ -17,23 +17,26 @@ from compiled_mtp.ops.shares import add_tree
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from compiled_mtp.ops.linear import kernel as module
-from compiled_mtp.ops.linear.tall_config import (
+from compiled_mtp.ops.linear.large_m_config import (
     MOST_SUM_REGISTERS,
-    TallProduct,
-    TallTile,
+    LargeMProduct,
+    LargeMTile,
     choose_tile,
-    find_tall,
+    find_large_m,
     ranked_tiles,
-    read_tall_table,
+    read_large_m_table,
     row_class,
 )
-from compiled_mtp.ops.linear.tall_kernel import launch_tall
+from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
 from tests.ops.test_compile import TABLE, finish, start_compiler
 
 SHARED_BYTES = 227 * 1024
 HOPPER = Device("sm_90", SHARED_BYTES, False, True, 132)
 # Gate|up and down of 27B, whose tiles are measured.
-GATE_UP, DOWN = TallProduct(34816, 5120, 1, 1, gated=True), TallProduct(5120, 17408, 4, 2, keep_parts=True)
+GATE_UP, DOWN = (
+    LargeMProduct(34816, 5120, 1, 1, gated=True),
+    LargeMProduct(5120, 17408, 4, 2, keep_parts=True),
+)
 
 
 def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,16 +49,16 @@ def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[TallTile]:
+def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTile]:
     """The operators take the interpreter for a GPU with a copy engine; the tiles that they launch so."""
-    launched: list[TallTile] = []
+    launched: list[LargeMTile] = []
 
-    def launch(tile: TallTile, *rest: Any) -> torch.Tensor:
+    def launch(tile: LargeMTile, *rest: Any) -> torch.Tensor:
         launched.append(tile)
-        return launch_tall(tile, *rest)
+        return launch_large_m(tile, *rest)
 
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
-    monkeypatch.setattr(module, "launch_tall", launch)
+    monkeypatch.setattr(module, "launch_large_m", launch)
     return launched
 
 
@@ -78,11 +81,13 @@ def test_every_tile_has_the_bits_of_linear_kernel(
     wanted = module.launch_config(config, x, weight, None, True)
     torch.testing.assert_close(wanted, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-2)
     for apart in (False, True):
-        tile = TallTile(height, *pieces, 64, 4, 3, apart=apart)
-        assert torch.equal(launch_tall(tile, TallProduct(n, k, 1, chains), x, weight, torch.float32), wanted)
+        tile = LargeMTile(height, *pieces, 64, 4, 3, apart=apart)
+        assert torch.equal(
+            launch_large_m(tile, LargeMProduct(n, k, 1, chains), x, weight, torch.float32), wanted
+        )
     for split in (s for s in (2, 4) if s <= chains):
-        product = TallProduct(n, k, split, chains // split, keep_parts=True)
-        parts = launch_tall(tile, product, x, weight, torch.float32)
+        product = LargeMProduct(n, k, split, chains // split, keep_parts=True)
+        parts = launch_large_m(tile, product, x, weight, torch.float32)
         assert parts.shape == (split, rows, n)
         assert torch.equal(add_tree(parts), wanted), f"{split} programs"
 
@@ -95,8 +100,8 @@ def test_gated_tiles_have_the_bits_of_linear_kernel(
     weight = weight * 2.0**-18
     config = LinearConfig(32, 32, 64, 4, 2, 1, chains, 0, sequential=True)
     wanted = module.launch_config(config, x, weight, None, False, gated=True)
-    product = TallProduct(2 * 54, 256, 1, chains, gated=True)
-    got = launch_tall(TallTile(16, *pieces, 64, 4, 3), product, x, weight, torch.bfloat16)
+    product = LargeMProduct(2 * 54, 256, 1, chains, gated=True)
+    got = launch_large_m(LargeMTile(16, *pieces, 64, 4, 3), product, x, weight, torch.bfloat16)
     assert got.shape == (19, 54)
     assert torch.equal(got, wanted)
 
@@ -111,7 +116,7 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[TallTile], name: str) -> None:
+def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[LargeMTile], name: str) -> None:
     """From 17 rows on by descriptors, below without, and without for rows that have none."""
     x, weight = ordered(256, 66, 512)
     call = CALLS[name]
@@ -131,7 +136,7 @@ def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[Tall
 
 def find(device: Device, x: torch.Tensor, weight: torch.Tensor, split: int = 0) -> bool:
     config = choose(x, weight, (0, 0), False, split)
-    return find_tall(device, x, weight, config, False, split > 0) is not None
+    return find_large_m(device, x, weight, config, False, split > 0) is not None
 
 
 def test_which_products_have_descriptors() -> None:
@@ -156,13 +161,13 @@ def test_which_products_have_descriptors() -> None:
     assert not find(HOPPER, torch.zeros(17, 516).bfloat16()[:, :512], weight)
     # Chains that are no whole steps, and programs that wait for one another.
     assert not find(HOPPER, torch.zeros(17, 328).bfloat16(), torch.zeros(64, 328).bfloat16())
-    assert not TallProduct(64, 512, 2, 1).is_even
-    assert TallProduct(64, 512, 2, 1, keep_parts=True).is_even
+    assert not LargeMProduct(64, 512, 2, 1).is_even
+    assert LargeMProduct(64, 512, 2, 1, keep_parts=True).is_even
 
 
 def test_a_measured_tile_comes_before_the_rule() -> None:
-    assert choose_tile(GATE_UP, 128, SHARED_BYTES) == TallTile(128, 128, 8, 64, 8, 4)
-    assert choose_tile(DOWN, 128, SHARED_BYTES) == TallTile(128, 128, 32, 128, 8, 3, apart=True)
+    assert choose_tile(GATE_UP, 128, SHARED_BYTES) == LargeMTile(128, 128, 8, 64, 8, 4)
+    assert choose_tile(DOWN, 128, SHARED_BYTES) == LargeMTile(128, 128, 32, 128, 8, 3, apart=True)
     # Faster without descriptors.
     assert choose_tile(DOWN, 64, SHARED_BYTES) is None
     for product in (GATE_UP, DOWN):
@@ -178,9 +183,12 @@ def test_the_rule_leaves_no_program_for_a_second_round() -> None:
 @pytest.mark.parametrize("rows", [64, 128, 256])
 def test_tiles_fit(rows: int) -> None:
     """What the rule and the table give, on whole weights and on pieces."""
-    products = [GATE_UP, DOWN, TallProduct(248320, 5120, 1, 2), TallProduct(64, 512, 1, 4)]
-    products += [TallProduct(5120, 6144, split, 8 // split, keep_parts=True) for split in (1, 2, 4, 8)]
-    products += [TallProduct(4352, 5120, 1, 1, gated=True), TallProduct(5120, 2176, 1, 1, keep_parts=True)]
+    products = [GATE_UP, DOWN, LargeMProduct(248320, 5120, 1, 2), LargeMProduct(64, 512, 1, 4)]
+    products += [LargeMProduct(5120, 6144, split, 8 // split, keep_parts=True) for split in (1, 2, 4, 8)]
+    products += [
+        LargeMProduct(4352, 5120, 1, 1, gated=True),
+        LargeMProduct(5120, 2176, 1, 1, keep_parts=True),
+    ]
     for product in products:
         tiles = [tile for _, tile in ranked_tiles(product, rows, SHARED_BYTES)]
         chosen = choose_tile(product, rows, SHARED_BYTES)
@@ -197,16 +205,16 @@ def test_tiles_fit(rows: int) -> None:
 
 
 def test_the_table_names_products_and_row_classes() -> None:
-    for name, rows in read_tall_table().items():
+    for name, rows in read_large_m_table().items():
         size, kind = name.split()
         n, k = map(int, size.split("x"))
         count = int(kind.removeprefix("parts")) if kind.startswith("parts") else 1
         assert kind in ("gated", "product") or count in (1, 2, 4, 8), name
-        assert TallProduct(n, k, count, 1, kind == "gated", kind.startswith("parts")).name == name
+        assert LargeMProduct(n, k, count, 1, kind == "gated", kind.startswith("parts")).name == name
         assert set(rows) <= {"64", "128", "256"}, name
         for height, fields in rows.items():
             if fields is not None:
-                tile = TallTile(*fields)
+                tile = LargeMTile(*fields)
                 assert tile.block_m == min(int(height), 128), name
                 assert 128 % tile.block_k == 0, name
 
@@ -216,10 +224,10 @@ def test_the_table_names_products_and_row_classes() -> None:
 def test_one_class_of_products() -> None:
     """Those of a warp group, whatever the tile, without spills."""
     found = finish(start_compiler([90], ["linear"], "--products"))
-    tall = {key: products for key, products in found.items() if key.startswith("linear/tall_product-")}
-    assert len(tall) > 10
-    assert all(set(products) == {"HGMMA"} for products in tall.values()), tall
+    large = {key: products for key, products in found.items() if key.startswith("linear/large_m-")}
+    assert len(large) > 10
+    assert all(set(products) == {"HGMMA"} for products in large.values()), large
     for recorded in json.loads(TABLE.read_text()).values():
-        kept = {key: row["stack_bytes"] for key, row in recorded.items() if key in tall}
-        assert kept.keys() == tall.keys()
+        kept = {key: row["stack_bytes"] for key, row in recorded.items() if key in large}
+        assert kept.keys() == large.keys()
         assert not any(kept.values()), kept

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.linear.config import LinearConfig
-from compiled_mtp.ops.linear.held_config import HeldTile
+from compiled_mtp.ops.linear.resident_config import ResidentTile
 
 OPTIONS = {"enable_fp_fusion": True}
 # Triton 3.9 has given it another name.
@@ -109,7 +109,7 @@ def store_sums(total, out, tile, rows, n, GATED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows", "n"])
-def held_kernel(
+def resident_kernel(
     x, weight, out, rows, n, x_stride, weight_stride,
     LENGTH: gl.constexpr, CHAINS: gl.constexpr, FIRSTS: gl.constexpr, PIECES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, IN_FLIGHT: gl.constexpr, GATED: gl.constexpr,
@@ -152,8 +152,8 @@ def held_kernel(
     store_sums(add_chains(sums, 0, CHAINS), out, tile, rows, n, GATED)
 
 
-def launch_held(
-    tile: HeldTile,
+def launch_resident(
+    tile: ResidentTile,
     config: LinearConfig,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -173,7 +173,7 @@ def launch_held(
         return out
     length = config.part_length(k)
     pieces = tile.pieces(length)
-    held_kernel[(triton.cdiv(n, tile.block_n), config.split)](
+    resident_kernel[(triton.cdiv(n, tile.block_n), config.split)](
         x, weight, out, rows, n,
         # One row may have any stride; another value would compile another kernel.
         x.stride(0) if rows > 1 else k,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from compiled_mtp.models.layers import Linear, RMSNorm
-from compiled_mtp.ops.linear import held_config, kernel
-from compiled_mtp.ops.linear.held_config import read_held_table
-from compiled_mtp.ops.linear.held_kernel import launch_held
+from compiled_mtp.ops.linear import kernel, resident_config
+from compiled_mtp.ops.linear.resident_config import read_resident_table
+from compiled_mtp.ops.linear.resident_kernel import launch_resident
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_engine import decode_mixed, gpu_engine, plain_streams
 
@@ -26,14 +26,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def launch(tile: Any, *rest: Any) -> torch.Tensor:
         tiles.append(tile)
-        return launch_held(tile, *rest)
+        return launch_resident(tile, *rest)
 
-    monkeypatch.setattr(kernel, "launch_held", launch)
+    monkeypatch.setattr(kernel, "launch_resident", launch)
     return tiles
 
 
-@pytest.mark.parametrize("name", read_held_table())
-def test_held_products_have_the_bits_of_the_others(
+@pytest.mark.parametrize("name", read_resident_table())
+def test_resident_products_have_the_bits_of_the_others(
     name: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1 to 16 rows, which lie between others; what is behind the last row is NaN."""
@@ -49,12 +49,12 @@ def test_held_products_have_the_bits_of_the_others(
         before = len(launched)
         wanted = multiply(x, weight, kind)
         assert len(launched) == before
-        got = multiply(x, weight, kind, held=True)
+        got = multiply(x, weight, kind, resident=True)
         assert len(launched) == before + 1
         assert torch.equal(got, wanted)
         # As a part of more rows, which no program holds.
         many = torch.cat((x, torch.randn(20, k, device="cuda").bfloat16()))
-        assert torch.equal(multiply(many, weight, kind, held=True)[..., :rows, :], wanted)
+        assert torch.equal(multiply(many, weight, kind, resident=True)[..., :rows, :], wanted)
     assert len(launched) == before + 1
 
 
@@ -66,7 +66,7 @@ class Everything(dict[str, list[int]]):
 
 
 @pytest.mark.parametrize("compile", ["off", "auto"])
-def test_same_tokens_with_every_weight_held(
+def test_same_tokens_with_every_weight_resident(
     compile: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Few fences are left: the embedding, fc and the head. Depths 0 to 3, one request and mixed ones."""
@@ -74,7 +74,7 @@ def test_same_tokens_with_every_weight_held(
     directory = write_checkpoint(tmp_path / "model", num_layers=8, num_value_heads=4, **sizes)
     expected = plain_streams(directory, "bfloat16", "off")
     assert not launched
-    monkeypatch.setattr(held_config, "read_held_table", Everything)
+    monkeypatch.setattr(resident_config, "read_resident_table", Everything)
     for mtp_step, batch in ((0, 1), (0, 8), (3, 1), (3, 3), (3, 8), (2, 5)):
         if compile == "auto" and (mtp_step, batch) not in ((3, 1), (3, 8)):
             continue
@@ -82,12 +82,12 @@ def test_same_tokens_with_every_weight_held(
         engine = gpu_engine(directory, mtp_step=mtp_step, dtype="bfloat16", compile=compile, max_batch=batch)
         step = engine.runner.step
         modules = [*step.target.modules(), *(step.draft.modules() if step.draft is not None else ())]
-        held = [module for module in modules if isinstance(module, Linear) and module.held]
-        assert len(held) > 16
-        assert step.draft is None or not step.draft.fc.held
-        assert all(module.held for module in modules if isinstance(module, RMSNorm))
+        resident = [module for module in modules if isinstance(module, Linear) and module.resident]
+        assert len(resident) > 16
+        assert step.draft is None or not step.draft.fc.resident
+        assert all(module.resident for module in modules if isinstance(module, RMSNorm))
         # Graphs are captured when the engine is made.
-        assert len(launched) >= before + len(held)
+        assert len(launched) >= before + len(resident)
         for seed in range(3):
             assert decode_mixed(engine, seed, batch) == expected
         engine.close()

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.descriptors import describe
-from compiled_mtp.ops.linear.tall_config import TallProduct, TallTile
+from compiled_mtp.ops.linear.large_m_config import LargeMProduct, LargeMTile
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -110,7 +110,7 @@ def silu_times(total, BM: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def tall_product_kernel(
+def large_m_kernel(
     x_tiles, weight_tiles, rest_tiles, weight, out, rows, n, weight_stride, part_length,
     BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
     GATED: tl.constexpr, PREFETCH: tl.constexpr, SPECIALIZED: tl.constexpr, APART: tl.constexpr,
@@ -182,8 +182,8 @@ def tall_product_kernel(
             store_tile(sums[1], part_out, row, rows, first + B1 + tl.arange(0, B2), n)
 
 
-def launch_tall(
-    tile: TallTile, product: TallProduct, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
+def launch_large_m(
+    tile: LargeMTile, product: LargeMProduct, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """x @ weight.T of bfloat16 matrices that have descriptors, and K as `product` cuts it.
 
@@ -197,7 +197,7 @@ def launch_tall(
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(width, tile.block_n + tile.rest_n)
     length = k // (product.split * product.chains)
     halves, pieces = (weight.unflatten(0, (2, n // 2)), (2,)) if product.gated else (weight, ())
-    tall_product_kernel[(tiles, product.split)](
+    large_m_kernel[(tiles, product.split)](
         describe(x, tile.block_m, tile.block_k),
         describe(halves, *pieces, tile.block_n, tile.block_k),
         describe(halves, *pieces, tile.rest_n, tile.block_k) if tile.rest_n else None,

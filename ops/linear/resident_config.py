@@ -1,8 +1,9 @@
-"""Which products of few rows have their whole weight in shared memory before the kernel before ends, and how.
+"""Which products of few rows load their whole weight into shared memory ahead of time, and how.
 
-That pays where all of a weight fits at once, as those of 0.8B do: a chain of such products waits for its
-activations alone. `tools/tune_products.py held` measures the table, held.json. The table decides no bit, as
-the parts of K are those of config.py (tests/gpu/test_held.py compares them with `linear_kernel`).
+They load it before the previous kernel has ended. That pays where all of a weight fits at once, as those of
+0.8B do: a chain of such products waits for its
+activations alone. `tools/tune_products.py held` measures the table, resident.json. The table decides no
+bit, as the parts of K are those of config.py (tests/gpu/test_resident.py compares them with `linear_kernel`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from compiled_mtp.ops.device import Device, device_of
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig, choose
 from compiled_mtp.ops.linear.descriptors import is_describable
-from compiled_mtp.ops.linear.tall_config import ARCH, TallProduct
+from compiled_mtp.ops.linear.large_m_config import ARCH, LargeMProduct
 from compiled_mtp.ops.shares import NARROW_ROWS
 
-HELD_TABLE = Path(__file__).with_name("held.json")
+RESIDENT_TABLE = Path(__file__).with_name("resident.json")
 # Columns that a row of a piece has at least, so that shared memory is read without conflicts.
 LEAST_PIECE = 64
 
 
 @dataclass(frozen=True)
-class HeldTile:
+class ResidentTile:
     """Weight rows of a tile, 16 a warp; the most columns of a piece, which is asked for at once; and how many
     pieces may be on their way when the next is asked for: with all of them activations would stand behind
     them."""
@@ -45,26 +46,26 @@ class HeldTile:
 
 
 @functools.cache
-def read_held_table() -> dict[str, list[int]]:
-    """Name of a product -> the fields of HeldTile in order, as measured."""
-    table: dict[str, list[int]] = json.loads(HELD_TABLE.read_text())
+def read_resident_table() -> dict[str, list[int]]:
+    """Name of a product -> the fields of ResidentTile in order, as measured."""
+    table: dict[str, list[int]] = json.loads(RESIDENT_TABLE.read_text())
     return table
 
 
-def held_tile(product: TallProduct) -> HeldTile | None:
+def resident_tile(product: LargeMProduct) -> ResidentTile | None:
     """The measured tile of a product, None where `linear_kernel` does it."""
-    fields = read_held_table().get(product.name)
-    return None if fields is None else HeldTile(*fields)
+    fields = read_resident_table().get(product.name)
+    return None if fields is None else ResidentTile(*fields)
 
 
-def find_held(
+def find_resident(
     device: Device,
     x: torch.Tensor,
     weight: torch.Tensor,
     config: LinearConfig,
     gated: bool = False,
     keep_parts: bool = False,
-) -> HeldTile | None:
+) -> ResidentTile | None:
     """The tile of a product of up to 16 bfloat16 rows that holds its weight, or None.
 
     None in the interpreter and on other GPUs than that which was measured and its like, with fewer processors
@@ -78,12 +79,12 @@ def find_held(
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return None
     (n, k) = weight.shape
-    product = TallProduct(n, k, config.split, config.chains, gated, keep_parts)
+    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_parts)
     is_possible = product.is_even and is_describable(x) and is_describable(weight)
-    return held_tile(product) if is_possible else None
+    return resident_tile(product) if is_possible else None
 
 
-def holds(weight: torch.Tensor, parts: int = 0, gated: bool = False) -> bool:
+def can_be_resident(weight: torch.Tensor, parts: int = 0, gated: bool = False) -> bool:
     """Whether a product of few rows with this weight may be launched so, and then is no fence (`Launch`).
 
     parts: of a product before a norm, in how many parts it is left; 0 of others.
@@ -92,4 +93,4 @@ def holds(weight: torch.Tensor, parts: int = 0, gated: bool = False) -> bool:
         return False
     row = weight[:1]
     config = choose(row, weight, (0, 0), False, parts)
-    return find_held(device_of(weight.device.index), row, weight, config, gated, parts > 0) is not None
+    return find_resident(device_of(weight.device.index), row, weight, config, gated, parts > 0) is not None

@@ -1,6 +1,6 @@
 """Which tile an FP8 product has where the copy engine brings weight and rows, and where it does.
 
-A measured table (tall.json) and a rule for the rest. Neither decides a bit.
+A measured table (large_m.json) and a rule for the rest. Neither decides a bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.linear_w8a8.config import NARROW_ROWS, PROCESSORS
 
-TALL_TABLE = Path(__file__).with_name("tall.json")
+LARGE_M_TABLE = Path(__file__).with_name("large_m.json")
 # The generation on which rows of both kernels were compared.
 ARCH = "sm_90"
 # Of a thread: its sums and one product, beside what else it needs; where one sum grows, and where more wait.
@@ -27,7 +27,7 @@ MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
-class TallTile:
+class LargeMTile:
     """Rows of a tile, weight rows of a piece, its pieces, weight rows of its sliver (or 0), warps, stages of
     the pipeline, and bytes of a weight row sent to L2 before the previous kernel has finished."""
 
@@ -56,16 +56,16 @@ def product_name(n: int, k: int, count: int, share_length: int) -> str:
 
 
 @functools.cache
-def read_tall_table() -> dict[str, dict[str, list[Any] | None]]:
-    """Name of a product -> row class -> the fields of TallTile in order, as measured, or None where
+def read_large_m_table() -> dict[str, dict[str, list[Any] | None]]:
+    """Name of a product -> row class -> the fields of LargeMTile in order, as measured, or None where
     `linear_w8a8_kernel` was faster."""
-    table: dict[str, dict[str, list[Any] | None]] = json.loads(TALL_TABLE.read_text())
+    table: dict[str, dict[str, list[Any] | None]] = json.loads(LARGE_M_TABLE.read_text())
     return table
 
 
 def ranked_tiles(
     n: int, shares: int, split: int, rows: int, shared_bytes: int, places: int = 1
-) -> list[TallTile]:
+) -> list[LargeMTile]:
     """Tiles that fit where `split` programs have `shares` shares each, and `places` of them a place on a
     processor: those first that waste least of the last round of programs and of reading rows again."""
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
@@ -86,19 +86,19 @@ def ranked_tiles(
         waste = rounds * PROCESSORS * places * width / (n * split * row_tiles)
         # Of a tile of 64 rows most may be padding, which costs no bytes.
         cost = waste * (1 + min(rows, block_m) / width)
-        ranked.append((round(cost, 3), count, TallTile(block_m, first, count, rest, warps, stages)))
+        ranked.append((round(cost, 3), count, LargeMTile(block_m, first, count, rest, warps, stages)))
     return [tile for _, _, tile in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
     n: int, k: int, count: int, share_length: int, rows: int, shared_bytes: int
-) -> TallTile | None:
+) -> LargeMTile | None:
     """The tile of a row class, None where `linear_w8a8_kernel` is faster or no tile fits."""
-    measured = read_tall_table().get(product_name(n, k, count, share_length), {})
+    measured = read_large_m_table().get(product_name(n, k, count, share_length), {})
     if str(rows) in measured:
         fields = measured[str(rows)]
-        return None if fields is None else TallTile(*fields)
+        return None if fields is None else LargeMTile(*fields)
     if rows <= NARROW_ROWS:
         return None
     ranked = ranked_tiles(n, k // (share_length * count), count, rows, shared_bytes)
@@ -110,9 +110,9 @@ def is_describable(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0 and matrix.stride(1) == 1
 
 
-def find_tall(
+def find_large_m(
     device: Device, x: torch.Tensor, weight: torch.Tensor, count: int, share_length: int
-) -> TallTile | None:
+) -> LargeMTile | None:
     """The tile of a product of many rows, or of few where that was measured to be faster, or None where
     `linear_w8a8_kernel` has to do it: on another GPU than Hopper, in the interpreter, and with rows of either
     that do not lie at multiples of 16 bytes."""

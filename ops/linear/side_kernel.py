@@ -20,7 +20,7 @@ CHAINS = 4
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def beside_kernel(
+def side_kernel(
     x, weight, out, rows, n, x_stride, weight_stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,7 +59,7 @@ def beside_kernel(
     tl.store(to, (left + right).to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < n)[None, :])
 
 
-def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def launch_side(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T [M, N] in x's dtype."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -69,7 +69,7 @@ def launch_beside(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     programs = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
     # float32 fits in no fewer bytes: half as many columns a step.
     block_k = BLOCK_K * 2 // x.element_size()
-    beside_kernel[(programs,)](
+    side_kernel[(programs,)](
         x,
         weight,
         out,

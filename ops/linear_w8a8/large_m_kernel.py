@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear_w8a8.keep import keep
-from compiled_mtp.ops.linear_w8a8.tall_config import TallTile
+from compiled_mtp.ops.linear_w8a8.large_m_config import LargeMTile
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -64,7 +64,7 @@ def store_piece(total, out, row, rows, first, n, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride", "x_scale_stride"])
-def tall_product_w8a8_kernel(
+def large_m_w8a8_kernel(
     x_tiles, x_scale, weight_tiles, rest_tiles, weight, weight_scale, out, rows, n, weight_stride,
     x_scale_stride, scale_stride, share_length,
     BM: tl.constexpr, B1: tl.constexpr, COUNT: tl.constexpr, B2: tl.constexpr, SHARES: tl.constexpr,
@@ -168,8 +168,8 @@ def describe(matrix: torch.Tensor, height: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, 128])
 
 
-def launch_tall(
-    tile: TallTile,
+def launch_large_m(
+    tile: LargeMTile,
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -183,7 +183,7 @@ def launch_tall(
     out = torch.empty((count, rows, n), dtype=dtype, device=x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.width)
-    tall_product_w8a8_kernel[(tiles, count)](
+    large_m_w8a8_kernel[(tiles, count)](
         describe(x, tile.block_m),
         x_scale,
         describe(weight, tile.block_n),

@@ -12,15 +12,21 @@ from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose
-from compiled_mtp.ops.linear.held_config import LEAST_PIECE, HeldTile, find_held, holds, read_held_table
+from compiled_mtp.ops.linear.resident_config import (
+    LEAST_PIECE,
+    ResidentTile,
+    can_be_resident,
+    find_resident,
+    read_resident_table,
+)
 from compiled_mtp.ops.rms_norm import add_rms_norm
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from compiled_mtp.ops import gdn_triton
 from compiled_mtp.ops.gdn_verify import kernel as gdn_module
-from compiled_mtp.ops.linear import held_kernel as held_module
 from compiled_mtp.ops.linear import kernel as module
+from compiled_mtp.ops.linear import resident_kernel as resident_module
 from compiled_mtp.ops.rms_norm import kernel as norm_module
 from tests.ops import gluon_on_cpu
 
@@ -36,12 +42,12 @@ def operands(name: str, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor, str]
     return x, weight, kind
 
 
-@pytest.mark.parametrize("name", read_held_table())
+@pytest.mark.parametrize("name", read_resident_table())
 def test_all_programs_of_a_measured_product_have_their_place_at_once(name: str) -> None:
     x, weight, kind = operands(name)
     parts = int(kind.removeprefix("parts")) if kind.startswith("parts") else 0
     config = choose(x, weight, (0, 0), False, parts)
-    tile = find_held(HOPPER, x, weight, config, kind == "gated", parts > 0)
+    tile = find_resident(HOPPER, x, weight, config, kind == "gated", parts > 0)
     assert tile is not None
     n, k = weight.shape
     length = config.part_length(k)
@@ -57,32 +63,32 @@ def test_all_programs_of_a_measured_product_have_their_place_at_once(name: str) 
 
 
 def test_a_chain_is_cut_into_powers_of_two() -> None:
-    assert HeldTile(32, 128, 1).pieces(896) == [128] * 7
-    assert HeldTile(32, 256, 1).pieces(448) == [256, 128, 64]
-    assert HeldTile(32, 256, 1).pieces(256) == [256]
+    assert ResidentTile(32, 128, 1).pieces(896) == [128] * 7
+    assert ResidentTile(32, 256, 1).pieces(448) == [256, 128, 64]
+    assert ResidentTile(32, 256, 1).pieces(256) == [256]
 
 
-def test_other_rows_other_types_and_other_gpus_hold_nothing() -> None:
-    name = next(name for name in read_held_table() if name.endswith("product"))
+def test_other_rows_other_types_and_other_gpus_have_no_resident_weights() -> None:
+    name = next(name for name in read_resident_table() if name.endswith("product"))
     x, weight, _ = operands(name, 16)
     config = choose(x, weight, (0, 0), False)
-    assert find_held(HOPPER, x, weight, config) == HeldTile(*read_held_table()[name])
-    assert find_held(HOPPER, torch.cat((x, x)), weight, config) is None
-    assert find_held(HOPPER, x.float(), weight, config) is None
-    assert find_held(HOPPER, x, weight.float(), config) is None
-    assert find_held(HOPPER, x, weight[:-32], config) is None
-    assert find_held(HOPPER, x, weight, config, gated=True) is None
-    assert find_held(HOPPER, torch.cat((x, x[:, :1]), 1)[:, :-1], weight, config) is None
+    assert find_resident(HOPPER, x, weight, config) == ResidentTile(*read_resident_table()[name])
+    assert find_resident(HOPPER, torch.cat((x, x)), weight, config) is None
+    assert find_resident(HOPPER, x.float(), weight, config) is None
+    assert find_resident(HOPPER, x, weight.float(), config) is None
+    assert find_resident(HOPPER, x, weight[:-32], config) is None
+    assert find_resident(HOPPER, x, weight, config, gated=True) is None
+    assert find_resident(HOPPER, torch.cat((x, x[:, :1]), 1)[:, :-1], weight, config) is None
     # At multiples of 16 bytes but not of 16 numbers.
-    assert find_held(HOPPER, torch.cat((x, x[:, :8]), 1)[:, :-8], weight, config) is None
-    assert find_held(replace(HOPPER, arch="sm_100"), x, weight, config) is None
-    assert find_held(replace(HOPPER, num_processors=114), x, weight, config) is None
-    assert find_held(replace(HOPPER, has_dependent_launch=False), x, weight, config) is None
-    assert not holds(weight)
+    assert find_resident(HOPPER, torch.cat((x, x[:, :8]), 1)[:, :-8], weight, config) is None
+    assert find_resident(replace(HOPPER, arch="sm_100"), x, weight, config) is None
+    assert find_resident(replace(HOPPER, num_processors=114), x, weight, config) is None
+    assert find_resident(replace(HOPPER, has_dependent_launch=False), x, weight, config) is None
+    assert not can_be_resident(weight)
 
 
-@pytest.mark.parametrize("name", read_held_table())
-def test_only_a_product_that_may_hold_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", read_resident_table())
+def test_only_a_product_that_may_be_resident_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, ...]] = []
 
     def launch(*given: Any) -> torch.Tensor:
@@ -90,19 +96,19 @@ def test_only_a_product_that_may_hold_does(name: str, monkeypatch: pytest.Monkey
         return torch.zeros(1)
 
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
-    monkeypatch.setattr(module, "launch_held", launch)
+    monkeypatch.setattr(module, "launch_resident", launch)
     monkeypatch.setattr(module, "launch_config", lambda *given: torch.zeros(1))
-    monkeypatch.setattr(module, "launch_tall", lambda *given: torch.zeros(1))
-    for rows, held in ((16, True), (16, False), (17, True)):
+    monkeypatch.setattr(module, "launch_large_m", lambda *given: torch.zeros(1))
+    for rows, resident in ((16, True), (16, False), (17, True)):
         x, weight, kind = operands(name, rows)
         if kind == "gated":
-            linear_silu_mul.launch(x, weight, held=held)
+            linear_silu_mul.launch(x, weight, resident=resident)
         elif kind.startswith("parts"):
-            linear_parts.launch(x, weight, None, int(kind.removeprefix("parts")), held=held)
+            linear_parts.launch(x, weight, None, int(kind.removeprefix("parts")), resident=resident)
         else:
-            linear.launch(x, weight, held=held)
+            linear.launch(x, weight, resident=resident)
     ((tile, config, _, _, dtype, gated, keep_parts),) = launched
-    assert tile == HeldTile(*read_held_table()[name])
+    assert tile == ResidentTile(*read_resident_table()[name])
     assert (gated, keep_parts) == (kind == "gated", kind.startswith("parts"))
     assert dtype == (torch.float32 if keep_parts and config.split > 1 else torch.bfloat16)
 
@@ -118,25 +124,25 @@ class Launched:
 
 
 @pytest.mark.parametrize(
-    ("rows", "kept", "held", "wanted"),
+    ("rows", "kept", "resident", "wanted"),
     [(16, None, True, True), (17, None, True, False), (16, None, False, False), (20, 4, True, False)],
 )
 def test_norms_go_by_the_rows_of_the_products_around_them(
-    rows: int, kept: int | None, held: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, kept: int | None, resident: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launched()
     monkeypatch.setattr(norm_module, "add_rms_norm_kernel", kernel)
     x, weight = torch.zeros(rows, 64), torch.zeros(64)
     kept_rows = None if kept is None else torch.arange(kept)
-    add_rms_norm.launch(x, x.clone(), weight, 1e-6, kept_rows, held)
-    assert [given["HELD"] for given in kernel.given] == [wanted]
+    add_rms_norm.launch(x, x.clone(), weight, 1e-6, kept_rows, resident)
+    assert [given["RESIDENT"] for given in kernel.given] == [wanted]
 
 
 @pytest.mark.parametrize(
-    ("requests", "held", "wanted"), [(4, True, True), (5, True, False), (4, False, False)]
+    ("requests", "resident", "wanted"), [(4, True, True), (5, True, False), (4, False, False)]
 )
 def test_a_gated_norm_goes_by_the_rows_of_the_product_behind_it(
-    requests: int, held: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+    requests: int, resident: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launched()
     monkeypatch.setattr(gdn_triton, "gated_norm_kernel", kernel)
@@ -151,8 +157,8 @@ def test_a_gated_norm_goes_by_the_rows_of_the_product_behind_it(
     )
     cursors = torch.zeros(2, requests, dtype=torch.int64)
     rings = (state, ring_k, ring_u, torch.zeros(slots, 2, 8), torch.zeros(requests, dtype=torch.int32))
-    gdn_verify.launch(*qk, v, *gates, z, torch.zeros(16), *rings, *cursors, 1e-6, "silu", held)
-    assert [given["HELD"] for given in kernel.given] == [wanted]
+    gdn_verify.launch(*qk, v, *gates, z, torch.zeros(16), *rings, *cursors, 1e-6, "silu", resident)
+    assert [given["RESIDENT"] for given in kernel.given] == [wanted]
 
 
 class OnCpu:
@@ -176,11 +182,11 @@ class OnCpu:
 @pytest.mark.parametrize(
     ("rows", "n", "k", "split", "chains", "tile"),
     [
-        (1, 40, 128, 1, 1, HeldTile(32, 64, 1)),
-        (4, 70, 896, 1, 1, HeldTile(64, 256, 2)),
-        (8, 32, 512, 2, 2, HeldTile(16, 128, 1)),
-        (9, 52, 1536, 4, 1, HeldTile(32, 256, 3)),
-        (16, 64, 512, 1, 4, HeldTile(32, 64, 2)),
+        (1, 40, 128, 1, 1, ResidentTile(32, 64, 1)),
+        (4, 70, 896, 1, 1, ResidentTile(64, 256, 2)),
+        (8, 32, 512, 2, 2, ResidentTile(16, 128, 1)),
+        (9, 52, 1536, 4, 1, ResidentTile(32, 256, 3)),
+        (16, 64, 512, 1, 4, ResidentTile(32, 64, 2)),
     ],
 )
 @pytest.mark.parametrize("gated", [False, True])
@@ -190,15 +196,15 @@ def test_the_kernel_adds_up_what_it_should(
     k: int,
     split: int,
     chains: int,
-    tile: HeldTile,
+    tile: ResidentTile,
     gated: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole numbers, whose sums are exact; between the rows of both operands and behind them lies NaN."""
     if gated and split > 1:
         split, chains = 1, split * chains
-    kernel = OnCpu(held_module.held_kernel)
-    monkeypatch.setattr(held_module, "held_kernel", kernel)
+    kernel = OnCpu(resident_module.resident_kernel)
+    monkeypatch.setattr(resident_module, "resident_kernel", kernel)
     config = LinearConfig(16, 64, 64, 4, 2, split, chains, 0)
     x, weight = (
         torch.full((height + 2, k + 16), float("nan"), dtype=torch.bfloat16)[1 : height + 1, :k]
@@ -207,7 +213,7 @@ def test_the_kernel_adds_up_what_it_should(
     x.copy_(torch.randint(-4, 5, x.shape))
     weight.copy_(torch.randint(-4, 5, weight.shape))
     dtype = torch.bfloat16 if gated else torch.float32
-    got = held_module.launch_held(tile, config, x, weight, dtype, gated, split > 1)
+    got = resident_module.launch_resident(tile, config, x, weight, dtype, gated, split > 1)
     # All pieces come before the wait, but no more at once than were asked for.
     count = chains * len(tile.pieces(config.part_length(k)))
     assert {program.most_early for program in kernel.programs} == {min(count, tile.in_flight + 1)}
@@ -225,10 +231,10 @@ def test_the_kernel_adds_up_what_it_should(
 
 def test_what_is_used_before_it_has_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in for a GPU delivers copies when they are waited for: without the last wait there is NaN."""
-    monkeypatch.setattr(held_module, "held_kernel", OnCpu(held_module.held_kernel))
+    monkeypatch.setattr(resident_module, "resident_kernel", OnCpu(resident_module.resident_kernel))
     monkeypatch.setattr(gluon_on_cpu.Program, "wait_group", lambda program, count: None)
     x, weight = torch.ones(2, 128, dtype=torch.bfloat16), torch.ones(32, 128, dtype=torch.bfloat16)
-    got = held_module.launch_held(
-        HeldTile(32, 64, 1), LinearConfig(16, 64, 64, 4, 2, 1, 1, 0), x, weight, torch.float32
+    got = resident_module.launch_resident(
+        ResidentTile(32, 64, 1), LinearConfig(16, 64, 64, 4, 2, 1, 1, 0), x, weight, torch.float32
     )
     assert got.isnan().all()

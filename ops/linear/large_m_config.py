@@ -1,6 +1,6 @@
 """Which tile a product of many rows has where the copy engine brings the weight, and where it does.
 
-A measured table (tall.json) and a rule for the rest. Neither decides a bit: the parts of K are those of
+A measured table (large_m.json) and a rule for the rest. Neither decides a bit: the parts of K are those of
 config.py, and both kernels add each up in one order (tests/gpu/test_linear.py compares them).
 """
 
@@ -20,7 +20,7 @@ from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig
 from compiled_mtp.ops.linear.descriptors import is_describable
 from compiled_mtp.ops.shares import SHARE_UNIT
 
-TALL_TABLE = Path(__file__).with_name("tall.json")
+LARGE_M_TABLE = Path(__file__).with_name("large_m.json")
 # The generation on which rows of both kernels were compared.
 ARCH = "sm_90"
 MIN_ROWS = 17
@@ -35,7 +35,7 @@ LEAST_REST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class TallTile:
+class LargeMTile:
     """Rows of a tile, its weight rows in two pieces (pairs of rows where gated; the second may be 0), columns
     of a step, warps, stages of the pipeline, bytes of a weight row sent to L2 before the previous kernel has
     finished, whether other warps fetch (of four warps only), and whether each chain has a loop of its own, in
@@ -53,7 +53,7 @@ class TallTile:
 
 
 @dataclass(frozen=True)
-class TallProduct:
+class LargeMProduct:
     """A product as one device has it: N and K of its piece of the weight, in how many programs K is cut and
     how many chains each of them sums, whether the halves of N are gate and up, and whether a norm adds the
     parts up."""
@@ -89,19 +89,19 @@ def row_class(rows: int) -> int:
 
 
 @functools.cache
-def read_tall_table() -> dict[str, dict[str, list[Any] | None]]:
-    """Name of a product -> row class -> the fields of TallTile in order, as measured, or None where
+def read_large_m_table() -> dict[str, dict[str, list[Any] | None]]:
+    """Name of a product -> row class -> the fields of LargeMTile in order, as measured, or None where
     `linear_kernel` was faster."""
-    table: dict[str, dict[str, list[Any] | None]] = json.loads(TALL_TABLE.read_text())
+    table: dict[str, dict[str, list[Any] | None]] = json.loads(LARGE_M_TABLE.read_text())
     return table
 
 
-def ranked_tiles(product: TallProduct, rows: int, shared_bytes: int) -> list[tuple[float, TallTile]]:
+def ranked_tiles(product: LargeMProduct, rows: int, shared_bytes: int) -> list[tuple[float, LargeMTile]]:
     """Tiles that fit, those that waste least first: of the last round of programs, and of reading the rows
     for each of them again. With the cost of each, where reading the weight once costs 1."""
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
     pieces = 2 if product.gated else 1
-    ranked: list[tuple[float, TallTile]] = []
+    ranked: list[tuple[float, LargeMTile]] = []
     for warps, places, first, rest in itertools.product((4, 8), (1, 2), (32, 64, 128, 256), RESTS):
         columns = (first + rest) * pieces
         # The sum that grows and those that wait for their neighbours.
@@ -114,30 +114,30 @@ def ranked_tiles(product: TallProduct, rows: int, shared_bytes: int) -> list[tup
         programs = row_tiles * -(-product.width // (first + rest)) * product.split
         rounds = -(-programs // (PROCESSORS * places))
         waste = rounds * PROCESSORS * places * (first + rest) / (product.width * product.split * row_tiles)
-        tile = TallTile(block_m, first, rest, 64, warps, stages)
+        tile = LargeMTile(block_m, first, rest, 64, warps, stages)
         ranked.append((waste * (1 + block_m / columns), tile))
     return sorted(ranked, key=lambda pair: pair[0])
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(product: TallProduct, rows: int, shared_bytes: int) -> TallTile | None:
+def choose_tile(product: LargeMProduct, rows: int, shared_bytes: int) -> LargeMTile | None:
     """The tile of a row class, None where `linear_kernel` is faster or no tile fits."""
-    measured = read_tall_table().get(product.name, {})
+    measured = read_large_m_table().get(product.name, {})
     if str(rows) in measured:
         fields = measured[str(rows)]
-        return None if fields is None else TallTile(*fields)
+        return None if fields is None else LargeMTile(*fields)
     ranked = ranked_tiles(product, rows, shared_bytes)
     return ranked[0][1] if ranked else None
 
 
-def find_tall(
+def find_large_m(
     device: Device,
     x: torch.Tensor,
     weight: torch.Tensor,
     config: LinearConfig,
     gated: bool = False,
     keep_parts: bool = False,
-) -> tuple[TallTile, TallProduct] | None:
+) -> tuple[LargeMTile, LargeMProduct] | None:
     """The tile of the product of more than 16 bfloat16 rows, or None where `linear_kernel` has to do it.
 
     That is with weights or rows of another dtype, on a GPU without the copy engine and in the interpreter,
@@ -149,7 +149,7 @@ def find_tall(
         return None
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return None
-    product = TallProduct(n, k, config.split, config.chains, gated, keep_parts)
+    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_parts)
     if not (product.is_even and is_describable(x) and is_describable(weight)):
         return None
     tile = choose_tile(product, row_class(rows), device.shared_bytes)
