@@ -479,7 +479,27 @@ def make_scheduler(**numbers: Any) -> Scheduler:
         "mtp_step": 3,
         "max_in_flight": 1,
     }
-    return Scheduler(**(defaults | numbers))
+    is_halved = numbers.pop("is_halved", None)
+    scheduler = Scheduler(**(defaults | numbers))
+    if is_halved is not None:
+        halve_rounds(scheduler, is_halved)
+    return scheduler
+
+
+def halve_rounds(scheduler: Scheduler, is_halved: Callable[[], bool]) -> None:
+    """Let rounds run as two halves as if a request needed it, whenever `is_halved`, asked once a round."""
+    planner = scheduler._planner
+    plan_round = planner._plan_round
+
+    def plan() -> StepPlan:
+        wants = planner._wants
+        planner._wants = halved = wants._replace(is_halved=wants.is_halved or is_halved())
+        made = plan_round()
+        if planner._wants is halved:
+            planner._wants = wants
+        return made
+
+    planner._plan_round = plan  # type: ignore[method-assign]
 
 
 def make_request(name: str, prompt_len: int, max_tokens: int, seed: int = 0, **fields: object) -> Request:

@@ -32,9 +32,6 @@ Depth = Callable[[int, int, bool], int]
 requests, the mean tokens of their contexts when they were last looked at, and whether it runs as two halves;
 asked once a round, and once before with no requests."""
 
-IsHalved = Callable[[], bool]
-"""Whether the round that is planned now runs as two halves though no request needs it; asked once a round."""
-
 
 class _Wants(NamedTuple):
     """What some requests ask of a launch beside their tokens: halves, a grammar's masks, how many of the
@@ -62,12 +59,11 @@ class Planner:
     is known here.
     """
 
-    def __init__(self, holdings: Holdings, depth: Depth | None, is_halved: IsHalved | None) -> None:
+    def __init__(self, holdings: Holdings, depth: Depth | None) -> None:
         self.limits = holdings.limits
         self.holdings = holdings
         self.max_pieces = self.limits.max_pieces
         self._depth = depth
-        self._is_halved = is_halved
         self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
         self._chain = self._choose_depth(0, is_halved=False)
@@ -398,7 +394,7 @@ class Planner:
 
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
-        is_halved = self._wants.is_halved or (self._is_halved is not None and self._is_halved())
+        is_halved = self._wants.is_halved
         depth = self._choose_depth(len(self.decoding_slots), is_halved=is_halved)
         # Whoever came back from elsewhere may have other drafts; statistics alone know of it.
         num_drafts, self._chain = min(depth, self._chain), depth

@@ -22,7 +22,7 @@ from compiled_mtp.request import (
 from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.planner import Depth, IsHalved, Planner
+from compiled_mtp.scheduler.planner import Depth, Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
 
@@ -65,7 +65,6 @@ class Scheduler:
         least_saved: int = 0,
         max_pieces: int = 1,
         depth: Depth | None = None,
-        is_halved: IsHalved | None = None,
     ) -> None:
         self.limits = Limits(
             max_batch=max_batch,
@@ -86,7 +85,7 @@ class Scheduler:
             max_pieces=max_pieces,
         )
         self._holdings = Holdings(self.limits)
-        self._planner = Planner(self._holdings, depth, is_halved)
+        self._planner = Planner(self._holdings, depth)
         # By id, the choices that have not ended.
         self._live: dict[str, list[Holding]] = {}
         self._arrivals = itertools.count()

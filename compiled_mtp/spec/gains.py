@@ -54,8 +54,10 @@ class Gains:
     def learn(self, num_drafts: int, rounds: Sequence[Sequence[Sequence[int]]]) -> None:
         """Take in rounds, at least one, that verified `num_drafts` drafts of each request: their tokens."""
         requests = len(rounds[-1]) or 1
-        fade = 0.5 ** (len(rounds) * math.sqrt(requests) / _FAST_ROUNDS)
-        self._fast = [[kept * fade, seen * fade] for kept, seen in self._fast]
+        # What was seen lately of drafts that were not tried is less and less of late.
+        fade = 0.5 ** (len(rounds) / _FAST_ROUNDS)
+        for fast in self._fast[num_drafts:]:
+            fast[:] = fast[0] * fade, fast[1] * fade
         fade = 0.5 ** (len(rounds) * math.sqrt(min(requests, _REPLAYED)) / _REPLAYED_ROUNDS)
         self._tokens *= fade
         self._ended = [ended * fade for ended in self._ended]
@@ -65,10 +67,12 @@ class Gains:
         lengths = bytes([len(new) for token_ids in late for new in token_ids])
         seen = len(lengths) - lengths.count(0)
         # More tokens than num_drafts + 1: what stood where a draft was missing was right.
-        for fast, slow, length in zip(self._fast, self._slow, range(1, num_drafts + 1), strict=False):
-            kept, fade = seen - lengths.count(length), 0.5 ** (seen / _SLOW_ROUNDS)
-            fast[:] = fast[0] + kept, fast[1] + seen
-            slow[:] = slow[0] * fade + kept, slow[1] * fade + seen
+        fast_rounds = _FAST_ROUNDS * math.sqrt(requests)
+        for index in range(num_drafts):
+            kept = seen - lengths.count(index + 1)
+            for rate, halved_by in ((self._fast[index], fast_rounds), (self._slow[index], _SLOW_ROUNDS)):
+                fade = 0.5 ** (seen / halved_by)
+                rate[:] = rate[0] * fade + kept, rate[1] * fade + seen
             seen = kept
         self._replay(num_drafts, rounds)
 

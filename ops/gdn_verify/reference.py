@@ -28,8 +28,8 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
 # What writes states, rings and cursors, the same layer's call of the step before, a prefill or the step's
 # end, lies before a fence that lies before this: in_proj, or the embedding where in_proj's weight is
 # resident, and the head of the step before. z is no older than in_proj: only spec_conv1d lies between, and
-# that is no fence. The norm is a fence, unless `resident`, since calls of gdn_verify may follow one another with nothing
-# else between.
+# that is no fence. The norm is a fence, unless `resident`, since calls of gdn_verify may follow one another
+# with nothing else between.
 VERIFY = Launch(
     "gdn_verify_kernel",
     reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),

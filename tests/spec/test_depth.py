@@ -15,7 +15,7 @@ from tests.spec.machine import DEPTHS, MACHINES, rate_for
 
 
 def knowing(times: dict[int, float]) -> DepthController:
-    """A controller to which rounds of these milliseconds were told, of a batch of 1."""
+    """A controller that has measured rounds of these milliseconds often, of a batch of 1."""
     controller = DepthController(times)
     for depth, ms in times.items():
         time_rounds(controller, depth, ms)
@@ -23,9 +23,11 @@ def knowing(times: dict[int, float]) -> DepthController:
 
 
 def time_rounds(controller: DepthController, depth: int, ms: float) -> None:
-    """As many as a measurement takes."""
-    for _ in range(3):
+    """Six measurements, each of three times, while another depth is in use."""
+    in_use, controller.depth = controller.depth, -1
+    for _ in range(18):
         controller.record_time(depth, 1, 0, ms / 1e3)
+    controller.depth = in_use
 
 
 @pytest.mark.parametrize(("mean_new_tokens", "least"), [(1.1, 0.94), (2.6, 0.95)])
@@ -73,7 +75,7 @@ def test_a_text_that_repeats_in_step_with_its_rounds_does_not_mislead_it() -> No
 def test_a_depth_that_has_become_slow_is_left() -> None:
     times = {0: 1.0, 3: 1.2}
     controller = knowing(times)
-    for _ in range(15):
+    for _ in range(30):
         assert controller.choose(1, 0) == 3
         controller.record_round(3, [[0] * 3])
     for _ in range(200):
@@ -209,6 +211,18 @@ def test_a_time_far_too_short_misleads_until_the_next_retry_alone() -> None:
         assert rounds[1] + rounds[2] <= 60, seed
 
 
+def test_a_measurement_has_no_times_from_before_the_depth_came_into_use_again() -> None:
+    controller = knowing({1: 10.0, 3: 12.0})
+    for _ in range(2):
+        controller.record_time(1, 1, 0, 0.001)
+    before = controller.speeds(1, 0)[1]
+    while controller.choose(1, 0) != 1:
+        controller.record_round(3, [[0] * 4])
+    for _ in range(3):
+        controller.record_time(1, 1, 0, 0.010)
+    assert controller.speeds(1, 0)[1] == pytest.approx(before, rel=0.2)
+
+
 def test_retries_of_a_settled_choice_become_rare() -> None:
     controller = knowing({1: 10.0, 2: 11.0, 3: 20.0})
     at: dict[int, list[int]] = {1: [], 3: []}
@@ -234,7 +248,7 @@ def test_retries_lose_at_most_a_hundredth_and_a_round(
     slow_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often they are due."""
-    monkeypatch.setattr(depth_module, "_LAST_INTERVAL", depth_module._FIRST_RETRY)
+    monkeypatch.setattr(depth_module, "_LAST_RETRY", depth_module._FIRST_RETRY)
     controller, lost = knowing({1: 10.0, 3: slow_ms}), 0.0
     for number in range(1000):
         depth = controller.choose(1, 0)
@@ -258,4 +272,13 @@ def test_a_depth_whose_rounds_cannot_be_timed_is_hoped_of_for_a_while_only() -> 
     assert controller.speeds(1, 0)[1] == pytest.approx(before, rel=0.01)
     fresh = DepthController((0, 1))
     time_rounds(fresh, 0, 10.0)
-    assert fresh.speeds(1, 0)[1] == pytest.approx(before / 0.93, rel=0.01)
+    assert before == pytest.approx(0.93 * fresh.speeds(1, 0)[1], rel=0.01)
+
+
+def test_fewer_drafts_are_never_taken_to_be_slower() -> None:
+    controller = knowing({1: 40.0, 3: 10.0})
+    controller.record_round(3, [[0]] * 60)
+    controller.choose(1, 0)
+    speeds = controller.speeds(1, 0)
+    # As long at most as depth 3 takes, for nearly as many tokens.
+    assert speeds[1] > 0.8 * speeds[3]
