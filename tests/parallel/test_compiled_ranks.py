@@ -27,6 +27,7 @@ def decode(directory: Path, **options: Any) -> tuple[list[int], set[int]]:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_compiled_ranks_on_a_cpu_choose_depths(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", tokenizer=True)
     wanted, _ = decode(directory, compile="off", mtp_step=0)
