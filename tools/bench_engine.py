@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # Each a module of engine_scenarios, with `add_flags(parser)` and `run(flags)`, which returns the object to
 # print and raises AssertionError where tokens are wrong.
-SCENARIOS = ("depth", "guided", "guided-step", "overhead", "prefix", "pressure", "prompts")
+SCENARIOS = ("depth", "guided", "guided-step", "overhead", "prefix", "pressure")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

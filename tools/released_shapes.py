@@ -85,7 +85,7 @@ def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
     Raises ValueError for what no rate gives.
     """
     if not 1 <= mean_new_tokens <= mtp_step + 1:
-        raise ValueError(f"accept must be from 1 to {mtp_step + 1} tokens a round, got {mean_new_tokens}")
+        raise ValueError(f"accept must be from 1 to {mtp_step + 1} tokens per round, got {mean_new_tokens}")
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
