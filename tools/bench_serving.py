@@ -5,7 +5,7 @@
     python tools/bench_serving.py --sweep 1,2,4,8,16
     python tools/bench_serving.py --exact-match qa.jsonl --against http://127.0.0.1:8001
 
-Prompts come from a file: .jsonl with a prompt or messages a line, else one prompt. The exact-match run asks
+Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. The exact-match run asks
 the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
 the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx.
 """
@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         return [{"prompt": text}]
     found = [json.loads(line) for line in text.splitlines() if line.strip()]
     if not found or not all("prompt" in one or "messages" in one for one in found):
-        raise ValueError(f"prompts must have a prompt or messages a line, got {path}; correct it")
+        raise ValueError(f"prompts must have a prompt or messages per line, got {path}; correct it")
     return found
 
 
@@ -153,7 +153,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the numbers of one run; goodput counts requests that met both limits, a second."""
+    """Return the numbers of one run; goodput counts requests that met both limits, per second."""
     done = [sample for sample in samples if sample.error is None]
     tokens = sum(sample.output_tokens for sample in done)
     drafted, rounds = sum(one.drafted for one in done), sum(one.rounds for one in done)
@@ -236,17 +236,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def arrivals(text: str) -> float:
-    """A flag's number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return number
-
-
 def levels(text: str) -> list[int]:
     """A flag's integers from 1 on, separated by commas."""
     return [count(part) for part in text.split(",")]
@@ -262,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
-    load.add_argument("--rate", type=arrivals, help="arrivals a second, at random times")
+    load.add_argument("--rate", type=float, help="arrivals per second, at random times")
     load.add_argument("--sweep", type=levels, help="concurrencies, separated by commas")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -307,6 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the object as one line; 1 if a request failed or outputs differ, 2 for a wrong flag or server."""
     parser = make_parser()
     flags = parser.parse_args(argv)
+    if flags.rate is not None and not 0 < flags.rate < float("inf"):
+        parser.error(f"--rate must be a number above 0, got {flags.rate}")
     if flags.against is not None and flags.exact_match is None:
         parser.error("--against must come with --exact-match; a load is of one server")
     try:

@@ -47,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bench_op import read_bandwidth
 from released_shapes import LAYERS, fill_random, model_config, rate_for
-from torch._dynamo.utils import calculate_time_spent
 
 from compiled_mtp import __version__
 from compiled_mtp.config import EngineConfig
@@ -428,16 +427,6 @@ def main() -> None:
             sys.exit(status)
 
 
-def start_by_phase(startup_s: float, capture_s: float) -> dict[str, float]:
-    """Seconds of this process's start: what Dynamo traces, what its backends make of that, captures by hand,
-    and the rest (first launches, which compile our kernels, caches, CUDA-graph trees)."""
-    spent = calculate_time_spent()
-    traced, generated = spent.get("entire_frame_compile", 0.0), spent.get("backend_compile", 0.0)
-    phases = {"trace": traced - generated, "generate": generated, "capture": capture_s}
-    phases |= {"rest": startup_s - traced - capture_s}
-    return {name: round(seconds, 1) for name, seconds in phases.items()}
-
-
 def config_of(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int
 ) -> EngineConfig:
@@ -519,7 +508,6 @@ def time_ranks(
         "mtp_step": mtp_step,
         "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,
         "startup_s": round(startup_s, 1),
-        "start_s_by_phase": start_by_phase(startup_s, runner.programs.capture_s),
         "buckets": len(runner.programs.buckets),
         "bandwidth_tb_s": round(bandwidth / 1e12, 3),
     }

@@ -25,7 +25,6 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -83,19 +82,9 @@ def compile_stack(shape_and_rows: tuple[str, int]) -> str:
 def describe_way(way: Way) -> str:
     """What the kernels of a way take, and which tensor-core products they hold, in words."""
     # It hides the GPU from a process that imports it, as this one may.
-    from kernel_table import inspect
+    from kernel_table import products_of, resources_of
 
-    texts = []
-    for launch in launches_of(way):
-        compiled = launch.compile()
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", inspect(compiled, "cuobjdump", "-res-usage")))
-        found = Counter(re.findall(r"\b([A-Z]*MMA)\.", inspect(compiled, "nvdisasm", "-c")))
-        fetches = ", other warps fetch" * ("ttg.warp_specialize" in compiled.asm["ttgir"])
-        shared = compiled.metadata.shared
-        texts.append(
-            f"{usage['REG']} registers, {usage['STACK']} spilled, {shared} shared, {dict(found)}{fetches}"
-        )
-    return "; ".join(texts)
+    return "; ".join(f"{resources_of(one)} {products_of(one)}" for one in launches_of(way))
 
 
 def distinct(ways: Iterable[Way]) -> list[Way]:

@@ -89,7 +89,7 @@ def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (("--concurrency", "0"), "argument --concurrency: must be an integer from 1 on, got '0'"),
         (("--sweep", "2,0"), "argument --sweep: must be an integer from 1 on, got '0'"),
-        (("--rate", "-1"), "argument --rate: must be a number above 0, got '-1'"),
+        (("--rate", "-1"), "--rate must be a number above 0, got -1.0"),
         (("--num-requests", "0"), "argument --num-requests: must be an integer from 1 on, got '0'"),
         (("--against", "http://x"), "--against must come with --exact-match"),
     ],

@@ -128,7 +128,7 @@ def test_the_candidate_compiles_to_one_class_of_product() -> None:
     out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     lines = [line for line in out.splitlines() if " tall (" in line]
     assert len(lines) > 4
-    assert all(re.search(r" 0 spilled, .*\{'HGMMA': \d+\}$", line) for line in lines), "\n".join(lines)
+    assert all(re.search(r"'stack_bytes': 0, .*\{'HGMMA': \d+\}$", line) for line in lines), "\n".join(lines)
 
 
 @pytest.fixture

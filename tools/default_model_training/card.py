@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-CURVES = "curves.png"
 
 CARD = """\
 ---
@@ -133,7 +132,7 @@ def write_card(record: dict[str, Any], out: Path) -> None:
         examples=examples,
     )
     (out / "README.md").write_text(card)
-    _draw_curves(record, out / CURVES)
+    _draw_curves(record, out / "curves.png")
 
 
 def _draw_curves(record: dict[str, Any], path: Path) -> None:
@@ -141,8 +140,7 @@ def _draw_curves(record: dict[str, Any], path: Path) -> None:
     loss, agreement = figure.subplots(1, 2)
     first = [point for point in record["curve"] if point["phase"] == 1]
     checked = [point for point in record["curve"] if "heldout_bits" in point]
-    bits = 1 / 0.6931471805599453
-    loss.plot([p["step"] for p in first], [p["loss"] * bits for p in first], label="training batch")
+    loss.plot([p["step"] for p in first], [p["loss"] / math.log(2) for p in first], label="training batch")
     held = [p for p in checked if p["phase"] == 1]
     loss.plot([p["step"] for p in held], [p["heldout_bits"] for p in held], "o-", label="held-out")
     loss.set(xlabel="step (phase 1)", ylabel="bits per token", ylim=(0, 8), title="Trunk")

@@ -263,9 +263,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_layernorm(x)
-        if self.is_full_attention:
-            return self.add(x, self.self_attn(normed, cos, sin))
-        return self.add(x, self.linear_attn(normed))
+        mixed = self.self_attn(normed, cos, sin) if self.is_full_attention else self.linear_attn(normed)
+        return self.add(x, mixed)
 
 
 class Trunk(nn.Module):
@@ -310,8 +309,8 @@ class MtpHead(nn.Module):
         length = embedded.shape[1]
         normed_embedding = self.pre_fc_norm_embedding(embedded)
         slots = torch.arange(length, device=embedded.device)
-        committed: tuple[Tensor, Tensor] | None = None
-        chain: list[tuple[Tensor, Tensor]] = []
+        # The committed pairs' keys and values, then those of each later depth.
+        cached: list[tuple[Tensor, Tensor]] = []
         previous, outputs = hidden, []
         groups = self.shape.num_heads // self.shape.num_kv_heads
         for depth in range(1, depths + 1):
@@ -320,26 +319,20 @@ class MtpHead(nn.Module):
             pair = pair.to(embedded.dtype)
             q, k, v, gate = attention.project(layer.input_layernorm(pair), cos, sin)
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-            if committed is None:
-                committed = (k, v)
-            else:
-                chain.append((k, v))
-            keys, values = committed
+            cached.append((k, v))
+            (keys, values), *chain = cached
             scale = self.shape.head_dim**-0.5
             visible = (slots[None, :] >= 1) & (slots[None, :] <= slots[:, None] - (depth - 1))
             if depth == 1:
                 visible = visible | (slots[:, None] + slots[None, :] == 0)
             scores = (q @ keys.transpose(-1, -2)).float() * scale
             scores = scores.masked_fill(~visible, float("-inf"))
-            own = []
-            for index, (chain_key, _) in enumerate(chain):
-                moved = _shift(chain_key, len(chain) - 1 - index)
-                own.append((q * moved).float().sum(-1, keepdim=True) * scale)
+            moved = [[_shift(x, depth - 2 - index) for x in pair] for index, pair in enumerate(chain)]
+            own = [(q * key).float().sum(-1, keepdim=True) * scale for key, _ in moved]
             weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values.dtype)
             mixed = weights[..., :length] @ values
-            for index, (_, chain_value) in enumerate(chain):
-                moved = _shift(chain_value, len(chain) - 1 - index)
-                mixed = mixed + weights[..., length + index, None] * moved
+            for index, (_, value) in enumerate(moved):
+                mixed = mixed + weights[..., length + index, None] * value
             previous = self.norm(layer.add(pair, attention.finish(mixed, gate)))
             outputs.append(previous)
         return outputs

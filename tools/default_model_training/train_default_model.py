@@ -75,12 +75,7 @@ def train(arguments: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "curve": trainer.progress.points,
     }
-    write_record(arguments.out, record)
-
-
-def write_record(out: Path, record: dict[str, Any]) -> None:
-    """Write training.json to `out`."""
-    (out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    (arguments.out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -92,7 +87,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     figures["engine"] = engine_acceptance(arguments.out, heldout, arguments.prefixes)
     figures["examples"] = example_continuations(arguments.out, EXAMPLES)
     record = json.loads((arguments.out / RECORD).read_text()) | {"evaluation": figures}
-    write_record(arguments.out, record)
+    (arguments.out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     write_card(record, arguments.out)
     print(json.dumps({name: figures[name] for name in figures if name != "examples"}, indent=2))
 

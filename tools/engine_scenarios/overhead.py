@@ -45,7 +45,6 @@ from compiled_mtp.server.serve import Server, make_service, settle_interpreter
 from engine_scenarios import common, stream_client
 
 PREFILL_CHUNK, LEAST_ROUNDS = 64, 10
-START_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -267,10 +266,8 @@ def serving(engine: Engine, model: Path) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
         while not server.started:
             assert thread.is_alive(), "the server did not start; see its log"
-            assert time.monotonic() < deadline, "the server took too long to start"
             time.sleep(0.01)
         try:
             yield listener.getsockname()[1]
