@@ -103,7 +103,7 @@ def call(
 
 
 def check(args: tuple[Any, ...], name: str = "", is_prefill: bool = False) -> None:
-    got, wanted = call(*args, name=name, is_prefill=is_prefill), linear.reference(*args)
+    got, wanted = call(*args, name, is_prefill), linear.reference(*args)
     if name == GATE_UP and not is_prefill:
         wanted = silu_mul(wanted)
     error = relative_error(got.double().sum(0) if got.dim() == 3 else got, wanted.double())
