@@ -103,9 +103,9 @@ def call(
 
 
 def check(args: tuple[Any, ...], name: str = "", is_prefill: bool = False) -> None:
-    got, wanted = call(*args, name, is_prefill), linear.reference(*args)
-    if name == GATE_UP and not is_prefill:
-        wanted = silu_mul(wanted)
+    x, weight, scale = args
+    got, whole = call(x, weight, scale, name, is_prefill), linear.reference(x, weight, scale)
+    wanted = silu_mul(whole) if name == GATE_UP and not is_prefill else whole
     error = relative_error(got.double().sum(0) if got.dim() == 3 else got, wanted.double())
     assert error < 5e-3, f"relative error {error:.1e} against the reference"
 
