@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # Each a module of engine_scenarios, with `add_flags(parser)` and `run(flags)`, which returns the object to
 # print and raises AssertionError where tokens are wrong.
-SCENARIOS = ("depth", "guided", "guided-step", "overhead", "prefix", "pressure", "prompts")
+SCENARIOS = ("depth", "guided", "overhead", "prefix", "pressure")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the scenario")
     chosen = parser.parse_args(argv)
     # What one scenario needs, as the server, another may lack.
-    scenario = importlib.import_module(f"engine_scenarios.{chosen.scenario.replace('-', '_')}")
+    scenario = importlib.import_module(f"engine_scenarios.{chosen.scenario}")
     own = argparse.ArgumentParser(
         prog=f"bench_engine.py {chosen.scenario}",
         description=scenario.__doc__,

@@ -3,7 +3,7 @@
     python tools/bench_op.py --op linear,linear_w8a8,rms_norm --shape 27b
     python tools/bench_op.py --op linear --rows 512,2048 --set prefill=1 --set fp8=0
 
-Prints a table and one JSON line a row. Each case is first checked for correctness; one that fails gets no
+Prints one JSON line per row. Each case is first checked for correctness; one that fails gets no
 number and the exit status is 1. Times are medians over replays of a CUDA graph that holds one call for each
 of several sets of random inputs, together larger than the L2 cache (or 256 sets, for what moves less).
 """
@@ -43,7 +43,7 @@ def read_kernel(source, sums, BLOCK: tl.constexpr, REPEAT: tl.constexpr):  # typ
 
 
 def time_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """Microseconds a call: the median over replays of one graph that holds all of `calls`."""
+    """Microseconds per call: the median over replays of one graph that holds all of `calls`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,7 +66,7 @@ def time_us(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of a kernel that only reads."""
+    """Bytes per second of a kernel that only reads."""
     source = torch.ones(READ_BYTES // 4, dtype=torch.int32, device="cuda")
     block, repeat = 2048, 8
     programs = source.numel() // (block * repeat)
@@ -80,7 +80,7 @@ def read_bandwidth() -> float:
 
 
 def measure(case: OpCase) -> tuple[float, float | None]:
-    """Microseconds a call of the operator and of its alternative, after the correctness check."""
+    """Microseconds per call of the operator and of its alternative, after the correctness check."""
     first = case.make_inputs("cuda", 0)
     case.check(first)
     sets = max(2, min(MAX_SETS, int(ROTATED_BYTES // case.bytes_moved) + 1))
@@ -112,7 +112,6 @@ def main() -> int:
     bandwidth = read_bandwidth()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     print(f"{torch.cuda.get_device_name()}, read bandwidth {bandwidth / 1e12:.2f} TB/s, {versions}")
-    print(f"{'case':44} {'rows':>5} {'us':>9} {'MB':>9} {'TB/s':>6} {'ratio':>6} {'alternative':>24}")
     status = 0
     for op in args.op.split(","):
         make_cases = importlib.import_module(f"op_cases.{op}").cases
@@ -127,11 +126,6 @@ def main() -> int:
                         status = 1
                         continue
                     speed = case.bytes_moved / (us * 1e-6)
-                    beside = "-" if other_us is None else f"{case.alternative_name} {other_us:.1f}"
-                    print(
-                        f"{name:44} {rows:5} {us:9.1f} {case.bytes_moved / 1e6:9.2f} {speed / 1e12:6.2f} "
-                        f"{speed / bandwidth:6.2f} {beside:>24}"
-                    )
                     record = {
                         "op": op,
                         "shape": shape,

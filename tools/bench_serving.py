@@ -2,13 +2,12 @@
 
     python tools/bench_serving.py --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
     python tools/bench_serving.py --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
-    python tools/bench_serving.py --sweep 1,2,4,8,16 --output sweep.json      # and sweep.png
+    python tools/bench_serving.py --sweep 1,2,4,8,16
     python tools/bench_serving.py --exact-match qa.jsonl --against http://127.0.0.1:8001
 
-Prompts come from a file: .jsonl with a prompt or messages a line, else one prompt. The exact-match run asks
+Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. The exact-match run asks
 the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
-the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx, and matplotlib
-for the picture.
+the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         return [{"prompt": text}]
     found = [json.loads(line) for line in text.splitlines() if line.strip()]
     if not found or not all("prompt" in one or "messages" in one for one in found):
-        raise ValueError(f"prompts must have a prompt or messages a line, got {path}; correct it")
+        raise ValueError(f"prompts must have a prompt or messages per line, got {path}; correct it")
     return found
 
 
@@ -145,19 +145,15 @@ async def run_load(
     return samples, time.perf_counter() - start
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def percentile(values: Sequence[float], percent: int) -> float:
     """Return the value below which `percent` % lie, by linear interpolation; 0 of nothing."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    if len(values) < 2:
+        return sum(values)
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the numbers of one run; goodput counts requests that met both limits, a second."""
+    """Return the numbers of one run; goodput counts requests that met both limits, per second."""
     done = [sample for sample in samples if sample.error is None]
     tokens = sum(sample.output_tokens for sample in done)
     drafted, rounds = sum(one.drafted for one in done), sum(one.rounds for one in done)
@@ -203,29 +199,7 @@ async def bench(client: httpx.AsyncClient, flags: argparse.Namespace) -> dict[st
         samples, seconds = await run_load(client, bodies, concurrency=level, rate=None, seed=0)
         points.append({"concurrency": level, **summarize(samples, seconds, flags)})
         print(f"concurrency {level}: {points[-1]['tokens_per_s']} tokens/s", file=sys.stderr)
-    flags.output.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
-    draw(points, flags.output.with_suffix(".png"))
     return {"sweep": points}
-
-
-def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write throughput and latencies over concurrency as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    levels = [point["concurrency"] for point in points]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
-    axes[0].plot(levels, [point["tokens_per_s"] for point in points], marker="o")
-    axes[0].set(xlabel="concurrent requests", ylabel="tokens/s", ylim=(0, None))
-    for name, style in (("p50", "-"), ("p99", "--")):
-        for key in ("ttft_ms", "itl_ms"):
-            axes[1].plot(levels, [p[key][name] for p in points], style, marker="o", label=f"{key} {name}")
-    axes[1].set(xlabel="concurrent requests", ylabel="ms", yscale="log")
-    axes[1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace) -> dict[str, Any]:
@@ -262,17 +236,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def arrivals(text: str) -> float:
-    """A flag's number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return number
-
-
 def levels(text: str) -> list[int]:
     """A flag's integers from 1 on, separated by commas."""
     return [count(part) for part in text.split(",")]
@@ -288,9 +251,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
-    load.add_argument("--rate", type=arrivals, help="arrivals a second, at random times")
+    load.add_argument("--rate", type=float, help="arrivals per second, at random times")
     load.add_argument("--sweep", type=levels, help="concurrencies, separated by commas")
-    parser.add_argument("--output", type=Path, help="JSON file of a sweep; the picture lies beside it")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, help="of request 0; request i has seed + i")
@@ -334,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the object as one line; 1 if a request failed or outputs differ, 2 for a wrong flag or server."""
     parser = make_parser()
     flags = parser.parse_args(argv)
-    if flags.sweep is not None and flags.output is None:
-        parser.error("--output must name a file with --sweep; add one")
+    if flags.rate is not None and not 0 < flags.rate < float("inf"):
+        parser.error(f"--rate must be a number above 0, got {flags.rate}")
     if flags.against is not None and flags.exact_match is None:
         parser.error("--against must come with --exact-match; a load is of one server")
     try:

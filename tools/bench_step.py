@@ -2,32 +2,43 @@
 
     python tools/bench_step.py --shape 4b --mtp-step 0,3 --batch 1,8,32
     python tools/bench_step.py --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
+    python tools/bench_step.py --shape 27b --mtp-step 3 --batch 1,32 --tensor-parallel 2
 
-Dummy weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line a row:
-milliseconds a step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
+Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
+milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
 step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
-a step (median, least and most: what shares the cores shows in it), the share of the step in which the GPU
-idles, kernels a step, tokens a second, and milliseconds a token of one request. Nothing is printed for a
-shape whose decode rows are not bit-equal between the buckets that are timed. --beside FILE adds to each row
-what another engine, or another commit, took for it on such a GPU (saved_rows.py has the format, which the
-printed JSON lines are in too).
+per step (median, least and most: another process on the cores shows in it), the share of the step in which
+the GPU idles, kernels per step, tokens per second, and milliseconds per token of one request. A shape whose
+decode rows are not bit-equal between the timed buckets gets no row.
 
-A context is prefilled by the engine, from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B:
-131,072 tokens are 64 launches; their keys and values take 9.1 GB). One depth, one batch and --graph-mode
-uncompiled are the quickest way to a figure; kernels that Inductor would fuse are then launched singly.
+--tensor-parallel N times one GPU and then N of them: a row's `of_one` is its step over that of one GPU, and
+`communicator_ms` the time of a step on the first GPU in the communicator's kernels, waiting for peers
+included. A kernel that is launched early first waits for the one before it: only the time after that kernel's
+end counts. Rows of several GPUs have no floor: another rank cannot be told of the launches that measure it.
+
+--beside FILE adds to each row what another engine, or another commit, took for it on such a GPU. The file
+holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines that
+do not begin with "{" are passed over. Several rows of one case are several measurements: the table shows the
+least and the most.
+
+The engine prefills a context from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B: 131,072
+tokens are 64 launches; their keys and values take 9.1 GB). One depth, one batch and --graph-mode uncompiled
+are the quickest way to a figure; kernels that Inductor would fuse are then launched singly.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,104 +46,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from bench_op import read_bandwidth
-from op_cases import SHAPES
-from saved_rows import Row, describe_beside, read_rows, rows_beside
-from torch._dynamo.utils import calculate_time_spent
+from released_shapes import LAYERS, fill_random, model_config, rate_for
 
 from compiled_mtp import __version__
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.scheduler import Scheduler
 
-LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
-TIED = {"0.8b", "4b"}
-WARM_UP_STEPS, TIMED_STEPS = 20, 80
-FP8_SIZE = 40.0
+WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
+COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
+# Two rows with equal fields are of one case.
+CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
+SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 
-
-def model_config(name: str, quantized: bool = False) -> ModelConfig:
-    """The released shape, without its checkpoint; `quantized` as the FP8 release has it."""
-    shape, layers = SHAPES[name], LAYERS[name]
-    return ModelConfig(
-        family="qwen3_5_moe" if shape.experts else "qwen3_5",
-        num_layers=layers,
-        hidden_size=shape.hidden,
-        vocab_size=shape.vocab,
-        num_q_heads=shape.query_heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rotary_dim=shape.head_dim // 4,
-        rope_theta=1e7,
-        rms_norm_eps=1e-6,
-        linear_num_key_heads=shape.linear_key_heads,
-        linear_num_value_heads=shape.linear_value_heads,
-        linear_key_head_dim=shape.linear_head_dim,
-        linear_value_head_dim=shape.linear_head_dim,
-        conv_kernel=4,
-        is_full_attention=tuple((index + 1) % 4 == 0 for index in range(layers)),
-        intermediate_size=shape.intermediate,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        moe_intermediate_size=shape.expert_intermediate,
-        shared_expert_intermediate_size=shape.expert_intermediate,
-        norm_topk_prob=True,
-        tie_word_embeddings=name in TIED,
-        mtp_num_layers=1,
-        gate_activation="silu",
-        dtype="bfloat16",
-        max_position_embeddings=262144,
-        eos_token_ids=(),
-        quantized=quantized,
-    )
-
-
-def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Weights of a scale that keeps activations finite; gates as a trained model has them."""
-    for name, parameter in parameters.items():
-        if name.endswith("a_log"):
-            parameter.uniform_(-1.0, 2.0)
-        elif name.endswith("dt_bias"):
-            parameter.uniform_(-4.0, -1.0)
-        elif parameter.dim() == 1:
-            parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
-        elif name.endswith("_scale"):
-            # Of columns in blocks of 128, each FP8 value being of size FP8_SIZE.
-            parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)
-        else:
-            # Every expert alike costs no more memory than one: the random numbers of the first are copied.
-            first = parameter if parameter.dim() == 2 else parameter[0]
-            if first.dtype == torch.float8_e4m3fn:
-                first.copy_(FP8_SIZE * torch.randn(first.shape, device=first.device))
-            else:
-                first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
-            if parameter.dim() == 3:
-                # As bytes where they are FP8, which torch cannot roll on a GPU.
-                whole = parameter.view(torch.uint8) if parameter.element_size() == 1 else parameter
-                for index in range(1, parameter.shape[0]):
-                    whole[index].copy_(whole[0].roll(index, 0))
-
-
-def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
-    """The acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`.
-
-    Raises ValueError for what no rate gives.
-    """
-    if not 1 <= mean_new_tokens <= mtp_step + 1:
-        raise ValueError(f"accept must be from 1 to {mtp_step + 1} tokens a round, got {mean_new_tokens}")
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(middle**k for k in range(mtp_step + 1)) < mean_new_tokens:
-            low = middle
-        else:
-            high = middle
-    return low
+Row = Mapping[str, Any]
 
 
 def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
@@ -275,43 +207,51 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
     """One row of the table, but for its kernels, from a loop that has just started."""
     runner = loop.runner
     times, host_times, tokens, total = time_steps(loop)
-    slots, shape = tuple(sorted(loop.scheduler.running)), RoundShape(*[runner.step.mtp_step] * 2)
-    assert len(slots) == batch, f"{batch - len(slots)} requests ended before the measurement did"
-    runner.programs.decode(slots, shape)
-    torch.cuda.synchronize()
-    gpu_ms = gpu_time_ms(runner, slots)
-    items = floor_bytes(
-        runner, batch, context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
-    )
-    floor_ms = 1e3 * sum(items.values()) / bandwidth
+    assert len(loop.scheduler.running) == batch, "requests ended before the measurement did"
     step_ms = 1e3 * statistics.median(times)
-    return {
+    row = {
         "batch": batch,
         "step_ms": round(step_ms, 3),
         "p90_ms": round(1e3 * statistics.quantiles(times, n=10)[-1], 3),
-        "gpu_ms": round(gpu_ms, 3),
-        "floor_ms": round(floor_ms, 3),
-        "ratio": round(step_ms / floor_ms, 3),
         "host_us": round(statistics.median(host_times), 1),
         "host_min_us": round(min(host_times), 1),
         "host_max_us": round(max(host_times), 1),
-        "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "tokens_per_s": round(tokens / total, 1),
         "tpot_ms": round(1e3 * total * batch / tokens, 3),
         "new_tokens_per_round": round(tokens / TIMED_STEPS / batch, 3),
+    }
+    if isinstance(runner, LeadRunner):
+        return row
+    gpu_ms = gpu_time_ms(loop)
+    half = context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
+    items = floor_bytes(runner, batch, half)
+    floor_ms = 1e3 * sum(items.values()) / bandwidth
+    return row | {
+        "gpu_ms": round(gpu_ms, 3),
+        "floor_ms": round(floor_ms, 3),
+        "ratio": round(step_ms / floor_ms, 3),
+        "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "bytes": {name: round(value) for name, value in items.items()},
     }
 
 
+def launch(loop: Loop, batch: int) -> None:
+    """One round of `batch` of the loop's requests on the GPU alone; its result is not read."""
+    slots = tuple(sorted(loop.scheduler.running))[:batch]
+    loop.runner.programs.decode(slots, RoundShape(*[loop.runner.step.mtp_step] * 2))
+
+
 @torch.no_grad()
-def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
+def gpu_time_ms(loop: Loop) -> float:
     """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
-    spans, shape = [], RoundShape(*[runner.step.mtp_step] * 2)
+    spans, batch = [], len(loop.scheduler.running)
+    launch(loop, batch)
+    torch.cuda.synchronize()
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(8):
-            runner.programs.decode(slots, shape)
+            launch(loop, batch)
         end.record()
         end.synchronize()
         spans.append(start.elapsed_time(end) / 8)
@@ -320,18 +260,20 @@ def gpu_time_ms(runner: Runner, slots: tuple[int, ...]) -> float:
 
 @torch.no_grad()
 def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
-    """`own_spans` of one step of `batch` of the loop's requests, the first, which may have gained some tokens
-    while the others were prefilled. A profiler that was once attached makes all later launches cost the host
-    more: nothing is timed after this."""
+    """`own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
+
+    One GPU takes the first of them, which may have gained some tokens while the others were prefilled.
+    Several GPUs take the engine's steps, which every rank is told of. A profiler that was once attached makes
+    all later launches cost the host more: nothing is timed after this.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    runner = loop.runner
-    slots = tuple(sorted(loop.scheduler.running))[:batch]
-    shape = RoundShape(*[runner.step.mtp_step] * 2)
-    runner.programs.decode(slots, shape)
+    step = loop.step if isinstance(loop.runner, LeadRunner) else partial(launch, loop, batch)
+    step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        runner.programs.decode(slots, shape)
+        for _ in range(TRACED_STEPS):
+            step()
         torch.cuda.synchronize()
     return own_spans(trace.events())
 
@@ -354,8 +296,10 @@ def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
 def measure_all(
     runner: Runner, batches: list[int], context: int, bandwidth: float
 ) -> Iterator[tuple[dict[str, Any], list[tuple[str, float]]]]:
-    """The rows and their kernels, traced when all has been timed, with the requests of the largest batch: to
-    prefill others takes longer than to time them."""
+    """The rows and the kernels of TRACED_STEPS steps, traced when all has been timed.
+
+    One GPU traces with the requests of the largest batch: to prefill others takes longer than to time them.
+    """
     rows = []
     for batch in batches:
         begin = time.perf_counter()
@@ -366,35 +310,77 @@ def measure_all(
         if batch != batches[-1]:
             end_loop(loop)
     for row in rows:
+        if isinstance(runner, LeadRunner):
+            end_loop(loop)
+            loop = start_loop(runner, row["batch"], context)
         yield row, trace_kernels(loop, row["batch"])
     end_loop(loop)
 
 
-def print_kernels(kernels: list[tuple[str, float]], steps: int = 1) -> None:
-    """Where a step's time goes, by kernel, in the mean of `steps` of them."""
+def communicator_ms(kernels: Sequence[tuple[str, float]]) -> float:
+    """Milliseconds per step in the communicator's kernels."""
+    # Whole names: torch has a kernel whose name ends as one of ours.
+    spans = [us for name, us in kernels if name in COMMUNICATOR_KERNELS or name.startswith("nccl")]
+    return round(sum(spans) / TRACED_STEPS / 1e3, 3)
+
+
+def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
+    """Where a step's time goes, by kernel, in the mean of TRACED_STEPS steps."""
     by_name: dict[str, list[float]] = {}
     for name, span in kernels:
         by_name.setdefault(name, []).append(span)
-    print("  kernels      us a step   us each  name")
+    print("  kernels    us per step   us each  name")
     for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1])):
-        count, total = len(spans) / steps, sum(spans) / steps
+        count, total = len(spans) / TRACED_STEPS, sum(spans) / TRACED_STEPS
         print(f"  {count:7.0f} {total:12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
 
 
-def main() -> None:
+def read_rows(path: Path) -> list[Row]:
+    """The saved rows of a file; raises ValueError for a row without a field, or a file without rows."""
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    rows = [{"ranks": 1} | json.loads(line) for line in lines if line.lstrip().startswith("{")]
+    missing = [sorted(SAVED_FIELDS - row.keys()) for row in rows]
+    if not rows or any(missing):
+        got = f"none of {max(missing)}" if rows else "no row"
+        raise ValueError(f"beside must hold rows with {sorted(SAVED_FIELDS)}, got {got} in {path}; add them")
+    return rows
+
+
+def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
+    """Milliseconds per step of each engine that measured the case of `row`, in the file's order."""
+    found: dict[str, list[float]] = {}
+    for other in saved:
+        if all(other[name] == row[name] for name in CASE_FIELDS):
+            found.setdefault(other["engine"], []).append(float(other["step_ms"]))
+    return found
+
+
+def describe_beside(beside: Mapping[str, Sequence[float]], step_ms: float) -> str:
+    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" of each engine; empty without any."""
+    texts = []
+    for engine, times in beside.items():
+        ends = sorted({min(times), max(times)})
+        span, ratios = (
+            " to ".join(one) for one in ([f"{t:.3f}" for t in ends], [f"{t / step_ms:.2f}" for t in ends])
+        )
+        texts.append(f"{engine} {span} ms ({ratios} of ours)")
+    return ", ".join(texts)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
     parser.add_argument("--mtp-step", default="0,3", help="depths, separated by commas")
     parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
-    parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens a round at mtp_step 3")
+    parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument(
         "--graph-mode",
         default="replay",
-        help="replay, reduce-overhead, auto, both, or uncompiled: rounds are captured as they are, which "
-        "starts in seconds and takes more kernels",
+        help="of replay, reduce-overhead, auto and uncompiled, separated by commas; uncompiled captures "
+        "rounds as they are, which starts in seconds and takes more kernels",
     )
     parser.add_argument(
         "--fp8",
@@ -403,95 +389,48 @@ def main() -> None:
         choices=("w8a8", "w8a16"),
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="time the start alone and write a graph cache"
-    )
-    parser.add_argument("--graph-cache", type=Path, metavar="FILE", help="start from what --export wrote")
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="time N GPUs beside one instead: bench_ranks.py"
-    )
-    parser.add_argument("--layers", type=int, help="fewer layers, to find what one costs")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time N GPUs beside one")
+    parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to stand beside ours")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     arguments = parser.parse_args()
     try:
         saved = read_rows(arguments.beside) if arguments.beside else []
     except (OSError, ValueError) as error:
         parser.exit(2, f"bench_step: --beside: {error}\n")
-    if not torch.cuda.is_available():
-        parser.exit(2, "bench_step needs a CUDA device; torch finds none\n")
-    if arguments.tensor_parallel is not None:
-        sys.exit(subprocess.run(ranks_command(arguments)).returncode)
+    if torch.cuda.device_count() < arguments.tensor_parallel:
+        needed, found = arguments.tensor_parallel, torch.cuda.device_count()
+        parser.exit(
+            2, f"bench_step needs {needed} CUDA devices, torch finds {found}; lower --tensor-parallel\n"
+        )
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
-    modes = ["replay", "reduce-overhead"] if arguments.graph_mode == "both" else [arguments.graph_mode]
-    depths = [int(step) for step in arguments.mtp_step.split(",")]
-    if "uncompiled" in modes and (arguments.export or arguments.graph_cache):
-        parser.exit(2, "bench_step: a graph cache holds compiled code; give another --graph-mode\n")
-    if len(modes) * len(depths) == 1:
-        run(arguments, batches, depths[0], modes[0], saved)
+    cases = [
+        (int(depth), mode)
+        for depth in arguments.mtp_step.split(",")
+        for mode in arguments.graph_mode.split(",")
+    ]
+    if len(cases) == 1:
+        run(arguments, batches, *cases[0], saved)
         return
-    if arguments.export or arguments.graph_cache:
-        parser.exit(2, "bench_step: a graph cache is made for one --mtp-step and one --graph-mode\n")
-    for depth in depths:
-        for mode in modes:
-            # In a process of its own: what one has traced would slow down the next.
-            given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
-            status = subprocess.run([sys.executable, __file__, *given]).returncode
-            if status:
-                sys.exit(status)
-
-
-def ranks_command(arguments: argparse.Namespace) -> list[str]:
-    """The command of bench_ranks.py, which ranks can import what they need from, for the last depth."""
-    tool = str(Path(__file__).with_name("bench_ranks.py"))
-    command = [sys.executable, tool, "--shape", arguments.shape, "--ranks", str(arguments.tensor_parallel)]
-    command += ["--mtp-step", arguments.mtp_step.split(",")[-1], "--batch", arguments.batch]
-    command += ["--accept", str(arguments.accept), "--context", str(arguments.context)]
-    command += ["--fp8"] if arguments.fp8 is not None else []
-    command += ["--uncompiled"] if arguments.graph_mode == "uncompiled" else []
-    return command + (["--layers", str(arguments.layers)] if arguments.layers is not None else [])
-
-
-def start_by_phase(startup_s: float, capture_s: float) -> dict[str, float]:
-    """Seconds of this process's start: what Dynamo traces, what its backends make of that, captures by hand,
-    and the rest (first launches, which compile our kernels, caches, CUDA-graph trees)."""
-    spent = calculate_time_spent()
-    traced, generated = spent.get("entire_frame_compile", 0.0), spent.get("backend_compile", 0.0)
-    phases = {"trace": traced - generated, "generate": generated, "capture": capture_s}
-    phases |= {"rest": startup_s - traced - capture_s}
-    return {name: round(seconds, 1) for name, seconds in phases.items()}
-
-
-def case_of(arguments: argparse.Namespace, mtp_step: int, device: str) -> dict[str, Any]:
-    """The fields of a row that say what was measured (saved_rows.py), but for the batch."""
-    # Of fewer layers it is no released shape, and stands beside none.
-    shape = arguments.shape + (f" of {arguments.layers} layers" if arguments.layers else "")
-    return {
-        "engine": f"compiled-mtp {__version__}",
-        "device": device,
-        "shape": shape,
-        "weights": "fp8" if arguments.fp8 else "bf16",
-        "recipe": arguments.fp8 or "bf16",
-        "mtp_step": mtp_step,
-        "context": arguments.context,
-    }
-
-
-def model_of(arguments: argparse.Namespace) -> ModelConfig:
-    """The shape that the flags name, perhaps of fewer layers."""
-    model = model_config(arguments.shape, arguments.fp8 is not None)
-    if arguments.layers is None:
-        return model
-    kept = model.is_full_attention[: arguments.layers]
-    return replace(model, num_layers=arguments.layers, is_full_attention=kept)
+    for depth, mode in cases:
+        # In a process of its own: what one has traced would slow down the next.
+        given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
+        status = subprocess.run([sys.executable, __file__, *given]).returncode
+        if status:
+            sys.exit(status)
 
 
 def config_of(
-    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, rate: float
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int
 ) -> EngineConfig:
-    """The engine of one depth and graph mode."""
+    """The engine of one depth, graph mode and number of GPUs."""
     # A short chunk costs a start that compiles least, but the first requests gain tokens while the others are
     # prefilled; of a long context every chunk reads every weight.
     prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
@@ -509,30 +448,41 @@ def config_of(
         prefill_chunk=prefill_chunk,
         compile="off" if mode == "uncompiled" else "on",
         graph_mode="auto" if mode == "uncompiled" else mode,
-        graph_cache=arguments.graph_cache,
-        synthetic_acceptance=rate,
+        # The rate of one draft is a property of the model: the same at every depth.
+        synthetic_acceptance=rate_for(arguments.accept, 3),
         draft_vocab=arguments.draft_vocab,
         draft_head_dtype=arguments.draft_head_dtype,
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
+        tensor_parallel=ranks,
+        exchange=arguments.exchange if ranks > 1 else "auto",
     )
 
 
 def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
-    """Time one depth and graph mode, or export it, and print beside the saved rows."""
+    """Time one depth and graph mode on one GPU, and on several."""
+    # Where other ranks find what fills their weights.
+    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     bandwidth = read_bandwidth()
-    # The rate of one draft is a property of the model: the same at every depth.
-    rate = rate_for(arguments.accept, 3)
-    print(
-        f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s, acceptance rate {rate:.3f}",
-        flush=True,
-    )
-    if arguments.export:
-        # Private and empty: what an earlier run has compiled must not shorten this start.
-        directory = Path(tempfile.mkdtemp())
-        use_directory(directory)
+    print(f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    of_one: dict[int, float] = {}
+    for ranks in dict.fromkeys((1, arguments.tensor_parallel)):
+        for row in time_ranks(arguments, batches, mtp_step, mode, ranks, bandwidth):
+            first = of_one.setdefault(row["batch"], row["step_ms"])
+            if arguments.tensor_parallel > 1:
+                row["of_one"] = round(row["step_ms"] / first, 3)
+            print_row(row, saved)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def time_ranks(
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int, bandwidth: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of so many GPUs."""
     begin, loaded = time.perf_counter(), list[float]()
 
     def fill(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -540,47 +490,49 @@ def run(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    save_to = directory / PROGRAMS_NAME if arguments.export else None
-    model, config = model_of(arguments), config_of(arguments, batches, mtp_step, mode, rate)
-    runner = Runner(config, model, model.vocab_size, None, fill, save_to=save_to)
-    startup_s = time.perf_counter() - loaded[0]
-    phases = start_by_phase(startup_s, runner.programs.capture_s)
-    mode = str(runner.programs.graph_mode) if mode == "auto" else mode
-    if arguments.export:
-        begin = time.perf_counter()
-        size = save(arguments.export, directory, runner.cache_key)
-        export_s = time.perf_counter() - begin
-        print(
-            f"S={mtp_step} {mode} {len(runner.programs.buckets)} buckets: cold start {startup_s:.1f} s "
-            f"{phases}, {size / 1e6:.1f} MB written in {export_s:.1f} s"
-        )
-        return
+    model = model_config(arguments.shape, arguments.fp8 is not None)
+    config = config_of(arguments, batches, mtp_step, mode, ranks)
+    if ranks == 1:
+        runner = Runner(config, model, model.vocab_size, None, fill)
+    else:
+        runner = LeadRunner(config, model, model.vocab_size, None, fill_random)
+    startup_s = time.perf_counter() - (loaded or [begin])[0]
     check_rows(runner, batches)
-    fixed = case_of(arguments, mtp_step, torch.cuda.get_device_name()) | {"graph_mode": mode}
+    fixed = {
+        "engine": f"compiled-mtp {__version__}",
+        "device": torch.cuda.get_device_name(),
+        "shape": arguments.shape,
+        "weights": "fp8" if arguments.fp8 else "bf16",
+        "recipe": arguments.fp8 or "bf16",
+        "ranks": ranks,
+        "mtp_step": mtp_step,
+        "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,
+        "startup_s": round(startup_s, 1),
+        "buckets": len(runner.programs.buckets),
+        "bandwidth_tb_s": round(bandwidth / 1e12, 3),
+    }
     for row, kernels in measure_all(runner, batches, arguments.context, bandwidth):
         if arguments.kernels:
             print_kernels(kernels)
-        row = fixed | row | {"kernels": len(kernels), "startup_s": round(startup_s, 1)}
-        row |= {"start_s_by_phase": phases}
-        row |= {"buckets": len(runner.programs.buckets), "bandwidth_tb_s": round(bandwidth / 1e12, 3)}
-        row |= {"total_s": round(time.perf_counter() - begin, 1)}
-        print_row(row, startup_s, saved)
+        own = {"kernels": round(len(kernels) / TRACED_STEPS), "communicator_ms": communicator_ms(kernels)}
+        yield fixed | row | own | {"total_s": round(time.perf_counter() - begin, 1)}
     runner.close()
 
 
-def print_row(row: dict[str, Any], startup_s: float, saved: list[Row]) -> None:
+def print_row(row: Row, saved: Sequence[Row]) -> None:
     """A row as text, the saved rows of its case, and both as JSON."""
+    floor = "floor {floor_ms:.3f}  ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
+    ranks = "GPUs {ranks}  communicator {communicator_ms:.3f}"
     print(
-        f"S={row['mtp_step']} {row['graph_mode']:15} B={row['batch']:<3} step {row['step_ms']:7.3f} ms  "
-        f"gpu {row['gpu_ms']:7.3f}  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}  "
-        f"host {row['host_us']:5.1f} us ({row['host_min_us']:.0f} to {row['host_max_us']:.0f})  "
-        f"idle {row['gpu_idle_share']:.1%}  kernels {row['kernels']}  "
-        f"{row['tokens_per_s']:.0f} tok/s  start {startup_s:.0f} s"
+        "S={mtp_step} {graph_mode:15} B={batch:<3} step {step_ms:7.3f} ms  "
+        "host {host_us:5.1f} us ({host_min_us:.0f} to {host_max_us:.0f})  kernels {kernels}  "
+        "{tokens_per_s:.0f} tok/s  start {startup_s:.0f} s  ".format(**row)
+        + (floor if "floor_ms" in row else ranks).format(**row)
     )
     beside = rows_beside(saved, row)
     if beside:
         print(f"  beside: {describe_beside(beside, row['step_ms'])}")
-    print(json.dumps(row | {"beside": beside}), flush=True)
+    print(json.dumps({**row, "beside": beside}), flush=True)
 
 
 if __name__ == "__main__":

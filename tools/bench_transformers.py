@@ -7,7 +7,7 @@ mtp_step 0 and at --mtp-step. The tokens must be the same first (transformers co
 position where its two best logits are closer than 1e-3 may differ, and what follows with it). The three take
 turns prompt by prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a
 second, and ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats
-turns. With --neighbours other processes keep a core busy each meanwhile.
+turns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -46,23 +44,11 @@ def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
     assert not wrong.any(), f"token {int(wrong.nonzero()[0])} differs from transformers"
 
 
-@contextmanager
-def busy_neighbours(count: int) -> Iterator[None]:
-    """Keep `count` other processes computing during the body."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompt-file", type=Path, required=True, help=".jsonl with one prompt a line")
+    parser.add_argument("--prompt-file", type=Path, required=True, help=".jsonl with one prompt per line")
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--mtp-step", type=int, default=3)
@@ -71,7 +57,6 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
         "--clock", choices=("wall", "processor"), default="wall", help="processor: where others compute too"
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside it")
     return parser.parse_args(argv)
 
 
@@ -143,27 +128,23 @@ def main(argv: list[str] | None = None) -> None:
         check_ways(ways, model, prompt, arguments.max_tokens)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     now = time.perf_counter if arguments.clock == "wall" else time.process_time
-    with busy_neighbours(arguments.neighbours):
-        for prompt in prompts * arguments.repeats:
-            for name, way in ways.items():
-                begin = now()
-                way(prompt)
-                speeds[name].append(arguments.max_tokens / (now() - begin))
+    for prompt in prompts * arguments.repeats:
+        for name, way in ways.items():
+            begin = now()
+            way(prompt)
+            speeds[name].append(arguments.max_tokens / (now() - begin))
 
     def ratio(name: str, other: str) -> float:
         return round(statistics.median(map(truediv, speeds[name], speeds[other])), 2)
 
     medians = {name: round(statistics.median(values), 1) for name, values in speeds.items()}
     ratios = {name: ratio(name, "transformers") for name in ways}
-    for name, speed in medians.items():
-        print(f"{name:13} {speed:7.1f} tokens/s  {ratios[name]:.2f} x transformers")
     line = {
         "tokens_per_s": medians,
         "ratio_to_transformers": ratios,
         "ratio_to_mtp_step_0": ratio(f"mtp_step {arguments.mtp_step}", "mtp_step 0"),
         "mean_new_tokens": round(engines[arguments.mtp_step].stats().speculation.mean_new_tokens, 3),
         "num_threads": arguments.num_threads,
-        "neighbours": arguments.neighbours,
         "prompts": len(prompts),
         "max_tokens": arguments.max_tokens,
     }

@@ -1,14 +1,13 @@
-"""What FP8 weights, and quantised rows before them, cost a checkpoint: errors, loss and greedy agreement.
+"""What FP8 weights, and quantised rows before them, cost a checkpoint: loss and greedy agreement.
 
     compiled-mtp quantize compiled_mtp/default_model --output /tmp/fp8
     python tools/compare_recipes.py compiled_mtp/default_model /tmp/fp8
 
 Compares the bfloat16 checkpoint with its FP8 one under W8A16 and W8A8, on text that the checkpoint that ships
-never saw (or that of --text). Per operator: relative L2 error of the bfloat16 results, on the rows of one
-window, against float64 products with the bfloat16 weights and with the FP8 weights multiplied out; the mean
-over layers. Per engine: mean loss of the next token, in nats; of --tokens greedy tokens of the bfloat16
-checkpoint, in pieces of 100, how many the engine chooses too when it is given those before (`agreement`), and
-when it continues by itself (`until_difference`: tokens before a piece first differs). Ends in one JSON line.
+never saw (or that of --text). Per engine: mean loss of the next token, in nats; of --tokens greedy tokens of
+the bfloat16 checkpoint, in pieces of 100, how many the engine chooses too when it is given those before
+(`agreement`), and when it continues by itself (`until_difference`: tokens before a piece first differs). Ends
+in one JSON line.
 """
 
 from __future__ import annotations
@@ -16,29 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from default_model_training import data
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.layers import Linear
-from compiled_mtp.models.weight_format import FP8, W8A8
-from compiled_mtp.models.weights import load_weights, read_formats
-from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8
-from compiled_mtp.ops.quantize_rows import quantize_rows
 
 PIECE, PREFIX = 100, 256
-CPU = torch.device("cpu")
 
 
 def start(model: Path, recipe: str, arguments: argparse.Namespace) -> Engine:
@@ -61,61 +49,6 @@ def read_windows(engine: Engine, paths: Sequence[Path], length: int) -> list[lis
     assert engine.tokenizer is not None
     windows = (engine.tokenizer.encode(text)[:length] for text in texts)
     return [window for window in windows if len(window) == length]
-
-
-def rel_l2(got: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
-
-
-@torch.no_grad()
-def compare_operators(plain: Engine, quantized: Path, window: list[int]) -> dict[str, dict[str, float]]:
-    """By kind of matrix the mean relative L2 errors of both recipes, on rows of the bfloat16 checkpoint."""
-    target = plain.runner.step.target
-    rows: dict[str, torch.Tensor] = {}
-    for name, module in target.named_modules():
-        if isinstance(module, Linear):
-            # A product before a norm is asked for its parts.
-            for method in ("forward", "parts"):
-                module.__dict__[method] = keeps_rows(rows, name, getattr(module, method))
-    plain.generate([window[:PREFIX]], SamplingParams(max_tokens=1, ignore_eos=True))
-    for module in target.modules():
-        module.__dict__.pop("forward", None)
-        module.__dict__.pop("parts", None)
-    config = read_model_config(quantized)
-    formats = dict.fromkeys(read_formats(config, quantized, CPU, "w8a8"), W8A8)
-    kept = FAMILIES[config.family].target(config, torch.bfloat16, CPU, formats)
-    parameters = {name: parameter.data for name, parameter in kept.named_parameters()}
-    load_weights(config, quantized, parameters, with_mtp=False, formats=formats)
-    errors: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for name, module in kept.named_modules():
-        if not isinstance(module, Linear) or not module.quantizes_rows:
-            continue
-        x, weight, scale = rows[name].cpu().bfloat16(), module.weight, module.weight_scale
-        assert scale is not None
-        before = target.get_submodule(name)
-        assert isinstance(before, Linear)
-        exact = x.double() @ before.weight[: len(weight)].cpu().double().T
-        dequantized = x.double() @ FP8.dequantize(weight, scale, torch.float32).double().T
-        results = {"w8a16": linear(x, weight, scale), "w8a8": linear_w8a8(*quantize_rows(x), weight, scale)}
-        one = {"weights": rel_l2(dequantized, exact)}
-        for recipe, result in results.items():
-            one[f"{recipe} against bf16 weights"] = rel_l2(result, exact)
-            one[f"{recipe} against dequantised"] = rel_l2(result, dequantized)
-        errors[name.rpartition(".")[2]].append(one)
-    return {
-        kind: {what: sum(one[what] for one in several) / len(several) for what in several[0]}
-        for kind, several in errors.items()
-    }
-
-
-def keeps_rows(rows: dict[str, torch.Tensor], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of the product `name`, which keeps the first rows that it is given."""
-
-    def keep(x: torch.Tensor, *args: Any) -> Any:
-        rows.setdefault(name, x.clone())
-        return method(x, *args)
-
-    return keep
 
 
 def continue_greedily(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -153,7 +86,7 @@ def main() -> None:
     windows = windows[: arguments.windows]
     wanted = continue_greedily(plain, prompts)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted, strict=True)]
-    result: dict[str, Any] = {"operators": compare_operators(plain, arguments.quantized, windows[0])}
+    result: dict[str, Any] = {}
     engines = [("bf16", plain)]
     engines += [(recipe, start(arguments.quantized, recipe, arguments)) for recipe in ("w8a16", "w8a8")]
     for name, engine in engines:

@@ -74,7 +74,10 @@ def run_jobs(
                 job, is_ready = worker.job, worker.connection in ready
                 if not is_ready and time.monotonic() < worker.deadline:
                     continue
-                text = receive(worker) if is_ready else "HUNG"
+                try:
+                    text = str(worker.connection.recv()) if is_ready else "HUNG"
+                except EOFError:
+                    text = "DIED"
                 if job >= 0:
                     yield job, text
                 elif text:
@@ -88,10 +91,3 @@ def run_jobs(
     finally:
         for worker in active:
             stop(worker)
-
-
-def receive(worker: Worker) -> str:
-    try:
-        return str(worker.connection.recv())
-    except EOFError:
-        return "DIED"

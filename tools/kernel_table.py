@@ -75,7 +75,7 @@ def products_of(launch: Launch) -> dict[str, int]:
 
 
 def resources_of(launch: Launch) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    """Registers per thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
     compiled = launch.compile()
     usage = inspect(compiled, "cuobjdump", "-res-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}

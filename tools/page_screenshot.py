@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -124,12 +123,6 @@ def main() -> int:
         help="the light one; -dark is beside it",
     )
     out = parser.parse_args().out
-    load, most = os.getloadavg()[0], (os.cpu_count() or 1) / 2
-    if load > most:
-        print(
-            f"load average {load:.1f} is above {most:.1f}: the speeds in the picture will be low",
-            file=sys.stderr,
-        )
     with _serve() as url:
         _take(url, out, is_dark=False)
         _take(url, out.with_stem(f"{out.stem}-dark"), is_dark=True)

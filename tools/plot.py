@@ -7,7 +7,8 @@
 Each line of a plot is LABEL=FILE, a file of JSON lines; lines that are no JSON, and objects of other tools,
 are passed over.
 
-speedup: tokens a second over those of mtp_step 0, against requests at a time. Rows of bench_step (--mtp-step
+speedup: tokens per second over those of mtp_step 0, against requests at a time. Rows of bench_step
+(--mtp-step
     0,3: every depth but 0 is a line) or of bench_engine depth (fixed depths and auto, for each text).
 acceptance: how many of the rounds that drafted an index kept it. Results of `compiled-mtp run --output`.
 first-token: time to the first token against the prompt's tokens, new and with a beginning that is cached.
@@ -39,7 +40,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def speedup(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Lines of requests at a time -> tokens a second over those of depth 0, by label and depth."""
+    """Lines of requests at a time -> tokens per second over those of depth 0, by label and depth."""
     speeds: dict[str, Points] = defaultdict(dict)
     for found in objects:
         if isinstance(found.get("tokens_per_s"), dict) and "case" in found:
@@ -128,8 +129,8 @@ def labelled(text: str) -> tuple[str, Path]:
     return label, Path(file)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the flags."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw what the flags name; 2 where a file cannot be read or has nothing for this plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -137,12 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("inputs", nargs="+", type=labelled, metavar="LABEL=FILE", help="JSON lines")
     parser.add_argument("--title", default="", help="above the picture: on what it was measured")
     parser.add_argument("--output", type=Path, required=True, help="the .svg to write")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the flags name; 2 where a file cannot be read or has nothing for this plot."""
-    flags = make_parser().parse_args(argv)
+    flags = parser.parse_args(argv)
     lines: dict[str, Points] = {}
     try:
         for label, path in flags.inputs:

@@ -5,15 +5,13 @@
     python tools/tune_products.py held --shapes 0.8b                  # 1 to 16 rows: weights in shared memory
     python tools/tune_products.py tall --rows 128,32 --weights gdn_out --output FILE     # 17 to 256 rows
     python tools/tune_products.py w8a8 --rows 4,32,128 --output FILE  # FP8 rows, either operand on the left
-    python tools/tune_products.py recipes --rows 4,128                # bf16, W8A16 and W8A8 beside each other
 
 Kernels are first compiled without a GPU, in many processes, then run in one that is killed when a kernel
 hangs. The bits of each way are compared with the operator's before it is timed, at the number of rows and at
 fewer, on weights rotated beyond L2; no way with other bits enters a table but where the table decides them:
 of up to 16 rows, where no norm follows. Of a product before a norm the time with that norm decides. A line is
 printed as soon as it is known, in microseconds and as a ratio to only reading the weight; the last lines name
-the fastest, and --out writes them. `recipes` first compares the bits of all numbers of parts and rows, and
-the errors with float64: a failure ends it with status 1.
+the fastest, and --out writes them.
 
 `narrow` and `held` let the best tiles of a weight compete inside a stack of the model's own layers. A new
 table of `narrow` changes the numbers of a model, but never with the number of rows; no other kind changes a
@@ -23,12 +21,10 @@ bit. `held` ends in one JSON line: the stack's microseconds with no weight held,
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -37,12 +33,11 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from bench_op import time_us
 from deadlines import run_jobs
 from op_cases import SHAPES
 from product_tuning import candidates
 from product_tuning.stack import STACK_LAYERS, HeldTuner, Stack, choose_config
-from product_tuning.ways import FEW_ROWS, Product, Way, call, check_product, empty_inputs, time_way
+from product_tuning.ways import FEW_ROWS, Product, Way, call, empty_inputs, time_way
 from record_launches import Launch, record
 
 from compiled_mtp.ops.device import device_of
@@ -50,7 +45,6 @@ from compiled_mtp.ops.linear import large_m_config
 from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name, read_table
 from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
 from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
-from compiled_mtp.ops.quantize_rows import quantize_rows
 
 COMPILE_SECONDS, STACK_SECONDS, TIME_SECONDS = 60.0, 300.0, 20.0
 # Of a narrow product: how many of each kind compete in the stack, and half of a processor's shared memory.
@@ -88,19 +82,9 @@ def compile_stack(shape_and_rows: tuple[str, int]) -> str:
 def describe_way(way: Way) -> str:
     """What the kernels of a way take, and which tensor-core products they hold, in words."""
     # It hides the GPU from a process that imports it, as this one may.
-    from kernel_table import inspect
+    from kernel_table import products_of, resources_of
 
-    texts = []
-    for launch in launches_of(way):
-        compiled = launch.compile()
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", inspect(compiled, "cuobjdump", "-res-usage")))
-        found = Counter(re.findall(r"\b([A-Z]*MMA)\.", inspect(compiled, "nvdisasm", "-c")))
-        fetches = ", other warps fetch" * ("ttg.warp_specialize" in compiled.asm["ttgir"])
-        shared = compiled.metadata.shared
-        texts.append(
-            f"{usage['REG']} registers, {usage['STACK']} spilled, {shared} shared, {dict(found)}{fetches}"
-        )
-    return "; ".join(texts)
+    return "; ".join(f"{resources_of(one)} {products_of(one)}" for one in launches_of(way))
 
 
 def distinct(ways: Iterable[Way]) -> list[Way]:
@@ -281,7 +265,7 @@ def tune_held(flags: argparse.Namespace) -> None:
 
 
 def tune_tiles(flags: argparse.Namespace) -> None:
-    """Compile, check and time the ways of `tall`, `w8a8` or `recipes`, and name the fastest."""
+    """Compile, check and time the ways of `tall` or `w8a8`, and name the fastest."""
     products = candidates.products_of(flags.shapes, flags.recipes, flags.weights, candidates.NOT_TIMED)
     if flags.kind == "tall":
         products = [product for product in products if candidates.is_tall(product)]
@@ -289,17 +273,11 @@ def tune_tiles(flags: argparse.Namespace) -> None:
         way
         for product in products
         for rows in flags.rows
-        for way in (
-            candidates.named_ways(product, rows, flags.tile)
-            if flags.tile
-            else candidates.ways_of(flags.kind, product, rows, flags.specialized)
-        )
+        for way in candidates.ways_of(flags.kind, product, rows)
     ]
     compile_all(ways, flags)
     if flags.compile_only:
         return
-    if flags.kind == "recipes":
-        check_recipes(products, flags.rows)
     best: Best = {}
     for way, text in run_phase(time_way, ways, 1, TIME_SECONDS, flags.until):
         show(way, text, best)
@@ -310,34 +288,17 @@ def tune_tiles(flags: argparse.Namespace) -> None:
         write_table(merged(best, table.read_large_m_table()), flags.out)
 
 
-def check_recipes(products: list[Product], row_counts: list[int]) -> None:
-    """Print errors of the products before a norm, and what quantising rows takes apart; ends the program with
-    status 1 where bits or errors are wrong."""
-    before_norm = [product for product in products if product.is_before_norm]
-    for product, text in run_phase(check_product, before_norm, 1, STACK_SECONDS):
-        if not text.startswith(product.label):
-            raise SystemExit(f"WRONG: {product.label}: {text}")
-        print(text, flush=True)
-    for k in sorted({product.k for product in products if product.recipe == "w8a8"}):
-        for rows in row_counts:
-            xs = [torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
-            us = time_us([functools.partial(quantize_rows, x) for x in xs])
-            print(f"quantize_rows of {k} columns, {rows} rows: {us:.1f} us", flush=True)
-
-
 KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "narrow": tune_narrow,
     "held": tune_held,
     "tall": tune_tiles,
     "w8a8": tune_tiles,
-    "recipes": tune_tiles,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "narrow": {"shapes": ",".join(SHAPES), "rows": "4", "recipes": "bf16,w8a16", "out": TABLE},
     "held": {"shapes": "0.8b", "rows": "4", "out": RESIDENT_TABLE, "seconds": 300.0},
     "tall": {"rows": "128,32", "recipes": "bf16"},
     "w8a8": {"rows": "4,32,128", "recipes": "w8a8"},
-    "recipes": {"shapes": "27b,4b", "rows": "4,32,128,256", "recipes": "bf16,w8a16,w8a8", "seconds": 470.0},
 }
 
 
@@ -350,22 +311,13 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", help=f"comma-separated of {', '.join(STACK_LAYERS)}")
     parser.add_argument("--rows", help="comma-separated row counts; of narrow and held one, for all up to 16")
     parser.add_argument("--weights", default="", help="comma-separated names, as down,gate|up; all by rule")
-    parser.add_argument("--recipes", help="of narrow and recipes: comma-separated of bf16, w8a16, w8a8")
+    parser.add_argument("--recipes", help="of narrow: comma-separated of bf16, w8a16")
     parser.add_argument(
         "--output", "--out", dest="out", type=Path, help="the table to write; narrow and held write theirs"
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, help="start nothing further after this long")
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
-    parser.add_argument("--specialized", action="store_true", help="of tall: other warps fetch")
-    parser.add_argument(
-        "--tile",
-        action="append",
-        default=[],
-        type=candidates.parse_tile,
-        metavar="NAME:PARTS=FIELDS",
-        help="of tall: these tiles of one number of rows alone, e.g. down:4=128,128,32,64,8,6,512",
-    )
     flags = parser.parse_args(argv)
     defaults = {"shapes": "27b", "recipes": "bf16", "seconds": 1e9 if flags.kind == "narrow" else 110.0}
     for name, value in (defaults | DEFAULTS[flags.kind]).items():

@@ -19,11 +19,10 @@ PART = (
     "tests/test_layering.py",
     "tests/engine/test_engine.py",
     "tests/models/test_draft_vocabulary.py",
-    "tests/test_plot.py",
+    "tests/tools/test_plot.py",
     "tests/cli/test_main.py",
     "tests/docs/test_troubleshooting.py",
 )
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 def call(*command: object, cwd: Path) -> str:
@@ -48,6 +47,13 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.parametrize("file", PART)
+def test_the_part_to_run_is_there(file: str) -> None:
+    assert (ROOT / file).is_file()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_it_holds_what_a_clone_holds(unpacked: Path) -> None:
     def files(root: Path) -> set[str]:
         ends = (".pyc", ".orig")
@@ -62,6 +68,8 @@ def test_it_holds_what_a_clone_holds(unpacked: Path) -> None:
     assert (unpacked / "Makefile").exists()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_its_tests_run(unpacked: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     call(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)

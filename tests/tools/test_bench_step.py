@@ -1,8 +1,9 @@
-"""Where a step's time goes, as bench_step and bench_ranks tell it."""
+"""Where a step's time goes, as bench_step tells it, and what stands beside it."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,8 @@ def test_a_kernel_that_waits_for_another_counts_from_its_end(
     ]
     spans = tool.own_spans(reversed(events))
     assert spans == [("product", 20.0), ("norm", 3.0), ("product", 17.0), ("norm", 5.0)]
-    tool.print_kernels(spans, steps=2)
+    monkeypatch.setattr(tool, "TRACED_STEPS", 2)
+    tool.print_kernels(spans)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [["1", "18.5", "18.50", "product"], ["1", "4.0", "4.00", "norm"]]
 
@@ -104,30 +106,82 @@ class Profile:
         pass
 
 
-def test_as_many_requests_are_traced_as_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """bench_step, whose profiler sees a step of two GPUs whatever runs."""
     monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_step")
+    names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
+    names += ("ncclDevKernel_AllGather", "product")
+    events = [event(name, 1e3 * index, 1e3 * (index + 1)) for index, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile([event("norm", 0.0, 2.0)]))
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile(events))
+    return importlib.import_module("bench_step")
+
+
+def test_as_many_requests_are_traced_as_were_timed(traced: Any) -> None:
     launched: list[Any] = []
     programs = SimpleNamespace(decode=lambda slots, shape: launched.append((slots, shape)))
     runner = SimpleNamespace(programs=programs, step=SimpleNamespace(mtp_step=3))
     loop = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(running={7: "a", 2: "b", 5: "c"}))
-    assert tool.trace_kernels(loop, 2) == [("norm", 2.0)]
-    assert launched == [((2, 5), (3, 3))] * 2
+    assert len(traced.trace_kernels(loop, 2)) == 6
+    assert launched == [((2, 5), (3, 3))] * (1 + traced.TRACED_STEPS)
 
 
-def test_what_an_exchange_takes_is_of_our_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_ranks")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tool, "TRACED_STEPS", 2)
-    names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
-    names += ("ncclDevKernel_AllGather", "product")
-    events = [event(name, 1e3 * index, 1e3 * (index + 1)) for index, name in enumerate(names)]
-    monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile(events))
+def test_several_gpus_are_traced_by_steps_that_every_rank_is_told_of(
+    traced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced, "LeadRunner", SimpleNamespace)
+    monkeypatch.setattr(traced, "TRACED_STEPS", 2)
     steps: list[int] = []
-    share = tool.exchange_share(SimpleNamespace(step=lambda: steps.append(1)))
-    assert len(steps) == 2
+    loop = SimpleNamespace(runner=SimpleNamespace(), step=lambda: steps.append(1))
+    kernels = traced.trace_kernels(loop, 2)
+    assert len(steps) == 3
     # Three kernels of a millisecond in two steps.
-    assert share == {"exchange_ms": 1.5, "exchanges": 2}
+    assert traced.communicator_ms(kernels) == 1.5
+
+
+ROW = {
+    "engine": "vLLM 0.26.0",
+    "device": "NVIDIA H200",
+    "shape": "27b",
+    "weights": "bf16",
+    "mtp_step": 3,
+    "batch": 8,
+    "context": 512,
+    "step_ms": 20.0,
+}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("27b: read bandwidth 4.6 TB/s\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_saved_rows_of_the_same_case_stand_beside_ours(
+    traced: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"device": "NVIDIA H100", "shape": "4b", "weights": "fp8", "mtp_step": 0, "batch": 1}
+    others = [ROW | {name: value} for name, value in (other | {"context": 32768, "ranks": 2}).items()]
+    older = ROW | {"engine": "compiled-mtp", "step_ms": 16}
+    path = write(tmp_path / "rows", *others, ROW, older, ROW | {"step_ms": 22.0, "note": "again"})
+    times = dict.fromkeys(("host_us", "host_min_us", "host_max_us", "startup_s", "communicator_ms"), 1.0)
+    ours = (
+        ROW | times | {"ranks": 1, "step_ms": 17.6, "graph_mode": "replay", "kernels": 9, "tokens_per_s": 1}
+    )
+    traced.print_row(ours, traced.read_rows(path))
+    _, text, line = capsys.readouterr().out.splitlines()
+    assert text.endswith(
+        "vLLM 0.26.0 20.000 to 22.000 ms (1.14 to 1.25 of ours), compiled-mtp 16.000 ms (0.91 of ours)"
+    )
+    assert json.loads(line)["beside"] == {"vLLM 0.26.0": [20.0, 22.0], "compiled-mtp": [16.0]}
+    # What was printed is such a file.
+    (tmp_path / "printed").write_text(text + "\n" + line)
+    assert traced.read_rows(tmp_path / "printed")[0]["step_ms"] == 17.6
+    assert traced.rows_beside([], ours) == {}
+
+
+def test_a_file_without_rows_or_fields_is_refused(traced: Any, tmp_path: Path) -> None:
+    torn = {name: value for name, value in ROW.items() if name != "device"}
+    for rows, got in (([], "no row"), ([ROW, torn], "none of \\['device'\\]")):
+        with pytest.raises(ValueError, match=f"beside must hold rows with .*, got {got}"):
+            traced.read_rows(write(tmp_path / "rows", *rows))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,20 +34,11 @@ def test_every_turn_computes_the_whole_prompt(
     monkeypatch.setattr(bench_transformers, "Engine", make)
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": PROMPT}))
-    sizes = ["--max-tokens=2", "--mtp-step=1", f"--repeats={REPEATS}", "--num-threads=1", "--neighbours=1"]
-    neighbours: list[subprocess.Popen[bytes]] = []
-
-    def start(*args: Any) -> subprocess.Popen[bytes]:
-        neighbours.append(subprocess.Popen(*args))
-        return neighbours[-1]
-
-    monkeypatch.setattr(bench_transformers, "subprocess", SimpleNamespace(Popen=start))
+    sizes = ["--max-tokens=2", "--mtp-step=1", f"--repeats={REPEATS}", "--num-threads=1"]
     with torch_threads(1):
         bench_transformers.main([f"--prompt-file={path}", *sizes])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["ratio_to_transformers"]["transformers"] == 1
-    assert line["neighbours"] == len(neighbours) == 1
-    assert neighbours[0].returncode == -signal.SIGKILL
     assert len(engines) == 2
     for engine in engines:
         assert engine.tokenizer is not None

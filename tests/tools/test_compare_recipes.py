@@ -1,4 +1,4 @@
-"""tools/compare_recipes.py compares a checkpoint with its quantised one, by operator and as a whole."""
+"""tools/compare_recipes.py compares a checkpoint with its quantised one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tools import compare_recipes
 
 
-def test_errors_loss_and_agreement(
+def test_loss_and_agreement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = dict(FP8_FAMILIES)["dense"] | {"fp8_scale": None, "tokenizer": True}
@@ -26,11 +26,6 @@ def test_errors_loss_and_agreement(
     monkeypatch.setattr(sys, "argv", ["compare_recipes", *given, "--window", "24", "--tokens", "4"])
     compare_recipes.main()
     result = json.loads(capsys.readouterr().out)
-    assert result["operators"].keys() == {"in_proj", "out_proj", "qkv", "o_proj", "gate_up", "down"}
-    for errors in result["operators"].values():
-        assert errors["w8a16 against dequantised"] < 3e-3
-        assert 0.01 < errors["w8a8 against dequantised"] < 0.04
-        assert 0.01 < errors["weights"] < errors["w8a8 against bf16 weights"] < 0.06
     assert result["bf16"]["agreement"] == 1
     assert result["bf16"]["until_difference"] == result["tokens"] == 4
     losses = [result[name]["loss"] for name in ("bf16", "w8a16", "w8a8")]

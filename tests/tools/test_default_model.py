@@ -14,17 +14,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from default_model_training import data
-from default_model_training.evaluation import engine_acceptance
+from default_model_training.card import write_card
+from default_model_training.evaluation import engine_acceptance, is_looping
 from default_model_training.export import load_checkpoint
-from default_model_training.generation import is_looping, measure_acceptance
-from default_model_training.model import (
-    DecodeCache,
-    ModelShape,
-    TrainingModel,
-    gated_delta_rule,
-    rope_tables,
-    unit_lower_inverse,
-)
+from default_model_training.model import ModelShape, TrainingModel, gated_delta_rule, rope_tables
 from default_model_training.training import Recipe, Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -117,9 +110,16 @@ def test_card_holds_the_measured_figures() -> None:
     assert record["data"]["file_list_sha256"] in card
     assert record["data"]["train_bytes"] >= data.MINIMUM_TRAINING_BYTES
     assert (CHECKPOINT / "curves.png").read_bytes().startswith(b"\x89PNG")
-    for decoder, name in (("engine", "greedy"), ("engine", "shared_noise"), ("plain", "argmax_drafts")):
-        counts = evaluation[decoder][name]["all"]
+    for name in ("greedy", "shared_noise"):
+        counts = evaluation["engine"][name]["all"]
         assert f"{counts['rounds']:,} | {counts['mean_new_tokens']:.2f}" in card
+
+
+def test_the_card_is_what_the_tool_writes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "model.safetensors").symlink_to(CHECKPOINT / "model.safetensors")
+    write_card(json.loads((CHECKPOINT / "training.json").read_text()), tmp_path)
+    assert (tmp_path / "README.md").read_text() == (CHECKPOINT / "README.md").read_text()
 
 
 def test_examples_are_requests(shipped: tuple[TrainingModel, data.Tokenizer]) -> None:
@@ -132,18 +132,6 @@ def test_examples_are_requests(shipped: tuple[TrainingModel, data.Tokenizer]) ->
             SamplingParams(**request)
     prompt = (ROOT / "examples" / "quicksort.txt").read_text()
     assert len(shipped[1].encode(prompt).ids) < 100
-
-
-@torch.no_grad()
-def test_decoding_equals_the_chunked_form(
-    shipped: tuple[TrainingModel, data.Tokenizer], token_ids: torch.Tensor
-) -> None:
-    model = shipped[0]
-    whole = model.logits(model.hidden(token_ids))
-    cache = DecodeCache()
-    model.hidden(token_ids[:, :70], cache, token_ids.shape[1])
-    steps = [model.decode(token_ids[:, i], cache) for i in range(70, token_ids.shape[1])]
-    torch.testing.assert_close(torch.stack(steps, dim=1), whole[:, 70:], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -179,33 +167,33 @@ def test_drafts_are_those_of_decoding(
             torch.testing.assert_close(out[:, 0], parallel[depth - 1][:, slot[0]], rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
 def test_engine_accepts_what_the_plain_head_predicts(
     shipped: tuple[TrainingModel, data.Tokenizer], token_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The plain model decodes greedily; a draft counts where those before it in its round were right."""
     from default_model_training import evaluation
 
     monkeypatch.setattr(evaluation, "PREFIX", 64)
     monkeypatch.setattr(evaluation, "NEW_TOKENS", 24)
     rows = [np.asarray(token_ids[0, i : i + 64], dtype=np.uint16) for i in (0, 40)]
-    engine = engine_acceptance(CHECKPOINT, rows, 2)["greedy"]
-    prefixes = torch.from_numpy(np.stack(rows).astype(np.int64))
-    plain, _ = measure_acceptance(shipped[0], prefixes, 24, 0.0, shipped[1].get_vocab_size(), seed=0)
-    assert engine == plain
-    assert engine["all"]["mean_new_tokens"] > 1.5
-
-
-def test_inverse_and_its_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    strict = 0.3 * torch.randn(2, 64, 64, generator=generator, dtype=torch.float64).tril(-1)
-    weight = torch.randn(2, 64, 64, generator=generator, dtype=torch.float64)
-    gradients = []
-    for inverse in (unit_lower_inverse, lambda x: torch.linalg.inv(torch.eye(64, dtype=x.dtype) + x)):
-        leaf = strict.clone().requires_grad_()
-        (inverse(leaf) * weight).sum().backward()
-        gradients.append(leaf.grad)
-    expected = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + strict)
-    torch.testing.assert_close(unit_lower_inverse(strict), expected, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(gradients[0].tril(-1), gradients[1].tril(-1), rtol=1e-6, atol=1e-6)
+    engine = engine_acceptance(CHECKPOINT, rows, 2)["greedy"]["all"]
+    model, valid = shipped[0], shipped[1].get_vocab_size()
+    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    for _ in range(27):
+        best = model.logits(model.hidden(tokens)[:, -1])[:, :valid].argmax(-1)
+        tokens = torch.cat([tokens, best[:, None]], 1)
+    drafts = model.drafts(tokens, model.hidden(tokens), 3)
+    right = [model.logits(draft)[..., :valid].argmax(-1)[:, :-1] == tokens[:, 1:] for draft in drafts]
+    kept = []
+    for row in range(2):
+        last = 64
+        while last < 64 + 23:
+            hits = [bool(right[depth][row, last + depth]) for depth in range(3)]
+            kept.append([*hits, False].index(False))
+            last += kept[-1] + 1
+    assert (engine["rounds"], engine["mean_new_tokens"]) == (len(kept), round(1 + sum(kept) / len(kept), 4))
+    assert engine["mean_new_tokens"] > 1.5
 
 
 def test_gated_delta_rule_is_the_recurrence() -> None:
@@ -215,14 +203,13 @@ def test_gated_delta_rule_is_the_recurrence() -> None:
     v = torch.randn(1, length, value_heads, width, generator=generator)
     g = -torch.rand(1, length, value_heads, generator=generator)
     beta = torch.rand(1, length, value_heads, generator=generator)
-    out, final = gated_delta_rule(q, k, v, g, beta)
+    out = gated_delta_rule(q, k, v, g, beta)
     state = torch.zeros(value_heads, width, width)
     for t in range(length):
         state = state * g[0, t].exp()[:, None, None]
         delta = beta[0, t][:, None] * (v[0, t] - (k[0, t] @ state).squeeze(-2))
         state = state + k[0, t][..., None] * delta[:, None]
         torch.testing.assert_close(out[0, t], (q[0, t] @ state).squeeze(-2), rtol=0, atol=1e-5)
-    torch.testing.assert_close(final[0], state, rtol=0, atol=1e-5)
 
 
 def test_looping_is_a_repeated_16_gram() -> None:
@@ -296,10 +283,10 @@ def test_training_reduces_the_loss_and_resumes(
         full_attention_interval=2,
         num_heads=2,
         num_kv_heads=1,
-        head_dim=16,
+        head_dim=64,
         linear_key_heads=1,
         linear_value_heads=2,
-        linear_head_dim=16,
+        linear_head_dim=32,
     )
     recipe = Recipe(
         sequence=64,

@@ -80,6 +80,7 @@ def test_a_wrong_operator_is_not_timed(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str, wrong: Any
 ) -> None:
     loaded = importlib.import_module(f"op_cases.{module}")
+    wrong.reference = getattr(loaded, name).reference
     monkeypatch.setattr(loaded, name, wrong)
     refused = 0
     for case in loaded.cases(tiny, 3, {}):

@@ -16,13 +16,11 @@ TOOL = "engine_scenarios.depth"
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> list[str]:
-    """Those of a tiny checkpoint, with turns of few rounds."""
+    """Those of a tiny checkpoint, with short blocks."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     monkeypatch.setattr(tool, "CHECKED_TOKENS", 6)
-    for name, value in {"CHANGE_ROUNDS": 8, "AUTO_ROUNDS": 4, "FIXED_ROUNDS": 3, "BLOCK_TURNS": 2}.items():
-        monkeypatch.setattr(tool, name, value)
-    flags = ["depth", f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--rounds=24"]
-    return [*flags, "--graph-mode=uncompiled", "--device=cpu"]
+    flags = ["depth", f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--max-tokens=24"]
+    return [*flags, "--seconds=0", "--graph-mode=uncompiled", "--device=cpu"]
 
 
 def test_cases_end_in_one_line(
@@ -32,32 +30,49 @@ def test_cases_end_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[Any, Any]] = []
-    advance = tool.Bench.advance
+    begun: list[tuple[Any, ...]] = []
+    begin, advance = tool.Bench.begin, tool.Bench.advance
+    rounds: list[tuple[str, int]] = []
 
-    def note(self: Any, way: str, **given: Any) -> Any:
-        made.append((way, given | {"found": advance(self, way, **given)}))
-        return made[-1][-1]["found"]
+    def note(self: Any, way: str, prompts: Any, max_tokens: int, rate: Any = None) -> None:
+        begun.append((rate, way, prompts))
+        begin(self, way, prompts, max_tokens, rate)
 
-    monkeypatch.setattr(tool.Bench, "advance", note)
+    def count(self: Any, way: str, num_tokens: int) -> Any:
+        before = self.runner.step_count = 0
+        step = self._step
+
+        def counted() -> None:
+            self.runner.step_count += 1
+            step()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "_step", counted)
+            found = advance(self, way, num_tokens)
+        rounds.append((way, self.runner.step_count - before))
+        return found
+
+    monkeypatch.setattr(tool.Bench, "begin", note)
+    monkeypatch.setattr(tool.Bench, "advance", count)
     bench_engine.main(flags)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["case"] for row in last["cases"]] == ["accept change", "accept 2.6"]
     for row in last["cases"]:
         assert row["tokens_per_s"].keys() == {"auto", "0", "1"}
-        assert row["turns"] == 6
+        assert row["turns"] == 1
         for over in (row["auto_over_best"], row["auto_over_none"]):
             low, high = over["interval_95"]
             assert 0 < low <= over["ratio"] <= high
-        assert sum(row["rounds_by_depth"].values()) >= 24
-    # What is computed of fixed depths is what they give.
-    fixed = [(int(way), given) for way, given in made if "rate" in given and way != "auto"]
-    rates = [tool.rate_for(accept, 3) for accept in (1.1, 2.6, 3.3)]
-    assert {(way, given["rate"]) for way, given in fixed} == {(way, rate) for way in (0, 1) for rate in rates}
-    for depth, given in fixed:
-        found = given["found"]
-        assert found.rounds == 3
-        assert tool.rounds_of(depth, given["rate"], found.spans) == found.rounds * len(found.spans)
+        assert sum(row["rounds_by_depth"].values()) > 0
+    # The check's three, then each way of a block at its rate, of the same prompts.
+    high, low, middle = (tool.rate_for(accept, 3) for accept in (3.3, 1.1, 2.6))
+    assert [rate for rate, _, _ in begun[3:]] == [*[high] * 3, *[low] * 3, *[middle] * 6]
+    for at in range(3, len(begun), 3):
+        assert {way for _, way, _ in begun[at : at + 3]} == {"auto", "0", "1"}
+        assert all(prompts == begun[at][2] for _, _, prompts in begun[at : at + 3])
+    # Depth 0 decodes a token per round, depth 1 at a rate of 2.6 fewer rounds.
+    steps = dict(rounds[-3:])
+    assert steps["1"] < steps["0"]
 
 
 def test_ways_take_turns_on_the_same_texts(
@@ -71,7 +86,7 @@ def test_ways_take_turns_on_the_same_texts(
     monkeypatch.setattr(tool, "TURN_TOKENS", 4)
     case = tool.Case("random ids", 1, lambda block: [[block, 2, 3]])
     monkeypatch.setattr(tool, "make_case", lambda name, batch, flags: replace(case, name=name))
-    bench_engine.main([*flags, "--fixed=1", "--max-tokens=8", "--seconds=0"])
+    bench_engine.main([*flags, "--fixed=1", "--max-tokens=8"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[:-1]]
     assert [(row["case"], row["turns"]) for row in rows] == [("code", 2), ("prose", 2), ("random ids", 2)]
     assert all(row["tokens_per_s"].keys() == {"auto", "1"} for row in rows)
@@ -82,8 +97,8 @@ def test_ways_take_turns_on_the_same_texts(
     [
         ("--max-tokens=23", "--max-tokens: must be at least 24, those of a turn, got 23"),
         ("--texts=code,verse", "--texts: must be of code, prose, random ids, got verse"),
-        ("--accept=2.6,many", "--accept: must hold mean tokens a round, or change, got 'many'"),
-        ("--accept=5", "accept must be from 1 to 4 tokens a round, got 5.0"),
+        ("--accept=2.6,many", "--accept: must hold mean tokens per round, or change, got 'many'"),
+        ("--accept=5", "accept must be from 1 to 4 tokens per round, got 5.0"),
         ("--shape=5b", "invalid choice: '5b'"),
     ],
 )
@@ -105,7 +120,6 @@ def test_a_ratio_counts_every_turn(tool: Any) -> None:
     turns = tool.Turns([24] * 20, {"auto": [1.0] * 18 + [3.0] * 2, "3": [1.0] * 20})
     found = turns.ratio("3")
     assert found["ratio"] == round(20 / 24, 3)
-    assert found["median_turn"] == 1.0
     low, high = found["interval_95"]
     assert 0.6 < low < found["ratio"] < high <= 1.0
 

@@ -14,8 +14,7 @@ FLAGS += ["--device=cpu", "--num-threads=1"]
 
 @pytest.fixture(autouse=True)
 def few_steps(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TIMED_STEPS", 6), ("WARM_UP_STEPS", 1), ("LEAST_ROUNDS", 3)):
-        monkeypatch.setattr(tool, name, value)
+    monkeypatch.setattr(tool, "LEAST_ROUNDS", 3)
     # As on a GPU.
     monkeypatch.setenv("COMPILED_MTP_MAX_IN_FLIGHT", "1")
 
@@ -26,11 +25,9 @@ def test_the_run_ends_in_one_line(bench_engine: Any, capsys: pytest.CaptureFixtu
     (row,) = last["rows"]
     assert (row["streams"], row["turns"], row["tokens"]) == (2, 1, 64)
     assert min(row["throughput_ratio"], row["cpu_ratio"]) > 0
-    assert 0 < row["loop_share"] < 1
-    assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p99"]
-    for name, times in (("round", "bare_round_ms"), ("step", "step_ms")):
-        expected = row["chunk_ms"]["p50"] / row[times]["p50"]
-        assert row[f"chunk_over_{name}"]["p50"] == pytest.approx(expected, rel=0.01)
+    for times in (row["bare_round_ms"], row["chunk_ms"]):
+        assert 0 < times["p50"] <= times["p99"]
+    assert row["chunk_over_round"] > 0
 
 
 def test_nothing_is_printed_for_tokens_that_the_service_changed(

@@ -30,20 +30,13 @@ def test_every_pool_is_timed_and_those_who_leave_are_counted(
 ) -> None:
     # Two come in on the shortest pool, with 64 tokens ahead of them, and cannot end there together.
     lengths = ["--max-tokens=400", "--new-tokens=120"]
-    bench_engine.main(
-        [*FLAGS, *lengths, "--shape=tiny", "--accept=2.6", "--graph-mode=uncompiled", "--mtp-step=1"]
-    )
+    bench_engine.main([*FLAGS, *lengths, "--shape=tiny", "--graph-mode=uncompiled", "--mtp-step=1"])
     line = json.loads(capsys.readouterr().out)
     assert [line[name]["num_blocks"] for name in ("full", "quarter", "half_of_used")] == [78, 19, 12]
     full, short = line["full"], line["half_of_used"]
-    assert (full["of_full"], full["most_running"], full["offloads"], full["tokens_a_move"]) == (1, 3, 0, None)
-    # The count by request is the engine's own.
-    moves = short["offloads"] + short["withdrawals"]
-    assert moves > 0
-    assert short["tokens_a_move"] == round(3 * 120 / moves, 1) >= short["least_tokens_a_move"] >= 64
+    assert (full["of_full"], full["offloads"] + full["withdrawals"]) == (1, 0)
+    assert short["offloads"] + short["withdrawals"] > 0
     assert short["of_full"] > 0
-    # A round keeps more than random drafts are worth, and rounds of synthetic acceptance are those timed.
-    assert full["steps"] < 120
 
 
 def test_nothing_is_printed_for_other_tokens_on_a_short_pool(
@@ -56,9 +49,9 @@ def test_nothing_is_printed_for_other_tokens_on_a_short_pool(
     run = tool.decode
 
     def wrong(engine: Any, options: Any, seed: int) -> Any:
-        found = run(engine, options, seed)
-        found.streams["1"][-1] ^= engine.runner.num_blocks == 4
-        return found
+        streams, line = run(engine, options, seed)
+        streams[1][-1] ^= engine.runner.num_blocks == 4
+        return streams, line
 
     monkeypatch.setattr(tool, "decode", wrong)
     with pytest.raises(SystemExit, match="tokens on the pool half_of_used differ"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-CURVES = "curves.png"
 
 CARD = """\
 ---
@@ -67,13 +66,11 @@ Bits per byte: **{bits_per_byte}** (windows of 1,024 tokens).
 Draft acceptance with `mtp_step` 3, from {prefixes} prefixes of 256 tokens out of held-out files,
 128 tokens decoded from each. `P(i)` is the share of verify rounds that accepted draft index i (and
 all before it). Rounds whose last 32 new tokens hold a 16-gram twice are counted apart as looping: a
-small model repeats itself, and drafts of a repetition are easy. Shared noise: draft and target draw
-with the same Gumbel noise, as the engine does; argmax drafts: the draft proposes its most likely
-token. On the same tokens, shared noise gives {gain:.0%} more tokens a round than argmax drafts.
-"training model" is the tool's plain PyTorch in float32; the engine has no argmax drafts.
+small model repeats itself, and drafts of a repetition are easy. Draft and target draw with the same
+Gumbel noise; the engine decodes in float32 on a CPU.
 
-| decoded by | temperature | drafts | rounds | tokens a round | P(0) | P(1) | P(2) |
-|---|---|---|---|---|---|---|---|
+| temperature | rounds counted | rounds | tokens per round | P(0) | P(1) | P(2) |
+|---|---|---|---|---|---|---|
 {acceptance}
 
 ## What it writes
@@ -95,31 +92,20 @@ Greedy, 128 tokens, by the engine. The first two prompts of `examples/prompts.js
 """
 
 
-def _acceptance_rows(evaluation: dict[str, Any]) -> str:
+def _acceptance_rows(figures: dict[str, Any]) -> str:
     rows = []
-    sources = [("engine", evaluation.get("engine", {})), ("training model", evaluation["plain"])]
-    labels = {"greedy": ("0", "argmax"), "shared_noise": ("0.8", "shared noise")}
-    labels["argmax_drafts"] = ("0.8", "argmax")
-    for source, figures in sources:
-        for key, (temperature, drafts) in labels.items():
-            for part in ("all", "normal", "looping"):
-                if key not in figures:
-                    continue
-                counts = figures[key][part]
-                name = drafts if part == "all" else f"{drafts}, {'not ' if part == 'normal' else ''}looping"
-                shares = " | ".join(f"{share:.3f}" for share in counts["accepted_by_index"])
-                mean = f"{counts['mean_new_tokens']:.2f}"
-                rows.append(
-                    f"| {source} | {temperature} | {name} | {counts['rounds']:,} | {mean} | {shares} |"
-                )
+    for key, temperature in (("greedy", "0"), ("shared_noise", "0.8")):
+        for part, name in (("all", "all"), ("normal", "not looping"), ("looping", "looping")):
+            counts = figures[key][part]
+            shares = " | ".join(f"{share:.3f}" for share in counts["accepted_by_index"])
+            rounds, mean = f"{counts['rounds']:,}", f"{counts['mean_new_tokens']:.2f}"
+            rows.append(f"| {temperature} | {name} | {rounds} | {mean} | {shares} |")
     return "\n".join(rows)
 
 
 def write_card(record: dict[str, Any], out: Path) -> None:
     """Write README.md and the curves to `out` from the contents of training.json."""
     shape, recipe, evaluation = record["shape"], record["recipe"], record["evaluation"]
-    plain = evaluation["plain"]
-    shared, argmax = (plain[name]["all"]["mean_new_tokens"] for name in ("shared_noise", "argmax_drafts"))
     attention = shape["num_layers"] // shape["full_attention_interval"]
     examples = "\n\n".join(
         f"```python\n{example['prompt']}# ---- written by the model from here ----\n{example['text']}\n```"
@@ -140,14 +126,13 @@ def write_card(record: dict[str, Any], out: Path) -> None:
         hardware=record["hardware"],
         torch=record["torch"],
         seconds=record["seconds"],
-        gain=shared / argmax - 1,
-        bits_per_byte=plain["bits_per_byte"],
+        bits_per_byte=evaluation["plain"]["bits_per_byte"],
         prefixes=evaluation["prefixes"],
-        acceptance=_acceptance_rows(evaluation),
+        acceptance=_acceptance_rows(evaluation["engine"]),
         examples=examples,
     )
     (out / "README.md").write_text(card)
-    _draw_curves(record, out / CURVES)
+    _draw_curves(record, out / "curves.png")
 
 
 def _draw_curves(record: dict[str, Any], path: Path) -> None:
@@ -155,8 +140,7 @@ def _draw_curves(record: dict[str, Any], path: Path) -> None:
     loss, agreement = figure.subplots(1, 2)
     first = [point for point in record["curve"] if point["phase"] == 1]
     checked = [point for point in record["curve"] if "heldout_bits" in point]
-    bits = 1 / 0.6931471805599453
-    loss.plot([p["step"] for p in first], [p["loss"] * bits for p in first], label="training batch")
+    loss.plot([p["step"] for p in first], [p["loss"] / math.log(2) for p in first], label="training batch")
     held = [p for p in checked if p["phase"] == 1]
     loss.plot([p["step"] for p in held], [p["heldout_bits"] for p in held], "o-", label="held-out")
     loss.set(xlabel="step (phase 1)", ylabel="bits per token", ylim=(0, 8), title="Trunk")

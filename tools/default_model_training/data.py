@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -125,27 +124,13 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
     return [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
 
 
-def prepare(stdlib: Path, work: Path) -> Corpus:
-    """Read, tokenize and cache the corpus in `work`; a cache of the same file list is used as it is."""
+def prepare(stdlib: Path) -> Corpus:
+    """Read the corpus, train its tokenizer and tokenize it; the same files give the same tokens."""
     train_texts, heldout_texts, summary = read_split(stdlib)
-    stamp, tokenizer_path = work / "data.json", work / "tokenizer.json"
-    cache = {part: work / f"{part}.npy" for part in ("train", "heldout", "heldout_ends")}
-    wanted = json.dumps(asdict(summary), sort_keys=True)
-    if stamp.exists() and stamp.read_text() == wanted:
-        loaded = {part: np.load(path) for part, path in cache.items()}
-        heldout = np.split(loaded["heldout"], loaded["heldout_ends"][:-1])
-        return Corpus(Tokenizer.from_file(str(tokenizer_path)), loaded["train"], heldout, summary)
     tokenizer = train_tokenizer(train_texts)
     end = np.asarray([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.uint16)
     train = np.concatenate([part for ids in _encode(tokenizer, train_texts) for part in (end, ids)])
-    heldout = _encode(tokenizer, heldout_texts)
-    work.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(tokenizer_path))
-    np.save(cache["train"], train)
-    np.save(cache["heldout"], np.concatenate(heldout))
-    np.save(cache["heldout_ends"], np.cumsum([len(ids) for ids in heldout]))
-    stamp.write_text(wanted)
-    return Corpus(tokenizer, train, heldout, summary)
+    return Corpus(tokenizer, train, _encode(tokenizer, heldout_texts), summary)
 
 
 def heldout_tokens(stdlib: Path, tokenizer: Tokenizer) -> list[Tokens]:

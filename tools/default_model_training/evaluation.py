@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,50 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from compiled_mtp import Engine, EngineConfig, SamplingParams
 from default_model_training.data import END_OF_TEXT, Tokens, heldout_prefixes
-from default_model_training.generation import Acceptance, is_looping, measure_acceptance
 from default_model_training.model import TrainingModel
 
 WINDOW = 1024
 PREFIX, NEW_TOKENS, MTP_STEP = 256, 128, 3
+LOOP_WINDOW, LOOP_GRAM = 32, 16
+
+
+def is_looping(tokens: list[int]) -> bool:
+    """Whether some 16-gram occurs twice within the last 32 of `tokens`."""
+    last = tokens[-LOOP_WINDOW:]
+    grams = [tuple(last[i : i + LOOP_GRAM]) for i in range(len(last) - LOOP_GRAM + 1)]
+    return len(set(grams)) < len(grams)
+
+
+@dataclass
+class Acceptance:
+    """Counts over verify rounds; `accepted[i]` of them accepted draft index i."""
+
+    rounds: int
+    new_tokens: int
+    accepted: list[int]
+
+    @classmethod
+    def empty(cls, depths: int) -> Acceptance:
+        """No rounds yet."""
+        return cls(0, 0, [0] * depths)
+
+    def add(self, accepted: int) -> None:
+        """Count one round in which the first `accepted` drafts were right."""
+        self.rounds += 1
+        self.new_tokens += accepted + 1
+        for index in range(accepted):
+            self.accepted[index] += 1
+
+    def summary(self) -> dict[str, object]:
+        """Mean new tokens per round, and the share of rounds that accepted each draft index."""
+        rounds = max(self.rounds, 1)
+        return {
+            "rounds": self.rounds,
+            "mean_new_tokens": round(self.new_tokens / rounds, 4),
+            "accepted_by_index": [round(count / rounds, 4) for count in self.accepted],
+        }
 
 
 @torch.no_grad()
@@ -36,38 +75,11 @@ def bits_per_byte(model: TrainingModel, tokenizer: Tokenizer, heldout: list[Toke
     return total_bits / total_bytes
 
 
-def evaluate_plain(
-    model: TrainingModel, tokenizer: Tokenizer, heldout: list[Tokens], prefixes: int
-) -> dict[str, Any]:
-    """Bits per byte, and acceptance with the training model's own decoding, in float32.
-
-    From `prefixes` held-out prefixes of 256 tokens, 128 tokens each: greedy, at temperature 0.8 with the
-    noise shared by target and draft, and the same tokens with the draft's argmax instead.
-    """
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("highest")
-    rows = torch.from_numpy(heldout_prefixes(heldout, prefixes, PREFIX)).to(device)
-    valid = tokenizer.get_vocab_size()
-    result: dict[str, Any] = {"bits_per_byte": round(bits_per_byte(model, tokenizer, heldout), 4)}
-    for name, temperature, argmax_drafts in (
-        ("greedy", 0.0, False),
-        ("shared_noise", 0.8, False),
-        ("argmax_drafts", 0.8, True),
-    ):
-        result[name], _ = measure_acceptance(
-            model, rows, NEW_TOKENS, temperature, valid, seed=0, argmax_drafts=argmax_drafts
-        )
-    return result
-
-
 def engine_acceptance(directory: Path, heldout: list[Tokens], prefixes: int) -> dict[str, Any]:
-    """Acceptance of the engine in float32 on the CPU, from the prefixes of `evaluate_plain`.
+    """Acceptance in float32 on the CPU, greedy and at temperature 0.8, from held-out prefixes.
 
     A round counts when it starts before the 128th new token; prefill's own token is not a round.
     """
-    from compiled_mtp import Engine, EngineConfig, SamplingParams
-
     rows = heldout_prefixes(heldout, prefixes, PREFIX)
     engine = Engine(EngineConfig(model=directory, mtp_step=MTP_STEP, device="cpu", compile="off"))
     result: dict[str, Any] = {}
@@ -93,8 +105,6 @@ def engine_acceptance(directory: Path, heldout: list[Tokens], prefixes: int) -> 
 
 def example_continuations(directory: Path, prompt_file: Path) -> list[dict[str, str]]:
     """Greedy continuations of 128 tokens, by the engine on the CPU, of the prompts of a .jsonl file."""
-    from compiled_mtp import Engine, EngineConfig, SamplingParams
-
     prompts = [json.loads(line)["prompt"] for line in prompt_file.read_text().splitlines()]
     engine = Engine(EngineConfig(model=directory, mtp_step=MTP_STEP, device="cpu", compile="off"))
     outputs = engine.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))

@@ -6,14 +6,13 @@ Source: transformers 5.23 `models/qwen3_5` and the Qwen3-Next report; chunked ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHUNK = 64
-INVERSE_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -45,24 +44,6 @@ class ModelShape:
     def is_full_attention(self, layer: int) -> bool:
         """Whether trunk layer `layer` (from 0) is a full-attention layer."""
         return (layer + 1) % self.full_attention_interval == 0
-
-
-@dataclass
-class LayerCache:
-    """What one layer keeps while decoding: GDN state and conv history, or keys and values."""
-
-    state: Tensor | None = None
-    conv: Tensor | None = None
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-
-@dataclass
-class DecodeCache:
-    """Caches of all trunk layers and the number of tokens they hold."""
-
-    layers: list[LayerCache] = field(default_factory=list)
-    length: int = 0
 
 
 class RMSNorm(nn.Module):
@@ -138,61 +119,17 @@ class Attention(nn.Module):
         mixed = mixed.transpose(1, 2).reshape(gate.shape)
         return self.o_proj(mixed * torch.sigmoid(gate))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v, gate = self.project(x, cos, sin)
-        if cache is not None:
-            cache.keys, cache.values = k, v
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.finish(mixed, gate)
 
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, length: int) -> Tensor:
-        """One token x [B, 1, H]; writes its key and value at row `length` of the cache."""
-        assert cache.keys is not None
-        assert cache.values is not None
-        q, k, v, gate = self.project(x, cos, sin)
-        cache.keys[:, :, length] = k[:, :, 0].to(cache.keys.dtype)
-        cache.values[:, :, length] = v[:, :, 0].to(cache.values.dtype)
-        keys, values = cache.keys[:, :, : length + 1], cache.values[:, :, : length + 1]
-        q = q.to(keys.dtype)
-        return self.finish(F.scaled_dot_product_attention(q, keys, values, enable_gqa=True), gate)
 
-
-def unit_lower_inverse(strict: Tensor) -> Tensor:
-    """(I + strict)^-1 for strictly lower triangular `strict` [..., c, c]; c is 16, 32 or 64.
-
-    Blocks of 16 by the product form of the Neumann series (exact: the power 16 is zero), then merged; one
-    Newton step removes the rounding and carries the gradient.
-    """
-    size = strict.shape[-1]
-    with torch.no_grad():
-        block = min(INVERSE_BLOCK, size)
-        count = size // block
-        tiles = strict.unflatten(-1, (count, block)).unflatten(-3, (count, block))
-        diagonal = torch.stack([tiles[..., i, :, i, :] for i in range(count)], dim=-3)
-        eye = torch.eye(block, device=strict.device, dtype=strict.dtype)
-        power = -diagonal
-        inverse = eye + power
-        for _ in range(3):
-            power = power @ power
-            inverse = inverse + inverse @ power
-        while block < size:
-            top, bottom = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-            rows = strict.unflatten(-1, (size // block, block)).unflatten(-3, (size // block, block))
-            lower = torch.stack([rows[..., i + 1, :, i, :] for i in range(0, size // block, 2)], dim=-3)
-            corner = -(bottom @ lower @ top)
-            upper = torch.cat([top, torch.zeros_like(top)], dim=-1)
-            inverse = torch.cat([upper, torch.cat([corner, bottom], dim=-1)], dim=-2)
-            block *= 2
-        inverse = inverse.squeeze(-3)
-    identity = torch.eye(size, device=strict.device, dtype=strict.dtype)
-    return inverse + inverse @ (identity - (inverse + strict @ inverse))
-
-
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The gated delta rule over whole sequences in chunks of 64, float32, from a zero state.
 
     q, k [B, T, nk, dk] (normalised), v [B, T, nv, dv], g (log decay) and beta [B, T, nv].
-    Returns the outputs [B, T, nv, dv] and the final state [B, nv, dk, dv].
+    Returns the outputs [B, T, nv, dv].
     """
     batch, length, key_heads, _ = q.shape
     value_heads = v.shape[2]
@@ -218,10 +155,11 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
 
     products = repeat(k @ k.transpose(-1, -2))
     strict = (beta[..., None] * products * decay).tril(-1)
-    inverse = unit_lower_inverse(strict)
     queries, keys = repeat(q), repeat(k)
     grown = torch.exp(total)[..., None]
-    solved = inverse @ torch.cat([beta[..., None] * v, (beta[..., None] * grown) * keys], dim=-1)
+    right = torch.cat([beta[..., None] * v, (beta[..., None] * grown) * keys], dim=-1)
+    # (I + strict)^-1 @ right: the ones of the diagonal are implied.
+    solved = torch.linalg.solve_triangular(strict, right, upper=False, unitriangular=True)
     update, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     last = total[..., -1:]
     tail = (torch.exp(last - total)[..., None] * keys).transpose(-1, -2)
@@ -237,7 +175,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     scores = repeat(q @ k.transpose(-1, -2)) * decay
     out = (grown * queries) @ torch.stack(states, dim=2) + scores @ torch.stack(writes, dim=2)
     out = out.transpose(1, 2).transpose(2, 3).flatten(1, 2)
-    return out[:, :length], state
+    return out[:, :length]
 
 
 class GatedDeltaNet(nn.Module):
@@ -260,11 +198,12 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(width, shape.eps)
         self.out_proj = nn.Linear(self.value_dim, hidden, bias=False)
 
-    def convolve(self, padded: Tensor, length: int) -> Tensor:
-        """silu of the causal convolution; `padded` [B, kernel - 1 + T, C] starts with the history."""
-        weight = self.conv1d.weight[:, 0].to(padded.dtype)
-        taps = range(self.shape.conv_kernel)
-        return F.silu(torch.stack([padded[:, i : i + length] * weight[:, i] for i in taps]).sum(0))
+    def convolve(self, raw: Tensor) -> Tensor:
+        """silu of the causal convolution of `raw` [B, T, C]."""
+        taps, weight = self.shape.conv_kernel, self.conv1d.weight[:, 0].to(raw.dtype)
+        padded = F.pad(raw, (0, 0, taps - 1, 0))
+        moved = [padded[:, tap : tap + raw.shape[1]] * weight[:, tap] for tap in range(taps)]
+        return F.silu(torch.stack(moved).sum(0))
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay and beta [B, T, nv], float32."""
@@ -279,37 +218,13 @@ class GatedDeltaNet(nn.Module):
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * width**-0.5
         return q, k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6), v
 
-    def output(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.convolve(self.in_proj_qkv(x)))
+        g, beta = self.gates(x)
+        with torch.autocast(x.device.type, enabled=False):
+            mixed = gated_delta_rule(q, k, v, g, beta)
         z = self.in_proj_z(x).unflatten(-1, (-1, self.shape.linear_head_dim))
         return self.out_proj(self.norm(mixed, z).flatten(-2).to(z.dtype))
-
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        raw = self.in_proj_qkv(x)
-        padded = F.pad(raw, (0, 0, self.shape.conv_kernel - 1, 0))
-        q, k, v = self.heads(self.convolve(padded, x.shape[1]))
-        g, beta = self.gates(x)
-        with torch.autocast(x.device.type, enabled=False):
-            mixed, state = gated_delta_rule(q, k, v, g, beta)
-        if cache is not None:
-            cache.state, cache.conv = state, padded[:, -(self.shape.conv_kernel - 1) :]
-        return self.output(mixed, x)
-
-    def decode(self, x: Tensor, cache: LayerCache) -> Tensor:
-        """One token x [B, 1, H], by the recurrence; updates the state and the conv history."""
-        assert cache.state is not None
-        assert cache.conv is not None
-        window = torch.cat([cache.conv, self.in_proj_qkv(x)], dim=1)
-        cache.conv = window[:, 1:]
-        q, k, v = self.heads(self.convolve(window, 1))
-        g, beta = self.gates(x)
-        ratio = self.shape.linear_value_heads // self.shape.linear_key_heads
-        with torch.autocast(x.device.type, enabled=False):
-            q, k = (t[:, 0].repeat_interleave(ratio, dim=1) for t in (q, k))
-            state = cache.state.mul_(g[:, 0].exp()[..., None, None])
-            delta = beta[:, 0, :, None] * (v[:, 0] - (k[..., None, :] @ state)[..., 0, :])
-            state += k[..., :, None] * delta[..., None, :]
-            mixed = (q[..., None, :] @ state).transpose(1, 2)
-        return self.output(mixed, x)
 
 
 class FeedForward(nn.Module):
@@ -346,17 +261,10 @@ class DecoderLayer(nn.Module):
         forward = self.mlp(self.post_attention_layernorm(residual))
         return residual + F.dropout(forward, self.dropout, self.training)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_layernorm(x)
-        if self.is_full_attention:
-            return self.add(x, self.self_attn(normed, cos, sin, cache))
-        return self.add(x, self.linear_attn(normed, cache))
-
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, length: int) -> Tensor:
-        normed = self.input_layernorm(x)
-        if self.is_full_attention:
-            return self.add(x, self.self_attn.decode(normed, cos, sin, cache, length))
-        return self.add(x, self.linear_attn.decode(normed, cache))
+        mixed = self.self_attn(normed, cos, sin) if self.is_full_attention else self.linear_attn(normed)
+        return self.add(x, mixed)
 
 
 class Trunk(nn.Module):
@@ -401,8 +309,8 @@ class MtpHead(nn.Module):
         length = embedded.shape[1]
         normed_embedding = self.pre_fc_norm_embedding(embedded)
         slots = torch.arange(length, device=embedded.device)
-        committed: tuple[Tensor, Tensor] | None = None
-        chain: list[tuple[Tensor, Tensor]] = []
+        # The committed pairs' keys and values, then those of each later depth.
+        cached: list[tuple[Tensor, Tensor]] = []
         previous, outputs = hidden, []
         groups = self.shape.num_heads // self.shape.num_kv_heads
         for depth in range(1, depths + 1):
@@ -411,26 +319,20 @@ class MtpHead(nn.Module):
             pair = pair.to(embedded.dtype)
             q, k, v, gate = attention.project(layer.input_layernorm(pair), cos, sin)
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-            if committed is None:
-                committed = (k, v)
-            else:
-                chain.append((k, v))
-            keys, values = committed
+            cached.append((k, v))
+            (keys, values), *chain = cached
             scale = self.shape.head_dim**-0.5
             visible = (slots[None, :] >= 1) & (slots[None, :] <= slots[:, None] - (depth - 1))
             if depth == 1:
                 visible = visible | (slots[:, None] + slots[None, :] == 0)
             scores = (q @ keys.transpose(-1, -2)).float() * scale
             scores = scores.masked_fill(~visible, float("-inf"))
-            own = []
-            for index, (chain_key, _) in enumerate(chain):
-                moved = _shift(chain_key, len(chain) - 1 - index)
-                own.append((q * moved).float().sum(-1, keepdim=True) * scale)
+            moved = [[_shift(x, depth - 2 - index) for x in pair] for index, pair in enumerate(chain)]
+            own = [(q * key).float().sum(-1, keepdim=True) * scale for key, _ in moved]
             weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values.dtype)
             mixed = weights[..., :length] @ values
-            for index, (_, chain_value) in enumerate(chain):
-                moved = _shift(chain_value, len(chain) - 1 - index)
-                mixed = mixed + weights[..., length + index, None] * moved
+            for index, (_, value) in enumerate(moved):
+                mixed = mixed + weights[..., length + index, None] * value
             previous = self.norm(layer.add(pair, attention.finish(mixed, gate)))
             outputs.append(previous)
         return outputs
@@ -473,35 +375,13 @@ class TrainingModel(nn.Module):
                 step = torch.exp(torch.empty(heads).uniform_(-6.9, -2.3, generator=generator))
                 module.dt_bias.data.copy_(step + torch.log(-torch.expm1(-step)))
 
-    def hidden(self, tokens: Tensor, cache: DecodeCache | None = None, capacity: int = 0) -> Tensor:
-        """Post-norm hiddens [B, T, H] of `tokens` [B, T]; fills `cache` with room for `capacity` tokens."""
-        length = tokens.shape[1]
-        cos, sin = rope_tables(torch.arange(length, device=tokens.device), self.shape)
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Post-norm hiddens [B, T, H] of `tokens` [B, T]."""
+        cos, sin = rope_tables(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
-            if cache is None:
-                x = layer(x, cos, sin)
-                continue
-            kept = LayerCache()
-            x = layer.forward(x, cos, sin, kept)
-            if kept.keys is not None and kept.values is not None:
-                room = (0, 0, 0, capacity - length)
-                kept.keys, kept.values = F.pad(kept.keys, room), F.pad(kept.values, room)
-            cache.layers.append(kept)
-        if cache is not None:
-            cache.length = length
+            x = layer(x, cos, sin)
         return self.model.norm(x)
-
-    def decode(self, tokens: Tensor, cache: DecodeCache) -> Tensor:
-        """Logits [B, V] after one more token [B] of every sequence; updates the cache."""
-        position = torch.tensor([cache.length], device=tokens.device)
-        cos, sin = rope_tables(position, self.shape)
-        x = self.model.embed_tokens(tokens[:, None])
-        for layer, kept in zip(self.model.layers, cache.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            x = layer.decode(x, cos, sin, kept, cache.length)
-        cache.length += 1
-        return self.logits(self.model.norm(x)[:, 0])
 
     def drafts(self, tokens: Tensor, hidden: Tensor, depths: int) -> list[Tensor]:
         """MTP hiddens of depths 1..depths [B, T, H], teacher-forced on `tokens` [B, T] (see MtpHead)."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from default_model_training.card import write_card
 from default_model_training.data import default_stdlib, heldout_tokens, prepare
-from default_model_training.evaluation import engine_acceptance, evaluate_plain, example_continuations
+from default_model_training.evaluation import bits_per_byte, engine_acceptance, example_continuations
 from default_model_training.export import load_checkpoint
 from default_model_training.model import ModelShape
 from default_model_training.training import Recipe, Trainer
@@ -41,13 +41,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", "--out", dest="out", type=Path, required=True, help="directory of the checkpoint"
     )
-    parser.add_argument(
-        "--work", type=Path, default=Path("build/default_model"), help="caches and resume file"
-    )
+    parser.add_argument("--work", type=Path, default=Path("build/default_model"), help="the resume file")
     parser.add_argument("--stdlib", type=Path, default=default_stdlib(), help="standard library to train on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work")
-    parser.add_argument("--evaluate", action="store_true", help="only evaluate --output, with the engine too")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate --output")
     parser.add_argument("--prefixes", type=int, default=64, help="held-out prefixes to decode from")
     parser.add_argument("--dropout", type=float, default=0.1)
     for field in dataclasses.fields(Recipe):
@@ -58,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(arguments: argparse.Namespace) -> None:
     """Train and export to --output; training.json there gets data, recipe, time and curve."""
-    corpus = prepare(arguments.stdlib, arguments.work)
+    corpus = prepare(arguments.stdlib)
     print(f"data: {corpus.summary}, {len(corpus.train):,} training tokens", flush=True)
     recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Recipe)})
     device = torch.device(arguments.device)
@@ -77,31 +75,19 @@ def train(arguments: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "curve": trainer.progress.points,
     }
-    write_record(arguments.out, record)
-
-
-def write_record(out: Path, record: dict[str, Any]) -> None:
-    """Write training.json to `out`."""
-    (out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    (arguments.out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Evaluate --output, put the figures into its training.json, and write its model card.
-
-    With the training model always; with the engine too when --evaluate asks for it, so that training needs
-    nothing but this folder.
-    """
+    """Evaluate --output, put the figures into its training.json, and write its model card."""
     model, tokenizer = load_checkpoint(arguments.out)
     heldout = heldout_tokens(arguments.stdlib, tokenizer)
-    figures: dict[str, Any] = {"prefixes": arguments.prefixes}
-    figures["plain"] = evaluate_plain(
-        model.to(torch.device(arguments.device)), tokenizer, heldout, arguments.prefixes
-    )
-    if arguments.evaluate:
-        figures["engine"] = engine_acceptance(arguments.out, heldout, arguments.prefixes)
-        figures["examples"] = example_continuations(arguments.out, EXAMPLES)
+    bits = bits_per_byte(model.to(torch.device(arguments.device)), tokenizer, heldout)
+    figures: dict[str, Any] = {"prefixes": arguments.prefixes, "plain": {"bits_per_byte": round(bits, 4)}}
+    figures["engine"] = engine_acceptance(arguments.out, heldout, arguments.prefixes)
+    figures["examples"] = example_continuations(arguments.out, EXAMPLES)
     record = json.loads((arguments.out / RECORD).read_text()) | {"evaluation": figures}
-    write_record(arguments.out, record)
+    (arguments.out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     write_card(record, arguments.out)
     print(json.dumps({name: figures[name] for name in figures if name != "examples"}, indent=2))
 

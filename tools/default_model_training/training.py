@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiled_mtp import Engine, EngineConfig, SamplingParams
 from default_model_training.data import Corpus, Tokens
 from default_model_training.export import export_checkpoint, stored_dtype
-from default_model_training.generation import generate
 from default_model_training.model import ModelShape, TrainingModel
 
 DEPTH_WEIGHTS = (0.4, 0.35, 0.25)
@@ -291,22 +291,36 @@ class Trainer:
             parameter.copy_(parameter.to(stored_dtype(name)).float())
 
     def _own_text(self) -> Tensor:
-        """The trunk's own continuations of training text at temperatures 0 to 1, int32 on the device."""
+        """The trunk's own continuations of training text at temperatures 0 to 1, int32 on the device.
+
+        The engine writes them, from the checkpoint that the first phase has exported.
+        """
         recipe, started = self.recipe, time.perf_counter()
         generator = torch.Generator().manual_seed(recipe.seed + 2)
-        prefixes = windows(
-            self.train_stream, recipe.own_prefix - 1, min(recipe.own_sequences, 4096), generator
+        prefixes = windows(self.train_stream, recipe.own_prefix - 1, recipe.own_sequences, generator)
+        rows, length = next(prefixes), recipe.head_sequence + 1
+        batch = min(len(rows), 256)
+        config = EngineConfig(
+            model=self.out,
+            device=self.device.type,
+            mtp_step=0,
+            compile="off",
+            prefix_cache=False,
+            max_batch=batch,
+            max_model_len=length,
+            num_blocks=batch * (length // EngineConfig().block_size + 1) + 1,
         )
-        count = recipe.head_sequence + 1 - recipe.own_prefix
-        self.model.eval()
-        parts: list[Tensor] = []
-        while sum(map(len, parts)) < recipe.own_sequences:
-            rows = next(prefixes)
-            choices = torch.tensor([0.0, 0.8, 0.8, 1.0], device=self.device)
-            temperatures = choices[torch.arange(len(rows), device=self.device) % len(choices)]
-            valid = self.corpus.tokenizer.get_vocab_size()
-            with mixed_precision(self.device):
-                parts.append(generate(self.model, rows, count, temperatures, valid, recipe.seed).int())
-        shown = f"{sum(map(len, parts)):,} rows of {recipe.head_sequence + 1} tokens"
-        print(f"generated {shown} in {time.perf_counter() - started:.0f} s", flush=True)
-        return torch.cat(parts)
+        params = [
+            SamplingParams(
+                max_tokens=length - recipe.own_prefix,
+                temperature=(0.0, 0.8, 0.8, 1.0)[index % 4],
+                seed=recipe.seed + index,
+                ignore_eos=True,
+            )
+            for index in range(len(rows))
+        ]
+        engine = Engine(config)
+        written = torch.tensor([one.new_token_ids for one in engine.generate(rows.tolist(), params)])
+        engine.close()
+        print(f"{len(rows):,} rows of {length} tokens in {time.perf_counter() - started:.0f} s", flush=True)
+        return torch.cat([rows, written.to(rows)], 1).int()

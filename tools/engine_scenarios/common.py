@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from bench_step import LAYERS, fill_random, model_config
+from released_shapes import LAYERS, fill_random, model_config
 from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.config import EngineConfig

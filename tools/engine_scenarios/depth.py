@@ -4,22 +4,19 @@
     python tools/bench_engine.py depth --shape 4b --accept 1.1,2.6,3.3,change --batches 1,8,32     # a GPU
 
 Texts are code, prose and random ids, greedy. Each way, auto and the fixed depths, has an engine of its own,
-as its user would; they take turns of TURN_TOKENS tokens of the same text, so that what a neighbour of the
-machine slows down is all of them. Every block of --max-tokens is another text.
+as its user would. The ways take turns of TURN_TOKENS tokens of the same text, so that a neighbour on the
+machine slows all of them down. Every block of --max-tokens is another text.
 
---accept names synthetic acceptances instead, as mean tokens a round at depth 3, on one engine; "change" goes
-from 3.3 to 1.1 and back every 200 rounds. In a turn auto has 25 rounds and every fixed depth 5, after two
-that do not count; --rounds is how many auto has in a case. How long a fixed depth would have taken for the
-text that auto decoded in the turn is computed, from its rounds' time there and then and the hash that decides
-what is kept. Where a round of auto verified what was no draft, nothing beyond its drafts counts. On a GPU
-the first depth is compiled and the others are captured as they are, as in any engine; with --graph-mode
+--accept names synthetic acceptances instead, as mean tokens per round at depth 3, on one engine; "change"
+goes from 3.3 to 1.1 and back with every block. Every way decodes the same block from its start in turn, so
+that the same drafts are kept. A round of auto that verifies more than its drafts counts its drafts alone. On
+a GPU the first depth is compiled and the others are captured as they are, as in any engine; with --graph-mode
 uncompiled the first is too, so that every depth pays for it alike and the start takes seconds.
 
-In either case auto learns first, for rounds that do not count. --seconds bounds the whole run, its start
-included: cases share what is left. A ratio is of all turns' seconds, with the interval that 95 % of
-resampled turns give; the median turn is printed beside it, but is not to be quoted: what auto loses in few
-turns is no part of it. Before anything is timed the tokens of auto must be those of depth 0. Every record is
-printed when it is made, and all of them in the last line; tools/plot.py draws them.
+The first block does not count: auto learns in it. --seconds bounds the whole run, its start included: cases
+share what is left. A ratio is of all turns' seconds, with the interval that 95 % of resampled turns give.
+Before anything is timed the tokens of auto must be those of depth 0. The tool prints every record when it is
+made, and all of them in the last line; tools/plot.py draws them.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import rate_for
+from released_shapes import rate_for
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.ops.window.reference import position_hash
 from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
@@ -52,45 +47,26 @@ from engine_scenarios import common
 ROOT = Path(__file__).resolve().parents[2]
 AUTO = "auto"
 TEXTS = ("code", "prose", "random ids")
-CHANGE_ROUNDS, CHANGE_ACCEPTS, NUM_CHANGES = 200, (3.3, 1.1), 3
-PROMPT_TOKENS, CHECKED_TOKENS, WARM_UP_ROUNDS = 48, 40, 64
-# Of texts, the tokens of a request in a turn.
+CHANGE_ACCEPTS = (3.3, 1.1)
+PROMPT_TOKENS, CHECKED_TOKENS = 48, 40
+# The tokens of a request in a turn of texts.
 TURN_TOKENS = 24
-# Of synthetic acceptance, rounds of a turn; after so many turns other requests begin, so that contexts stay
-# in the shortest class.
-AUTO_ROUNDS, FIXED_ROUNDS, SKIPPED_ROUNDS, BLOCK_TURNS = 25, 5, 2, 8
 RESAMPLED = 2000
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded: prompts by the number of the block, or rates of synthetic acceptance, each for some
-    rounds in turn."""
+    """What is decoded: prompts by the number of the block, perhaps at rates of synthetic acceptance."""
 
     name: str
     batch: int
     prompts: Callable[[int], list[list[int]]]
     rates: tuple[float, ...] = ()
 
-    def rate(self, rounds: int) -> float:
-        """The rate after so many rounds of auto."""
-        return self.rates[rounds // CHANGE_ROUNDS % len(self.rates)]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """What one way did in a turn: rounds, seconds, tokens that count, and (slot, position before, position
-    after) of each request."""
-
-    rounds: int
-    seconds: float
-    num_tokens: int
-    spans: list[tuple[int, int, int]]
-
 
 @dataclass
 class Turns:
-    """Of every turn the tokens of its text, and each way's seconds for it."""
+    """The tokens of every turn's text, and each way's seconds for it."""
 
     tokens: list[int]
     seconds: dict[str, list[float]]
@@ -105,8 +81,7 @@ class Turns:
         found.sort()
         whole = sum(theirs for theirs, _ in pairs) / sum(mine for _, mine in pairs)
         interval = [round(found[round(share * (RESAMPLED - 1))], 3) for share in (0.025, 0.975)]
-        median = statistics.median(theirs / mine for theirs, mine in pairs)
-        return {"ratio": round(whole, 3), "interval_95": interval, "median_turn": round(median, 3)}
+        return {"ratio": round(whole, 3), "interval_95": interval}
 
     def row(self, case: Case) -> dict[str, Any]:
         """The record of a case."""
@@ -149,15 +124,20 @@ class Bench:
             depth=self._choose,
         )
         self.requests: list[Request] = []
-        self._rounds = self._num_tokens = 0
+        self._num_tokens = 0
         self._rate: float | None = config.synthetic_acceptance
 
     def forget_what_was_learnt(self) -> None:
         """Let auto begin anew."""
         self.policy = DepthPolicy(self._depths, self._sizes, self.clock)
 
-    def begin(self, way: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Prefill requests in the place of those before; they are to be left before they have max_tokens."""
+    def begin(
+        self, way: str, prompts: Sequence[Sequence[int]], max_tokens: int, rate: float | None = None
+    ) -> None:
+        """Replace the requests by new ones, prefilled; they must be left before they have max_tokens."""
+        if rate != self._rate:
+            self.runner.step.accept_at(rate)
+            self._rate = rate
         self.scheduler.forget_all()
         self._drain()
         self.policy.forget_launches()
@@ -171,45 +151,22 @@ class Bench:
             self._step()
         self._drain()
 
-    def advance(
-        self,
-        way: str,
-        *,
-        rounds: int | None = None,
-        num_tokens: int = 0,
-        skipped: int = 0,
-        rate: float | None = None,
-    ) -> Stretch:
-        """Decode in one way: `rounds` behind those that are skipped, with the next one launched meanwhile; or
-        until there are so many tokens, with nothing left in flight."""
-        if rate != self._rate:
-            self.runner.step.accept_at(rate)
-            self._rate = rate
-        self.way, self._rounds = way, 0
-        while self._rounds < skipped:
+    def advance(self, way: str, num_tokens: int) -> float:
+        """The seconds in which one way decodes so many tokens, with nothing left in flight.
+
+        What the last round gives beyond them costs its part of the time.
+        """
+        self.way, self._num_tokens, begin = way, 0, self.clock()
+        while self._num_tokens < num_tokens:
             self._step()
-        self._rounds = self._num_tokens = 0
-        before, begin = self._positions(), self.clock()
-        while self._rounds < rounds if rounds is not None else self._num_tokens < num_tokens:
-            self._step()
-        if rounds is None:
-            self._drain()
-        seconds, after = self.clock() - begin, self._positions()
-        spans = [(slot, pos, after[slot]) for slot, pos in before.items()]
-        found = Stretch(self._rounds, seconds, self._num_tokens, spans)
         self._drain()
-        return found
+        seconds = self.clock() - begin
+        assert len(self.scheduler.running) == len(self.requests), "requests ended before they were to"
+        return seconds * num_tokens / self._num_tokens
 
     def token_ids(self) -> list[list[int]]:
         """All tokens of each request so far."""
         return [list(one.output_token_ids) for one in self.requests]
-
-    def _positions(self) -> dict[int, int]:
-        """Of each slot's last token."""
-        running = self.scheduler.running.items()
-        found = {slot: one.prompt_len + len(one.output_token_ids) - 1 for slot, one in running}
-        assert len(found) == len(self.requests), "requests ended before they were to"
-        return found
 
     def _step(self) -> None:
         """One step as `Engine` makes it."""
@@ -230,7 +187,6 @@ class Bench:
             self.policy.read(result)
         self.scheduler.update(result)
         if result.plan.kind == "decode":
-            self._rounds += 1
             most = result.plan.num_drafts + 1 if self._rate is not None else 99
             self._num_tokens += sum(min(len(new), most) for new in result.token_ids)
 
@@ -249,14 +205,14 @@ def texts(text: str) -> list[str]:
 
 
 def accepts(text: str) -> dict[str, tuple[float, ...]]:
-    """A flag's mean tokens a round, or "change", by commas: the rates of each, which follow one another."""
+    """A flag's mean tokens per round, or "change", by commas: the rates of each, block by block."""
     found = {}
     for name in text.split(","):
         try:
             means = CHANGE_ACCEPTS if name == "change" else (float(name),)
             found[name] = tuple(rate_for(mean, 3) for mean in means)
         except ValueError as error:
-            rule = f"must hold mean tokens a round, or change, got {name!r}: {error}"
+            rule = f"must hold mean tokens per round, or change, got {name!r}: {error}"
             raise argparse.ArgumentTypeError(rule) from error
     return found
 
@@ -280,7 +236,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="number of the first: runs side by side can have others each",
     )
     parser.add_argument(
-        "--accept", type=accepts, default={}, help="synthetic: mean tokens a round, or change, by commas"
+        "--accept", type=accepts, default={}, help="synthetic: mean tokens per round, or change, by commas"
     )
     parser.add_argument("--batches", type=common.numbers, default=[1])
     parser.add_argument("--depths", type=common.numbers, default=[0, 1, 2, 3, 5], help="what auto may choose")
@@ -289,8 +245,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=common.numbers,
         help="depths to compare with, by commas; default: 0,3 for texts, else --depths",
     )
-    parser.add_argument("--rounds", type=int, default=200, help="of auto in a case of synthetic acceptance")
-    parser.add_argument("--max-tokens", type=whole_turns, default=240, help="of a block of a text")
+    parser.add_argument("--max-tokens", type=whole_turns, default=240, help="per request and block")
     parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run, its start included")
 
 
@@ -299,21 +254,15 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     end_s = time.perf_counter() + flags.seconds
     fixed = flags.fixed or (flags.depths if flags.accept else [0, 3])
     cases = [make_case(name, batch, flags) for batch in flags.batches for name in flags.accept or flags.texts]
-    benches = {AUTO: make_bench("auto", flags)}
-    check(benches[AUTO], make_case("random ids", 1, flags), flags.depths)
-    if not flags.accept:
-        benches |= {str(depth): make_bench(depth, flags) for depth in fixed}
+    auto = make_bench("auto", flags)
+    check(auto, make_case("random ids", 1, flags), flags.depths)
+    others = {str(depth): auto if flags.accept else make_bench(depth, flags) for depth in fixed}
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         share_s = (end_s - time.perf_counter()) / (len(cases) - number)
-        bench = benches[AUTO]
-        bench.forget_what_was_learnt()
-        if flags.accept:
-            rounds = flags.rounds if len(case.rates) == 1 else NUM_CHANGES * CHANGE_ROUNDS
-            turns, found = time_acceptance(bench, case, fixed, rounds, share_s)
-        else:
-            turns, found = time_texts(benches, case, flags.max_tokens, share_s), {}
-        rows.append(turns.row(case) | found | what_auto_chose(bench))
+        auto.forget_what_was_learnt()
+        turns = time_case({AUTO: auto} | others, case, flags.max_tokens, share_s)
+        rows.append(turns.row(case) | what_auto_chose(auto))
         print(json.dumps(rows[-1]), flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {"device": device, "model": flags.shape or flags.model.name, "cases": rows}
@@ -322,7 +271,9 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
     """The engine of one way, or of all of them."""
     batch, width = max(flags.batches), max(flags.depths) + 1
-    max_model_len, block_size = most_tokens(flags) + PROMPT_TOKENS + 2 * width, EngineConfig().block_size
+    # The earlier requests of a block decode while later ones are prefilled.
+    max_model_len = 2 * flags.max_tokens + batch * width + PROMPT_TOKENS + 2 * width
+    block_size = EngineConfig().block_size
     given = common.settings(flags) | {
         "mtp_step": mtp_step,
         "mtp_depths": ",".join(map(str, flags.depths)),
@@ -338,22 +289,12 @@ def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
     return Bench(EngineConfig(**given), flags.shape, common.clock(flags))
 
 
-def most_tokens(flags: argparse.Namespace) -> int:
-    """What no request of a block reaches; the earlier ones decode while later ones are prefilled."""
-    batch, width = max(flags.batches), max(flags.depths) + 1
-    if not flags.accept:
-        return int(2 * flags.max_tokens + batch * width)
-    ways = len(flags.fixed or flags.depths)
-    turn = AUTO_ROUNDS + ways * (FIXED_ROUNDS + 1) + (ways + 1) * (SKIPPED_ROUNDS + 1)
-    return int((WARM_UP_ROUNDS + BLOCK_TURNS * turn + batch) * width)
-
-
 def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:
     """Raise AssertionError unless auto gives depth 0's tokens, also with another depth every second round."""
 
     def decode(way: str) -> list[int]:
-        bench.begin(way, case.prompts(0), 2 * CHECKED_TOKENS)
-        bench.advance(way, num_tokens=CHECKED_TOKENS - 1)
+        bench.begin(way, case.prompts(0), 2 * CHECKED_TOKENS, rate=case.rates[0] if case.rates else None)
+        bench.advance(way, CHECKED_TOKENS - 1)
         return bench.token_ids()[0][:CHECKED_TOKENS]
 
     expected = decode("0")
@@ -386,22 +327,23 @@ def make_case(name: str, batch: int, flags: argparse.Namespace) -> Case:
     return Case(f"accept {name}" if rates else name, batch, draw, rates)
 
 
-def time_texts(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds: float) -> Turns:
+def time_case(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds: float) -> Turns:
     """Every way decodes the same texts, by turns; no new text once the time would be over."""
     turns = Turns([], {way: [] for way in benches})
+    # Where ways share an engine, a turn is a whole block: each begins it anew.
+    length = max_tokens if case.rates else TURN_TOKENS
     begin, block = time.perf_counter(), 0
     # The first text is not timed: auto learns what the machine takes.
     while block < 2 or (time.perf_counter() - begin) * (block + 1) / block < seconds:
-        for way, bench in benches.items():
-            bench.begin(way, case.prompts(block), 2 * max_tokens + case.batch)
-        for turn in range(max_tokens // TURN_TOKENS):
-            for way in common.in_turn(list(benches), turn):
-                found = benches[way].advance(way, num_tokens=TURN_TOKENS * case.batch)
+        rate = case.rates[block % len(case.rates)] if case.rates else None
+        for turn in range(max_tokens // length):
+            for way in common.in_turn(list(benches), block + turn):
+                if turn == 0:
+                    benches[way].begin(way, case.prompts(block), 2 * max_tokens + case.batch, rate)
+                found = benches[way].advance(way, length * case.batch)
                 if block:
-                    # What a round gives beyond the turn's text costs its part of the time.
-                    share = TURN_TOKENS * case.batch / found.num_tokens
-                    turns.seconds[way].append(found.seconds * share)
-            turns.tokens += [TURN_TOKENS * case.batch] * (block > 0)
+                    turns.seconds[way].append(found)
+            turns.tokens += [length * case.batch] * (block > 0)
         for streams in zip(*(bench.token_ids() for bench in benches.values()), strict=True):
             least = min(map(len, streams))
             assert len({tuple(stream[:least]) for stream in streams}) == 1, "tokens depend on the depth"
@@ -409,61 +351,11 @@ def time_texts(benches: Mapping[str, Bench], case: Case, max_tokens: int, second
     return turns
 
 
-def time_acceptance(
-    bench: Bench, case: Case, fixed: Sequence[int], rounds: int, seconds: float
-) -> tuple[Turns, dict[str, Any]]:
-    """Turns of auto and of every fixed depth, until auto has had its rounds or the time would be over; and
-    the milliseconds of the fixed depths' rounds."""
-    turns, spent = Turns([], {AUTO: [], **{str(depth): [] for depth in fixed}}), dict.fromkeys(fixed, 0.0)
-    begin, done, most = time.perf_counter(), 0, 10**6
-    bench.begin(AUTO, case.prompts(0), most)
-    bench.advance(AUTO, rounds=min(WARM_UP_ROUNDS, rounds), rate=case.rate(0))
-    while done * AUTO_ROUNDS < rounds:
-        if done and (time.perf_counter() - begin) * (done + 1) / done > seconds:
-            break
-        if done and done % BLOCK_TURNS == 0:
-            bench.begin(AUTO, case.prompts(done), most)
-        rate = case.rate(done * AUTO_ROUNDS)
-        found: dict[str, Stretch] = {}
-        for way in common.in_turn(list(turns.seconds), done):
-            counted = AUTO_ROUNDS if way == AUTO else FIXED_ROUNDS
-            found[way] = bench.advance(way, rounds=counted, skipped=SKIPPED_ROUNDS, rate=rate)
-        auto = found[AUTO]
-        text = sum(after - before for _, before, after in auto.spans)
-        turns.tokens.append(text)
-        # Positions that a round has gained by what was no draft are text that is still to be decoded.
-        turns.seconds[AUTO].append(auto.seconds * text / auto.num_tokens)
-        for depth in fixed:
-            one = found[str(depth)]
-            round_s = one.seconds / one.rounds
-            spent[depth] += round_s
-            turns.seconds[str(depth)].append(round_s * rounds_of(depth, rate, auto.spans) / case.batch)
-        done += 1
-    return turns, {"ms_by_depth": {depth: round(1e3 * sum_s / done, 3) for depth, sum_s in spent.items()}}
-
-
-def rounds_of(depth: int, rate: float, spans: Sequence[tuple[int, int, int]]) -> float:
-    """Rounds that requests of a fixed depth need for texts, all together; the last ones in part."""
-    total, limit = 0.0, round(rate * 2**16)
-    for slot, start, end in spans:
-        hashes = position_hash(torch.arange(start, end + depth + 1), slot).tolist()
-        at = rounds = 0
-        while at < end - start:
-            kept = 0
-            while kept < depth and hashes[at + kept + 1] < limit:
-                kept += 1
-            at += kept + 1
-            rounds += 1
-        total += rounds * (end - start) / at
-    return total
-
-
 def what_auto_chose(bench: Bench) -> dict[str, Any]:
-    """Of the case so far, what it learnt from included."""
+    """The depths of the case so far, the block that does not count included."""
     counts, controller = bench.policy.rounds(), bench.policy.controller
     return {
         "rounds_by_depth": {depth: sum(why.values()) for depth, why in counts.items()},
         "switches": controller.num_switches,
         "probes": controller.num_probes,
-        "retries": controller.num_retries,
     }

@@ -1,11 +1,18 @@
-"""How many drafts are kept with a grammar and without one, where JSON is what a model writes.
+"""What grammars, log probabilities and penalties cost a decode step: milliseconds and drafts.
 
-    python tools/bench_engine.py guided --prompts 24 --mtp-step 3
+    python tools/bench_engine.py guided                                # drafts: the checkpoint that ships
+    python tools/bench_engine.py guided --shape 4b --device cuda       # time: 0, 1 and 8 guided requests of 8
+    python tools/bench_engine.py guided --shape tiny --batch 1,2 --guided 1,2 --rounds 8 --turns 2
 
-Each prompt holds some records of one schema; with the grammar one more is decoded, and without it as many
-tokens. The draft is not masked, so a grammar costs acceptance where it forbids what the model would write.
-`ratio` is the acceptance rate with the grammar over that without. Nothing is printed where a request failed,
-or where what a grammar has ended is no record.
+One real engine, of a checkpoint or with random weights of a released shape. A shape has a synthetic tokenizer
+of its vocabulary's size, so that masks and the tokenizer's trie have the real sizes. Prompts end where JSON
+records begin. Blocks of all ways take turns; `over_plain` is of two blocks of the same turn. "records" is
+JSON of short fields, where nearly every draft of random weights is forbidden; "text" one long JSON string,
+where nearly none is, and all rows of a window have a mask. The draft is not masked: `new_tokens_per_round` of
+"records" over that of "plain" says how many drafts the grammar costs.
+
+Tokens are compared before anything is printed: those of a request must not depend on its company, the batch,
+the turn or log probabilities, and llguidance alone must take what a grammar has let through.
 """
 
 from __future__ import annotations
@@ -13,14 +20,25 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
+import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from compiled_mtp import Engine, RequestOutput, SamplingParams
-from compiled_mtp.spec.stats import SpeculationStats
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.sampling.grammar_source import from_response_format
 from engine_scenarios import common
 
-SCHEMA: dict[str, Any] = {
+PREFILL_CHUNK, WARM_UP_ROUNDS = 64, 8
+RECORD: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},
@@ -32,80 +50,237 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 NAMES = ("items", "value", "result", "index", "total", "count", "name", "path", "line", "data")
-RECORDS = 3
+# Neither ends before the measured rounds do.
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "records": {"type": "array", "items": RECORD, "minItems": 2000},
+    "text": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "minLength": 40000}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    name: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    for name, schema in SCHEMAS.items()
+} | {
+    "logprobs": {"logprobs": 5},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.2, "repetition_penalty": 1.05},
+}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    common.add_engine_flags(parser)
-    parser.add_argument("--prompts", type=common.count, default=24)
-    parser.add_argument("--max-tokens", type=int, default=96)
+@dataclass
+class Way:
+    """`batch` requests, the first `count` of them with what EXTRAS calls `extra`.
+
+    blocks: of every timed block the milliseconds of each round; num_tokens: of all requests in them.
+    """
+
+    batch: int
+    extra: str = ""
+    count: int = 0
+    blocks: list[list[float]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} {self.extra}" if self.count else "plain"
+
+    def extra_of(self, index: int) -> str:
+        """What the request asks for."""
+        return self.extra if index < self.count else ""
 
 
-def make_prompt(number: int) -> str:
-    """Records of SCHEMA, one a line, as a list of them begins."""
-    rng = random.Random(number)
-    records = [
-        {
+def make_prompt(number: int, size: int) -> str:
+    """A list of records, one per line, of at least `size` characters; then the beginning of another."""
+    rng, text = random.Random(number), "items = [\n"
+    while len(text) < size:
+        record = {
             "name": rng.choice(NAMES),
             "size": rng.choice(["small", "large"]),
             "parts": [rng.randrange(100) for _ in range(rng.randint(0, 4))],
             "is_done": rng.random() < 0.5,
         }
-        for _ in range(RECORDS)
-    ]
-    return "records = [\n" + "".join(f"    {json.dumps(record)},\n" for record in records) + "    "
+        text += f"    {json.dumps(record)},\n"
+    return text + "]\nrecords = "
 
 
-def count_drafts(engine: Engine, outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    """How well drafting worked in these requests."""
-    total = SpeculationStats.empty(engine.runner.step.mtp_step)
-    for output in outputs:
-        total = total.plus(output.metrics)
-    return total
+class Bench:
+    """An engine, its requests, and every token that they have had."""
+
+    def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
+        begin = time.perf_counter()
+        self.engine = open_engine(flags, folder)
+        self.start_s = time.perf_counter() - begin
+        self.temperature = flags.temperature
+        self.max_tokens = self.engine.runner.max_model_len - flags.context
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        texts = [make_prompt(number, 8 * flags.context) for number in range(max(flags.batch))]
+        self.prompts = [tokenizer.encode(text)[-flags.context :] for text in texts]
+        # By request and what of its parameters decides them.
+        self.streams: dict[tuple[int, str], list[int]] = {}
+
+    def run_block(self, way: Way, rounds: int) -> list[float]:
+        """Decode until all of the way's requests have warmed up, and then for `rounds`; milliseconds of each.
+
+        Raises AssertionError for other tokens than before.
+        """
+        engine, tokens = self.engine, self._add_requests(way)
+        while self._round(tokens) < way.batch:
+            pass
+        for _ in range(WARM_UP_ROUNDS):
+            self._round(tokens)
+        before = sum(map(len, tokens.values()))
+        times = [time.perf_counter()]
+        for _ in range(rounds):
+            self._round(tokens)
+            times.append(time.perf_counter())
+        way.num_tokens += sum(map(len, tokens.values())) - before
+        for request_id in tokens:
+            engine.abort(request_id)
+        while engine.has_unfinished_requests():
+            engine.step()
+        for index, stream in enumerate(tokens.values()):
+            self._compare(way, index, stream)
+        return [1e3 * (after - before) for before, after in pairwise(times)]
+
+    def _add_requests(self, way: Way) -> dict[str, list[int]]:
+        """The tokens of each, none yet, by its id."""
+        tokens: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts[: way.batch]):
+            extra = EXTRAS.get(way.extra_of(index), {})
+            params = SamplingParams(
+                max_tokens=self.max_tokens, temperature=self.temperature, seed=index, ignore_eos=True, **extra
+            )
+            tokens[self.engine.add_request(prompt_token_ids=prompt, params=params)] = []
+        return tokens
+
+    def _round(self, tokens: dict[str, list[int]]) -> int:
+        """Step until tokens come, of a round or a first one; how many requests have some."""
+        while not (outputs := self.engine.step()):
+            pass
+        for output in outputs:
+            assert output.finish_reason is None, (output.finish_reason, output.error)
+            tokens[output.request_id] += output.new_token_ids
+        return len(outputs)
+
+    def _compare(self, way: Way, index: int, stream: list[int]) -> None:
+        extra = way.extra_of(index)
+        known = self.streams.setdefault((index, "" if extra == "logprobs" else extra), [])
+        both = min(len(known), len(stream))
+        is_same = known[:both] == stream[:both]
+        assert is_same, f"tokens of request {index} changed: batch {way.batch}, {way.name}"
+        known += stream[both:]
+
+    def check_grammars(self) -> None:
+        """Raise AssertionError unless llguidance takes every guided stream, token by token."""
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        other = LLTokenizer(
+            tokenizer.json_text, n_vocab=tokenizer.num_ids, eos_token=list(tokenizer.eos_token_ids)
+        )
+        for (index, extra), stream in self.streams.items():
+            if extra not in SCHEMAS:
+                continue
+            source = from_response_format(EXTRAS[extra]["response_format"])
+            assert source is not None
+            matcher = LLMatcher(other, source.lark(), log_level=0)
+            taken = matcher.validate_tokens(stream)
+            assert taken == len(stream) > 0, f"{extra} of request {index}: token {taken} is forbidden"
 
 
-def check(guided: Sequence[RequestOutput]) -> None:
-    """Raise AssertionError unless each request went on to its end, a record if the grammar ended it."""
-    for output in guided:
-        assert output.finish_reason != "error", output.error
-        if output.finish_reason == "stop":
-            record = json.loads(output.new_text)
-            assert list(record) == SCHEMA["required"], f"the grammar let through {output.new_text}"
-
-
-def measure(engine: Engine, temperature: float, num_prompts: int, max_tokens: int) -> dict[str, Any]:
-    """Acceptance with the grammar and without, and how many requests it left as they were."""
-    prompts = [make_prompt(number) for number in range(num_prompts)]
-
-    def decode(lengths: Sequence[int], **given: Any) -> list[RequestOutput]:
-        params = [
-            SamplingParams(max_tokens=length, temperature=temperature, seed=number, **given)
-            for number, length in enumerate(lengths)
-        ]
-        return engine.generate(prompts, params)
-
-    guided = decode(
-        [max_tokens] * num_prompts,
-        response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.set_defaults(graph_mode="replay")
+    parser.add_argument("--batch", type=common.numbers, default=[1, 8], help="requests, separated by commas")
+    parser.add_argument(
+        "--guided", type=common.numbers, default=[1, 8], help="how many of them are guided, by commas"
     )
-    check(guided)
-    plain = decode([len(output.new_token_ids) for output in guided], ignore_eos=True)
-    counts = {"guided": count_drafts(engine, guided), "plain": count_drafts(engine, plain)}
-    rates = {name: one.acceptance_rate for name, one in counts.items()}
-    pairs = zip(guided, plain, strict=True)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=40, help="of a block")
+    parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
+
+
+def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
+    """The engine with room for the rounds of a block."""
+    # While others are prefilled, a chunk at a time, the first request decodes a round for each.
+    chunks = max(flags.batch) * -(-flags.context // PREFILL_CHUNK)
+    rounds = 2 * chunks + WARM_UP_ROUNDS + flags.rounds + 16
+    given: dict[str, Any] = {}
+    if flags.compile == "on" or (flags.device != "cpu" and torch.cuda.is_available()):
+        given["batch_sizes"] = tuple(flags.batch)
+    return common.open_engine(
+        flags,
+        kind=Engine,
+        folder=folder,
+        max_batch=max(flags.batch),
+        max_model_len=flags.context + rounds * (flags.mtp_step + 1),
+        prefill_chunk=PREFILL_CHUNK,
+        prefix_cache=False,
+        seed=0,
+        **given,
+    )
+
+
+def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
+    """For each batch a plain way first."""
+    ways = []
+    for batch in batches:
+        ways.append(Way(batch))
+        counts = [count for count in guided if 0 < count <= batch]
+        ways += [Way(batch, grammar, count) for grammar in SCHEMAS for count in counts]
+        ways += [Way(batch, "logprobs", count) for count in sorted({1, batch})]
+        ways.append(Way(batch, "penalties", batch))
+    return ways
+
+
+def measure(bench: Bench, ways: Sequence[Way], rounds: int, turns: int) -> list[dict[str, Any]]:
+    """Time every way; a row of the table each."""
+    for way in ways:
+        bench.run_block(way, rounds)
+        way.num_tokens = 0
+    bench.check_grammars()
+    for turn in range(turns):
+        for way in common.in_turn(ways, turn):
+            way.blocks.append(bench.run_block(way, rounds))
+    bench.check_grammars()
+    plain = {way.batch: way for way in ways if not way.count}
+    return [make_row(way, plain[way.batch]) for way in ways]
+
+
+def make_row(way: Way, plain: Way) -> dict[str, Any]:
+    """What was measured of a way."""
+    times = [one for block in way.blocks for one in block]
+    pairs = zip(way.blocks, plain.blocks, strict=True)
+    ratios = [statistics.median(block) / statistics.median(other) for block, other in pairs]
     return {
-        "temperature": temperature,
-        "acceptance": {name: round(rate, 3) for name, rate in rates.items()},
-        "mean_new_tokens": {name: round(one.mean_new_tokens, 3) for name, one in counts.items()},
-        "ratio": round(rates["guided"] / rates["plain"], 3) if rates["plain"] else None,
-        "ended_by_grammar": sum(output.finish_reason == "stop" for output in guided),
-        "same_tokens": sum(one.new_token_ids == other.new_token_ids for one, other in pairs),
-        "tokens": sum(len(output.new_token_ids) for output in guided),
+        "batch": way.batch,
+        "way": way.name,
+        "step_ms": round(statistics.median(times), 3),
+        "p90_ms": round(statistics.quantiles(times, n=10)[-1], 3),
+        "new_tokens_per_round": round(way.num_tokens / len(times) / way.batch, 3),
+        "over_plain": round(statistics.median(ratios), 4),
     }
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
-    """Measure at temperature 0 and 1."""
-    engine = common.open_engine(flags, kind=Engine, max_batch=8, max_model_len=1024)
-    results = [measure(engine, temperature, flags.prompts, flags.max_tokens) for temperature in (0.0, 1.0)]
-    return {"mtp_step": flags.mtp_step, "prompts": flags.prompts, "by_temperature": results}
+    """Check, and time every way."""
+    flags.batch.sort()
+    ways = make_ways(flags.batch, flags.guided)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(flags, Path(folder))
+        rows = measure(bench, ways, flags.rounds, flags.turns)
+        bench.engine.close()
+    programs = bench.engine.runner.programs
+    return {
+        "shape": flags.shape or flags.model.name,
+        "temperature": flags.temperature,
+        "device": str(programs.device),
+        "mtp_step": flags.mtp_step,
+        "graph_mode": programs.graph_mode,
+        "start_s": round(bench.start_s, 1),
+        "rounds": flags.rounds * flags.turns,
+        "rows": rows,
+    }

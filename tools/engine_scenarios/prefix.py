@@ -5,12 +5,11 @@
 
 One engine takes the same random prompts with the cache and without, in turns: each prompt is new to both,
 then comes again, then goes on by a turn of new tokens. Without the cache a prompt has no keys, which is all
-that an engine without checkpoints does otherwise. Tokens and rounds of the first must be the same with
-and without a hit, and so must those of the turn. The line has times to the first token (medians), how much
-sooner it comes for a prompt that comes again, and the median over prompts of the time with the cache to that
-without where nothing is found: of the wall clock, of what the processor was busy with (a CPU's other tenants
-do not count), for the first token and for the rest. A shape runs uncompiled unless --compile says otherwise:
-a prompt's time is that of its products.
+that an engine without snapshots does otherwise. Tokens and rounds of the first must be the same with and
+without a hit, and so must those of the turn. The line has times to the first token (medians), how much sooner
+it comes for a prompt that comes again, and the median over prompts of the time with the cache to that without
+where nothing is found, for the first token and for the rest. A shape runs uncompiled unless --compile says
+otherwise: a prompt's time is that of its products.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,8 +32,18 @@ class Timed(NamedTuple):
     rounds: list[int]
     cached_tokens: int
     first_s: float
-    first_busy_s: float
-    rest_busy_s: float
+    rest_s: float
+
+
+# Whether each way of a prompt is with the cache, and whether the prompt goes on.
+WAYS = {
+    "new": (True, False),
+    "without_cache": (False, False),
+    "again": (True, False),
+    "goes_on": (True, True),
+    "goes_on_without_cache": (False, True),
+}
+FOUND = ("again", "goes_on")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,54 +56,52 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="prompts")
 
 
-def decode(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
+def decode(engine: Engine, prompt: list[int], params: SamplingParams, now: Callable[[], float]) -> Timed:
     """Decode one request, alone."""
     outputs: list[RequestOutput] = []
-    begin, begin_busy = time.perf_counter(), time.process_time()
+    begin = now()
     engine.add_request(prompt_token_ids=prompt, params=params)
     while not outputs:
         outputs += engine.step()
-    first, first_busy = time.perf_counter(), time.process_time()
+    first = now()
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    end_busy = time.process_time()
     metrics = outputs[-1].metrics
     token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
-    times = (first - begin, first_busy - begin_busy, end_busy - first_busy)
-    return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, *times)
-
-
-def decode_without(engine: Engine, prompt: list[int], params: SamplingParams) -> Timed:
-    """`decode`, of a request that finds nothing in the cache and leaves nothing there."""
-    with mock.patch.object(engine.scheduler.prefix, "_keys_of", return_value=[]):
-        return decode(engine, prompt, params)
+    return Timed(token_ids, metrics.rounds_by_accepted, metrics.cached_tokens, first - begin, now() - first)
 
 
 def time_prompts(
-    engine: Engine, prompts: list[list[int]], turns: list[list[int]], params: SamplingParams
+    engine: Engine,
+    prompts: list[list[int]],
+    turns: list[list[int]],
+    params: SamplingParams,
+    now: Callable[[], float],
 ) -> dict[str, list[Timed]]:
-    """Every prompt in each of five ways; raises AssertionError where the cache decides tokens or rounds, or
-    finds what it must not, or nothing."""
-    names = ("new", "without_cache", "again", "goes_on", "goes_on_without_cache")
-    found: dict[str, list[Timed]] = {name: [] for name in names}
+    """Every prompt in each of WAYS.
+
+    Raises AssertionError where the cache decides tokens or rounds, or finds what it must not, or nothing.
+    """
+    found: dict[str, list[Timed]] = {name: [] for name in WAYS}
+    new, *later = WAYS
     for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True)):
-        for name in common.in_turn(("without_cache", "new"), index):
-            way = decode if name == "new" else decode_without
-            found[name].append(way(engine, prompt, params))
-        found["again"].append(decode(engine, prompt, params))
-        found["goes_on"].append(decode(engine, prompt + turn, params))
-        found["goes_on_without_cache"].append(decode_without(engine, prompt + turn, params))
+        for name in (*common.in_turn((new, later[0]), index), *later[1:]):
+            has_cache, goes_on = WAYS[name]
+            # A request without keys finds nothing in the cache and leaves nothing there.
+            prefix = engine.scheduler.prefix
+            with mock.patch.object(prefix, "_keys_of", prefix._keys_of if has_cache else lambda *_: []):
+                found[name].append(decode(engine, prompt + turn * goes_on, params, now))
         last = {name: (timed[-1].token_ids, timed[-1].rounds) for name, timed in found.items()}
         is_same = last["new"] == last["without_cache"] == last["again"]
         is_same = is_same and last["goes_on"] == last["goes_on_without_cache"]
         assert is_same, f"tokens or rounds depend on the cache at prompt {index}"
     for name, timed in found.items():
-        if name in ("again", "goes_on"):
-            is_found = all(one.cached_tokens for one in timed)
-            assert is_found, "a prompt that came again was not found in the cache; raise --prompt-tokens"
+        if name in FOUND:
+            is_right = all(one.cached_tokens for one in timed)
+            assert is_right, "a prompt that came again was not found in the cache; raise --prompt-tokens"
         else:
-            is_found = any(one.cached_tokens for one in timed)
-            assert not is_found, "a prompt that was new, or without the cache, was found in it"
+            is_right = not any(one.cached_tokens for one in timed)
+            assert is_right, "a prompt that was new, or without the cache, was found in it"
     return found
 
 
@@ -119,33 +126,21 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     turns = common.draw_prompts(rng, flags.repeats, turn, vocab_size)
     for warm in (min(length, 2 * chunk + 1), turn):
         engine.generate(common.draw_prompts(rng, 1, warm, vocab_size), params)
-    found = time_prompts(engine, prompts, turns, params)
-
-    def median(name: str, clock: str) -> float:
-        return statistics.median(getattr(one, clock) for one in found[name])
-
-    def cost(clock: str) -> float:
-        pairs = zip(found["new"], found["without_cache"], strict=True)
-        return round(statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs), 4)
-
-    def times_sooner(clock: str) -> float:
-        return round(median("without_cache", clock) / median("again", clock), 2)
-
-    clock = "first_busy_s" if flags.cpu_time else "first_s"
+    found = time_prompts(engine, prompts, turns, params, common.clock(flags))
+    first_s = {name: statistics.median(one.first_s for one in timed) for name, timed in found.items()}
+    pairs = list(zip(found["new"], found["without_cache"], strict=True))
     return {
         "shape": flags.shape,
         "prompt_tokens": length,
         "cached_tokens": found["again"][0].cached_tokens,
         "turn_tokens": turn,
         "goes_on_cached_tokens": found["goes_on"][0].cached_tokens,
-        "first_token_s": {name: round(median(name, clock), 4) for name in found},
+        "first_token_s": {name: round(seconds, 4) for name, seconds in first_s.items()},
         "cpu_time": flags.cpu_time,
-        "times_sooner": times_sooner("first_s"),
-        "times_sooner_busy": times_sooner("first_busy_s"),
-        "cost_first_token": cost("first_s"),
-        "cost_first_token_busy": cost("first_busy_s"),
-        "cost_decode_busy": cost("rest_busy_s"),
-        "checkpoint_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
+        "times_sooner": round(first_s["without_cache"] / first_s["again"], 2),
+        "cost_first_token": round(statistics.median(a.first_s / b.first_s for a, b in pairs), 4),
+        "cost_decode": round(statistics.median(a.rest_s / b.rest_s for a, b in pairs), 4),
+        "snapshot_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
         "mtp_step": flags.mtp_step,
         "prefill_chunk": chunk,
         "device": str(engine.runner.device),

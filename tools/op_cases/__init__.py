@@ -127,11 +127,19 @@ class Source:
 
 
 def check_reference(operator: Any, args: tuple[Any, ...], most: float) -> None:
-    """Raise AssertionError unless a result is the specification's to within a relative error; `args` stay."""
-    copies = [[a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)]
-    got, wanted = operator(*copies[0]).double(), operator.reference(*copies[1]).double()
-    error = float((got - wanted).norm() / wanted.norm())
-    assert error < most, f"relative error {error:.1e} against the reference, allowed {most:.0e}"
+    """Raise AssertionError unless results and mutated arguments are the specification's.
+
+    most: the relative error of each tensor. `args` stay as they are.
+    """
+    sides = []
+    for function in (operator, operator.reference):
+        own = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        made = function(*own)
+        tensors = (*(made if isinstance(made, tuple) else (made,)), *own)
+        sides.append([one.double() for one in tensors if isinstance(one, torch.Tensor)])
+    for got, wanted in zip(*sides, strict=True):
+        error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        assert error < most, f"relative error {error:.1e} against the reference, allowed {most:.0e}"
 
 
 def tensor(device: torch.device, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

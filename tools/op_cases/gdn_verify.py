@@ -60,26 +60,6 @@ def make_inputs(
     )  # fmt: skip
 
 
-def torch_steps(*args: Any) -> torch.Tensor:
-    """The window in torch, a state written after every token, as systems that keep W states do."""
-    q, k, v, exp_g, beta, z, weight, state = args[:8]
-    index = args[11].long()
-    batch, group = index.shape[0], v.shape[1] // k.shape[1]
-    window = [t.view(batch, -1, *t.shape[1:]) for t in (q, k, v, exp_g, beta)]
-    current, outputs = state[index], []
-    for token in range(window[0].shape[1]):
-        qt, kt, vt, decay, rate = (t[:, token] for t in window)
-        qt, kt = (t.repeat_interleave(group, 1)[..., None] for t in (qt, kt))
-        current = current * decay[..., None, None]
-        update = rate[..., None] * (vt - (current @ kt)[..., 0])
-        current = current + update[..., None] * kt.mT
-        outputs.append((current @ qt)[..., 0])
-        state[index] = current
-    out = torch.stack(outputs, 1)
-    norm = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6) * weight
-    return (norm * torch.nn.functional.silu(z.float()).view(norm.shape)).to(z.dtype)
-
-
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """One case; --set query_len=W (4) and accepted=N (query_len - 1); rows = requests * query_len."""
     query_len = settings.get("query_len", 4)
@@ -99,8 +79,6 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             call=gdn_verify,
             bytes_moved=states + vectors,
             check=functools.partial(check_reference, gdn_verify, most=MAX_RELATIVE_ERROR),
-            alternative=torch_steps,
-            alternative_name="torch",
         )
     ]
 

@@ -23,6 +23,7 @@ from op_cases import (
     ModelShape,
     OpCase,
     Source,
+    check_reference,
     dtype_label,
     launch,
 )
@@ -63,12 +64,6 @@ def call(*args: Any) -> torch.Tensor:
     return paged_attention(*args[:8])
 
 
-def check(args: tuple[Any, ...]) -> None:
-    got, want = paged_attention(*args[:8]).float(), paged_attention.reference(*args[:8]).float()
-    error = float((got - want).norm() / want.norm())
-    assert error < TOLERANCE, f"rel-L2 {error:.2e} against the reference, allowed {TOLERANCE:.0e}"
-
-
 def sdpa(*args: Any) -> torch.Tensor:
     q, gate, *_, k, v = args
     q = q.view(k.shape[0], -1, *q.shape[1:]).transpose(1, 2)
@@ -94,7 +89,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             functools.partial(make, cache=FP8 if fp8 else BF16),
             call,
             cache * (1 if fp8 else 2) + (cache // shape.head_dim * 4 if fp8 else 0) + activations,
-            check,
+            lambda args: check_reference(paged_attention, args[:8], TOLERANCE),
             sdpa,
             "SDPA bf16",
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, pair_norm, rms_norm
-from compiled_mtp.ops.shares import add_tree
 from op_cases import (
     BF16,
     EPS,
@@ -22,148 +21,107 @@ from op_cases import (
     ModelShape,
     OpCase,
     Source,
+    check_reference,
     dtype_label,
     launch,
     tensor,
 )
-from op_cases.quantize_rows import check_quantized
+from op_cases.quantize_rows import MAX_QUANTISED_ERROR
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x.double()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (1.0 + weight.double())
+def torch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def check_norm(args: tuple[torch.Tensor, ...]) -> None:
-    x, weight = args
-    torch.testing.assert_close(rms_norm(x, weight, EPS).double(), exact(x, weight), rtol=4.1e-3, atol=1e-6)
-
-
-def check_add(args: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight = args
-    y, new_residual = add_rms_norm(x, residual, weight, EPS)
-    if x.dim() == 3:
-        x = add_tree(x).bfloat16()
-    assert torch.equal(new_residual, x + residual), "the new residual is not the rounded sum"
-    torch.testing.assert_close(y.double(), exact(new_residual, weight), rtol=4.1e-3, atol=1e-6)
-
-
-def check_groups(args: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight = args
-    norm, new_residual, values, factors = add_rms_norm_quantized(x, residual, weight, EPS)
-    check_quantized(values, factors, norm)
-    wanted = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(norm, wanted[0]), "the norm has other bits than add_rms_norm's"
-    assert torch.equal(new_residual, wanted[1]), "the residual has other bits than add_rms_norm's"
-
-
-def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS)
-
-
-def torch_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def torch_add_norm(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     added = x + residual
-    return torch_norm(added, weight), added
-
-
-def check_pair(args: tuple[torch.Tensor, ...]) -> None:
-    table, ids, hidden, embedding_weight, hidden_weight = args
-    halves = exact(table[ids], embedding_weight), exact(hidden, hidden_weight)
-    got = pair_norm(table, ids, hidden, embedding_weight, hidden_weight, EPS).double()
-    torch.testing.assert_close(got, torch.cat(halves, 1), rtol=4.1e-3, atol=1e-6)
+    return torch_norm(added, *rest), added
 
 
 def torch_pair(
-    table: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor
+    table: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor, first: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    return torch.cat((torch_norm(table[ids], weights[0]), torch_norm(hidden, weights[1])), 1)
+    return torch.cat((torch_norm(table[ids], first, rest[-1]), torch_norm(hidden, *rest)), 1)
 
 
 def make_inputs(
     device: Any, seed: int | None, rows: int, width: int, parts: int = 0, dtype: torch.dtype = BF16
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Any, ...]:
     """Rows, or float32 parts of them, a residual and the norm's weight."""
     random = Source(device, seed).normal
     x = random(parts, rows, width) if parts else random(rows, width, dtype=dtype)
-    return x, random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    return x, random(rows, width, dtype=dtype), random(width, dtype=dtype), EPS
 
 
-def make_alone(device: Any, seed: int | None, **given: Any) -> tuple[torch.Tensor, ...]:
+def make_alone(device: Any, seed: int | None, **given: Any) -> tuple[Any, ...]:
     """Rows and the norm's weight."""
-    return make_inputs(device, seed, **given)[::2]
+    x, _, *rest = make_inputs(device, seed, **given)
+    return x, *rest
+
+
+def make_kept(device: Any, seed: int | None, **given: Any) -> tuple[Any, ...]:
+    """Of some rows."""
+    return *make_inputs(device, seed, **given), tensor(device, 1, dtype=INT64)
 
 
 def make_pair(
     device: Any, seed: int | None, rows: int, width: int, table_rows: int = 4096, dtype: torch.dtype = BF16
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Any, ...]:
     """A table of embeddings, ids, hidden rows and two norms' weights."""
-    hidden, weight = make_alone(device, seed, rows=rows, width=width, dtype=dtype)
+    hidden, weight, eps = make_alone(device, seed, rows=rows, width=width, dtype=dtype)
     source = Source(device, seed)
     table = source.normal(table_rows, width, dtype=dtype)
     ids = torch.randint(0, table_rows, (rows,), device=device, generator=source.generator)
-    return table, ids, hidden, weight, weight.clone()
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, weight, EPS)
-
-
-def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-    return add_rms_norm(x, residual, weight, EPS)
-
-
-def add_quantized(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-    return add_rms_norm_quantized(x, residual, weight, EPS)
-
-
-def add_kept(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Of some rows."""
-    return add_rms_norm(x, residual, weight, EPS, tensor(x.device, 1, dtype=INT64))
-
-
-pair = functools.partial(pair_norm, eps=EPS)
+    return table, ids, hidden, weight, weight.clone(), eps
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """The norm of a hidden row, alone, with the residual (in --set parts=N parts, 2 by rule), quantised, and
     beside that of an embedding."""
     width, parts = shape.hidden, settings.get("parts", 2)
-    size: dict[str, Any] = {"rows": rows, "width": width}
-    row, weight = 2 * rows * width, 2 * width
-    of_parts = functools.partial(make_inputs, **size, parts=parts)
-    quantised = rows * (width + 4 * width // FP8_BLOCK)
-    made: list[tuple[str, Any, Any, int, Any, Any]] = [
-        ("norm", functools.partial(make_alone, **size), norm, 2 * row, check_norm, torch_norm),
-        ("add norm", functools.partial(make_inputs, **size), add, 4 * row, check_add, torch_add_norm),
-        (f"add norm of {parts} parts", of_parts, add, (3 + 2 * parts) * row, check_add, None),
+    row, weight, quantised = 2 * rows * width, 2 * width, rows * (width + 4 * width // FP8_BLOCK)
+    of_parts = functools.partial(make_inputs, parts=parts)
+    sums, moved = f"add norm of {parts} parts", (3 + 2 * parts) * row
+    made: list[tuple[str, Any, Any, int, float, Any]] = [
+        ("norm", make_alone, rms_norm, 2 * row, 4e-3, torch_norm),
+        ("add norm", make_inputs, add_rms_norm, 4 * row, 4e-3, torch_add_norm),
+        (sums, of_parts, add_rms_norm, moved, 4e-3, None),
         (
-            f"add norm of {parts} parts, quantised",
+            f"{sums}, quantised",
             of_parts,
-            add_quantized,
-            (3 + 2 * parts) * row + quantised,
-            check_groups,
+            add_rms_norm_quantized,
+            moved + quantised,
+            MAX_QUANTISED_ERROR,
             None,
         ),
-        ("pair norm", functools.partial(make_pair, **size), pair, 4 * row + weight, check_pair, torch_pair),
+        ("pair norm", make_pair, pair_norm, 4 * row + weight, 4e-3, torch_pair),
     ]
     return [
-        OpCase(f"{label} {width}", make, call, moved + weight, check, other, "torch" if other else "none")
-        for label, make, call, moved, check, other in made
+        OpCase(
+            f"{label} {width}",
+            functools.partial(make, rows=rows, width=width),
+            operator,
+            size + weight,
+            functools.partial(check_reference, operator, most=most),
+            other,
+            "torch" if other else "none",
+        )
+        for label, make, operator, size, most, other in made
     ]
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
     for dtype, width in ((BF16, 5120), (BF16, 2560), (BF16, 2048), (BF16, 1024), (FP32, 1024)):
-        size: dict[str, Any] = {"rows": ROWS, "width": width, "dtype": dtype}
-        kinds: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-            "alone": (norm, functools.partial(make_alone, **size)),
-            "add": (add, functools.partial(make_inputs, **size)),
-            "add-parts": (add, functools.partial(make_inputs, **size, parts=4)),
-            "add-kept-parts": (add_kept, functools.partial(make_inputs, **size, parts=4)),
-            "pair": (pair, functools.partial(make_pair, **size)),
+        kinds: dict[str, tuple[Any, Any]] = {
+            "alone": (rms_norm, make_alone),
+            "add": (add_rms_norm, make_inputs),
+            "add-parts": (add_rms_norm, functools.partial(make_inputs, parts=4)),
+            "add-kept-parts": (add_rms_norm, functools.partial(make_kept, parts=4)),
+            "pair": (pair_norm, make_pair),
         }
         for kind, (call, make) in kinds.items():
-            yield launch(f"{kind}-{width}-{dtype_label(dtype)}", call, make)
+            made = functools.partial(make, rows=ROWS, width=width, dtype=dtype)
+            yield launch(f"{kind}-{width}-{dtype_label(dtype)}", call, made)
     for width in (5120, 2048):
         make = functools.partial(make_inputs, rows=ROWS, width=width, parts=4)
-        yield launch(f"add-quantized-{width}-bf16", add_quantized, make, FP8)
+        yield launch(f"add-quantized-{width}-bf16", add_rms_norm_quantized, make, FP8)

@@ -89,17 +89,7 @@ def torch_greedy(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.
     return token, torch.log_softmax(logits, -1).gather(1, token)
 
 
-def torch_sort(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k 20 and top-p 0.8 by a full sort, as most samplers do it."""
-    values, ids = (logits / 0.7).sort(-1, descending=True)
-    values = values.where(torch.arange(values.shape[1], device=values.device) < 20, -torch.inf)
-    probabilities = torch.softmax(values, -1)
-    kept = probabilities.cumsum(-1) - probabilities < 0.8
-    token = ids.gather(1, torch.multinomial(probabilities * kept, 1))
-    return token, torch.log_softmax(logits, -1).gather(1, token)
-
-
-ALTERNATIVES = {"greedy": torch_greedy, "T=1": torch_multinomial, "T=0.7 top-k 20 top-p 0.8": torch_sort}
+ALTERNATIVES = {"greedy": torch_greedy, "T=1": torch_multinomial}
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:

@@ -9,18 +9,19 @@ import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
-from op_cases import BF16, FP8, FP32, ROWS, LaunchCase, ModelShape, OpCase, dtype_label, launch
-from op_cases.quantize_rows import check_quantized, make_rows
-
-
-def check(args: tuple[torch.Tensor, ...]) -> None:
-    gate, up = args[0].double().chunk(2, -1)
-    wanted = gate * torch.sigmoid(gate) * up
-    torch.testing.assert_close(silu_mul(*args).double(), wanted, rtol=4.1e-3, atol=1e-6)
-
-
-def check_groups(args: tuple[torch.Tensor, ...]) -> None:
-    check_quantized(*silu_mul_quantized(*args), silu_mul(*args))
+from op_cases import (
+    BF16,
+    FP8,
+    FP32,
+    ROWS,
+    LaunchCase,
+    ModelShape,
+    OpCase,
+    check_reference,
+    dtype_label,
+    launch,
+)
+from op_cases.quantize_rows import MAX_QUANTISED_ERROR, make_rows
 
 
 def alternative(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,11 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 
     make = functools.partial(make_rows, rows=rows, width=2 * width)
     quantised_bytes = rows * (4 * width + width + 4 * width // FP8_BLOCK)
+    check = functools.partial(check_reference, silu_mul, most=4e-3)
+    check_quantised = functools.partial(check_reference, silu_mul_quantized, most=MAX_QUANTISED_ERROR)
     return [
         OpCase(f"{width}", make, silu_mul, 2 * 3 * rows * width, check, alternative, "two kernels"),
-        OpCase(f"{width} quantised", make, silu_mul_quantized, quantised_bytes, check_groups),
+        OpCase(f"{width} quantised", make, silu_mul_quantized, quantised_bytes, check_quantised),
     ]
 
 

@@ -19,6 +19,7 @@ from op_cases import (
     ModelShape,
     OpCase,
     Source,
+    check_reference,
     dtype_label,
     launch,
 )
@@ -47,18 +48,6 @@ def make_inputs(
     )  # fmt: skip
 
 
-def check(args: tuple[Any, ...], prefill: bool) -> None:
-    copies: list[list[Any]] = [
-        [a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2)
-    ]
-    if prefill:
-        got, wanted = conv_prefill(*copies[0]), conv_prefill.reference(*copies[1])
-    else:
-        got, wanted = spec_conv1d(*copies[0]), spec_conv1d.reference(*copies[1])
-    for a, b in zip((*got, copies[0][4]), (*wanted, copies[1][4]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """One case; --set query_len=W (4), or --set prefill=1 for `rows` rows of one prompt."""
     prefill = bool(settings.get("prefill", 0))
@@ -67,14 +56,15 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
         raise ValueError(f"rows must be a multiple of query_len, got {rows} and {query_len}; choose others")
     batch = rows // query_len
     channels = (2 * shape.linear_key_heads + shape.linear_value_heads) * shape.linear_head_dim
+    operator: Any = conv_prefill if prefill else spec_conv1d
     history = 3 * batch * 2 * channels
     return [
         OpCase(
             label="prefill" if prefill else f"B={batch} W={query_len}",
             make_inputs=functools.partial(make_inputs, shape=shape, batch=batch, rows=rows, prefill=prefill),
-            call=conv_prefill if prefill else spec_conv1d,
+            call=operator,
             bytes_moved=rows * channels * (2 + 4) + (0 if prefill else rows * channels * 2) + history,
-            check=functools.partial(check, prefill=prefill),
+            check=functools.partial(check_reference, operator, most=1e-5),
         )
     ]
 

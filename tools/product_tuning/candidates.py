@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from op_cases import SHAPES
@@ -139,50 +138,14 @@ def tall_tiles(product: Product, rows: int, count: int) -> list[LargeMTile]:
     return tiles
 
 
-def specialized_tiles(product: Product, rows: int) -> list[LargeMTile]:
-    """Tiles of four warps beside which others fetch; nothing may stand between their loop and the launch."""
-    tiles = tall_tiles(product, rows, product.counts[0])
-    narrow = [tile for tile in tiles if tile.num_warps == 4 and tile.rest_n == 0]
-    half = LargeMTile(64 if rows <= 64 else 128, 64, 0, 64, 4, 3)
-    return [replace(tile, specialized=True, prefetch_bytes=0) for tile in [half, *narrow][:2]]
-
-
-@dataclass(frozen=True)
-class NamedTile:
-    """A tile that a flag names, of a weight in so many parts."""
-
-    name: str
-    count: int
-    tile: LargeMTile
-
-
-def parse_tile(text: str) -> NamedTile:
-    """What "NAME:PARTS=FIELDS" names, fields separated by commas."""
-    place, fields = text.split("=")
-    name, count = place.split(":")
-    return NamedTile(name, int(count), LargeMTile(*json.loads(f"[{fields}]")))
-
-
-def named_ways(product: Product, rows: int, named: Iterable[NamedTile]) -> list[Way]:
-    """cuBLAS, the operator and the named tiles."""
-    own = [one for one in named if one.name == product.name]
-    counts = dict.fromkeys(one.count for one in own)
-    return [
-        *[Way(product, rows, "cuBLAS") for _ in own[:1]],
-        *[Way(product, rows, "operator", count) for count in counts],
-        *[Way(product, rows, "tile", one.count, one.tile) for one in own],
-    ]
-
-
-def tall_ways(product: Product, rows: int, is_specialized: bool = False) -> Iterator[Way]:
+def tall_ways(product: Product, rows: int) -> Iterator[Way]:
     """Of 17 rows and more in bfloat16: cuBLAS, and in each number of parts the operator, the kernel without
     descriptors and tiles."""
     yield Way(product, rows, "cuBLAS")
     for count in product.counts:
         yield Way(product, rows, "operator", count)
         yield Way(product, rows, "plain", count)
-        is_special = is_specialized and count == product.counts[0]
-        for tile in specialized_tiles(product, rows) if is_special else tall_tiles(product, rows, count):
+        for tile in tall_tiles(product, rows, count):
             yield Way(product, rows, "tile", count, tile)
 
 
@@ -206,11 +169,9 @@ def w8a8_ways(product: Product, rows: int) -> Iterator[Way]:
             yield Way(product, rows, "tile", count, tile)
 
 
-def ways_of(kind: str, product: Product, rows: int, is_specialized: bool = False) -> list[Way]:
+def ways_of(kind: str, product: Product, rows: int) -> list[Way]:
     """Everything that a kind times of a product with so many rows."""
     if kind == "narrow":
         configs = narrow_configs(product)
         return [Way(product, rows, "tile", config.split, config) for config in configs]
-    if kind == "recipes":
-        return [Way(product, rows, "operator", count) for count in product.counts]
-    return [*(w8a8_ways(product, rows) if kind == "w8a8" else tall_ways(product, rows, is_specialized))]
+    return [*(w8a8_ways(product, rows) if kind == "w8a8" else tall_ways(product, rows))]

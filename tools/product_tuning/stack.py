@@ -15,8 +15,8 @@ from dataclasses import astuple, replace
 
 import torch
 from bench_op import time_us
-from bench_step import fill_random, model_config
 from op_cases.linear import multiply
+from released_shapes import fill_random, model_config
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from bench_op import ROTATED_BYTES, read_bandwidth, time_us
-from op_cases.linear import BEFORE_NORM, GATE_UP, relative_error
+from op_cases.linear import BEFORE_NORM, GATE_UP
 
-from compiled_mtp.ops.fp8 import dequantize, quantized_values
 from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose, narrow_config, shared_split
 from compiled_mtp.ops.linear.kernel import launch_config
@@ -27,15 +26,12 @@ from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
 from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 
-# How weights and rows are stored: FP8 weights stand beside rows in bfloat16 or in FP8.
-RECIPES = ("bf16", "w8a16", "w8a8")
 # Other GPUs have no tiles of many rows in the tables, nor products in FP8 of this kind.
 ARCH = "sm_90"
 DEVICE = "cuda"
 MAX_SETS = 128
 # Beside the number that is timed, of which the bits are compared.
 FEW_ROWS = (1, 4, 17)
-CHECKED_ROWS = (1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -243,32 +239,6 @@ def has_same_bits(way: Way) -> bool:
     wanted = wanted_of(way.product, way.rows)
     counts = [rows for rows in (*FEW_ROWS, way.rows) if rows <= way.rows]
     return all(torch.equal(result_of(way, rows), wanted[:rows]) for rows in counts)
-
-
-def check_product(product: Product) -> str:
-    """The errors against float64 of a product before a norm, in words.
-
-    Raises AssertionError unless every number of parts and of rows gives the same bits, and those are right.
-    """
-    most = CHECKED_ROWS[-1]
-    x, (weight, scale) = rows_of(product, most), weights_of(product)[0]
-    largest = result_of(Way(product, most, "operator"), most)
-    for count in product.counts:
-        for rows in CHECKED_ROWS:
-            same = torch.equal(result_of(Way(product, most, "operator", count), rows), largest[:rows])
-            assert same, f"{product.label}: {rows} rows in {count} parts have other bits"
-    values, *factors = x
-    values = quantized_values(values, factors[0]) if product.recipe == "w8a8" else values
-    exact = values.double() @ (weight if scale is None else dequantize(weight, scale)).double().T
-    sums = call(Way(product, most, "operator", product.counts[-1]), x, weight, scale).double().sum(0)
-    error = relative_error(largest, exact)
-    # What FP8 products add up inside is imprecise: as much again as the rounding.
-    limit = (4 if product.recipe == "w8a8" else 2) * relative_error(exact.bfloat16(), exact)
-    assert error < limit, f"{product.label} is wrong: relative error {error:.1e}"
-    return (
-        f"{product.label}: one set of bits; against float64 sums err {relative_error(sums, exact):.2e}, "
-        f"the rounded result {error:.2e}"
-    )
 
 
 @functools.cache

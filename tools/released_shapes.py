@@ -1,0 +1,96 @@
+"""The released shapes with random weights: their configuration, weights and synthetic acceptance.
+
+A module of its own, so that the other ranks of a benchmark can import `fill_random` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from op_cases import SHAPES
+
+from compiled_mtp.model_config import ModelConfig
+
+LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
+TIED = {"0.8b", "4b"}
+FP8_SIZE = 40.0
+
+
+def model_config(name: str, quantized: bool = False) -> ModelConfig:
+    """The released shape, without its checkpoint; `quantized` as the FP8 release has it."""
+    shape, layers = SHAPES[name], LAYERS[name]
+    return ModelConfig(
+        family="qwen3_5_moe" if shape.experts else "qwen3_5",
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab,
+        num_q_heads=shape.query_heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rotary_dim=shape.head_dim // 4,
+        rope_theta=1e7,
+        rms_norm_eps=1e-6,
+        linear_num_key_heads=shape.linear_key_heads,
+        linear_num_value_heads=shape.linear_value_heads,
+        linear_key_head_dim=shape.linear_head_dim,
+        linear_value_head_dim=shape.linear_head_dim,
+        conv_kernel=4,
+        is_full_attention=tuple((index + 1) % 4 == 0 for index in range(layers)),
+        intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        moe_intermediate_size=shape.expert_intermediate,
+        shared_expert_intermediate_size=shape.expert_intermediate,
+        norm_topk_prob=True,
+        tie_word_embeddings=name in TIED,
+        mtp_num_layers=1,
+        gate_activation="silu",
+        dtype="bfloat16",
+        max_position_embeddings=262144,
+        eos_token_ids=(),
+        quantized=quantized,
+    )
+
+
+def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Weights of a scale that keeps activations finite; gates as a trained model has them."""
+    for name, parameter in parameters.items():
+        if name.endswith("a_log"):
+            parameter.uniform_(-1.0, 2.0)
+        elif name.endswith("dt_bias"):
+            parameter.uniform_(-4.0, -1.0)
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
+        elif name.endswith("_scale"):
+            # Of columns in blocks of 128, each FP8 value being of size FP8_SIZE.
+            parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)
+        else:
+            # Every expert alike costs no more memory than one: the random numbers of the first are copied.
+            first = parameter if parameter.dim() == 2 else parameter[0]
+            if first.dtype == torch.float8_e4m3fn:
+                first.copy_(FP8_SIZE * torch.randn(first.shape, device=first.device))
+            else:
+                first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
+            if parameter.dim() == 3:
+                # As bytes where they are FP8, which torch cannot roll on a GPU.
+                whole = parameter.view(torch.uint8) if parameter.element_size() == 1 else parameter
+                for index in range(1, parameter.shape[0]):
+                    whole[index].copy_(whole[0].roll(index, 0))
+
+
+def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
+    """The acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`.
+
+    Raises ValueError for what no rate gives.
+    """
+    if not 1 <= mean_new_tokens <= mtp_step + 1:
+        raise ValueError(f"accept must be from 1 to {mtp_step + 1} tokens per round, got {mean_new_tokens}")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**k for k in range(mtp_step + 1)) < mean_new_tokens:
+            low = middle
+        else:
+            high = middle
+    return low
