@@ -38,9 +38,6 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if is_adapter:
         remedy = "this is an adapter: merge it into its base model and pass that"
     check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
-    other = root / "hf_quant_config.json"
-    remedy = "use the bf16 or the FP8 release of the model"
-    check(not other.is_file(), "quantization", "be fp8 in blocks of 128", other.name, remedy)
     top = read_json(root / "config.json")
     name = top.get("model_type")
     remedy = "other architectures are not supported"
