@@ -38,6 +38,11 @@ class StoredTensor:
         return " and ".join(dict.fromkeys(run.tensor.type.name for run in self.source.runs))
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether it lies in blocks of several values."""
+        return any(run.tensor.type.block > 1 for run in self.source.runs)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Its shape in the checkpoint."""
         return self.source.shape

@@ -27,7 +27,7 @@ _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
 _CONVERT_AGAIN = "convert the model again"
 
 
-def has_tokenizer(container: Container) -> bool:
+def is_byte_level(container: Container) -> bool:
     """Whether the file has one of a kind that can be written as tokenizer.json."""
     metadata = container.metadata
     is_bpe = metadata.get("tokenizer.ggml.model") == "gpt2"

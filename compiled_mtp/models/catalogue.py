@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from compiled_mtp.errors import check
+from compiled_mtp.gguf.container import read_container
+from compiled_mtp.gguf.tensors import StoredTensor, stored_tensors
 from compiled_mtp.models.formats.awq import AWQ
 from compiled_mtp.models.formats.claims import read_claims
 from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4, ModeloptNVFP4
@@ -41,13 +43,15 @@ _SKIPPED = re.compile(r"\.self_attn\.(k_proj\.k|v_proj\.v|[kv]_proj\.output|k|v)
 
 
 def read_stored(root: Path) -> dict[str, StoredWeight]:
-    """The weights in the folder `root` by their names without the trunk's prefix, in the files' order: plain
-    tensors, and quantised linears under the name `X.weight`.
+    """The weights in the folder, or the GGUF file, `root` by their names without the trunk's prefix, in the
+    files' order: plain tensors, and quantised linears under the name `X.weight`.
 
     Factors of FP8 in blocks of 128 stand under their release's name, `X.weight_scale_inv`. Reads headers, and
     of quantised linears a few numbers. Raises ValueError as `read_headers`, for a quantised linear of which a
     tensor is missing or does not fit, and for a format that is not supported.
     """
+    if root.suffix == ".gguf":
+        return dict(stored_tensors(read_container(root)))
     headers, claims = read_headers(root), read_claims(root)
     packed: dict[str, StoredWeight] = {}
     renamed: dict[str, str] = {}
@@ -94,12 +98,18 @@ def check_packed(weights: Iterable[StoredWeight]) -> None:
             weight.check_values()
 
 
+def _is_packed(weight: StoredWeight) -> bool:
+    if isinstance(weight, StoredTensor):
+        return weight.is_quantised
+    return isinstance(weight, PackedWeight)
+
+
 def describe_packed(weights: Mapping[str, StoredWeight]) -> str:
     """How many weights are stored in which quantised formats, the MTP head's apart; empty for none."""
     parts = []
     for prefix, of_head in (("", False), ("MTP head: ", True)):
         own = [weight for name, weight in weights.items() if name.startswith("mtp.") is of_head]
-        counts = Counter(weight.dtype for weight in own if isinstance(weight, PackedWeight))
+        counts = Counter(weight.dtype for weight in own if _is_packed(weight))
         if counts:
             parts.append(prefix + ", ".join(f"{count} in {dtype}" for dtype, count in counts.items()))
     return "; ".join(parts)

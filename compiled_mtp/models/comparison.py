@@ -11,6 +11,7 @@ import torch
 from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
@@ -43,7 +44,7 @@ def checked_layout(
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
     check_counts(config, headers)
     fc = headers.get(_FC)
-    if with_mtp and fc is not None and not isinstance(fc, Header):
+    if with_mtp and isinstance(fc, PackedWeight):
         remedy = "use another release of the model, or pass mtp_step=0"
         raise fail(fc.name, "be plain: exporters that quantise mtp.fc spoil the MTP head", fc.dtype, remedy)
     layout = FAMILIES[config.family].layout(config, headers, formats)

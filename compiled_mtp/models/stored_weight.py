@@ -13,7 +13,7 @@ Region: TypeAlias = tuple[slice, ...]
 
 class StoredWeight(Protocol):
     """A weight as a checkpoint's files hold it: a plain tensor (`headers.Header`), or a quantised linear
-    (`formats.weight.PackedWeight`).
+    (`formats.weight.PackedWeight`), or one of a GGUF file (`gguf.tensors.StoredTensor`).
 
     name: of the tensor that messages name, with its prefix. dtype: how its numbers are stored, as safetensors
     calls it or in words. shape: of its values. num_bytes: of all its tensors. `read(region, device)` gives

@@ -152,13 +152,15 @@ def load_weights(
 
 
 def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:
-    """Write a region of a quantised weight [N, K], some rows at a time: in float32 all may not fit."""
-    rows, columns = region
-    step = max(1, _VALUES_AT_ONCE // (columns.stop - columns.start))
+    """Write a region of a weight that is no plain tensor of safetensors, some rows at a time: in float32 all
+    may not fit."""
+    rows, *rest = region
+    step = max(1, _VALUES_AT_ONCE // math.prod(part.stop - part.start for part in rest))
     for first in range(rows.start, rows.stop, step):
         some = slice(first, min(first + step, rows.stop))
-        values = weight.read((some, columns), target.device)
-        target[some.start - rows.start : some.stop - rows.start].copy_(values)
+        values = weight.read((some, *rest), target.device)
+        own = target[some.start - rows.start : some.stop - rows.start]
+        own.copy_(values.reshape(own.shape))
 
 
 def _not_finite(

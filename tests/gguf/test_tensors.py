@@ -30,7 +30,7 @@ BLOCKS: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
     "moe_intermediate_size": 256,
-    "num_experts": 2,
+    "num_experts": 4,
     "num_layers": 2,
     "interval": 2,
     "vocab_size": 64,
