@@ -21,7 +21,7 @@ from compiled_mtp.models.comparison import check_counts, check_parameters, check
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.headers import Header
-from compiled_mtp.models.layout import Stored, kept_columns, with_scales
+from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.stored_weight import Region, StoredWeight
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
@@ -81,19 +81,40 @@ def check_weights(
     whole, extra = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     if extra:
         logger.warning("skipped tensors of %s (allow_extra_tensors): %s", path, first_few(extra))
-    needed = 0
-    for stored in shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows).values():
-        form = formats.get(stored.pieces[0].parameter)
-        itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
-        needed += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
+    part = shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows)
+    needed = _count_bytes(part, formats, dtype)
     read = {name: weights[name] for name in whole}
     packed = describe_packed(read)
-    gets = f" ({packed}, multiplied out)" if packed else ""
-    rule, got = f"hold {_gib(needed)} of weights{gets}", f"{_gib(free_bytes)} for {path}"
+    how = f" ({packed}, multiplied out)" if packed else ""
+    rule, got = f"hold {_gib(needed)} of weights{how}", f"{_gib(free_bytes)} for {path}"
     check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
     check_packed(read.values())
     if packed:
         logger.info("multiplied out while they are loaded: %s", packed)
+
+
+def count_weights(
+    config: ModelConfig,
+    weights: Mapping[str, StoredWeight],
+    formats: Formats,
+    dtype: torch.dtype,
+    *,
+    with_mtp: bool,
+) -> int:
+    """The bytes of the parameters of a checkpoint that stores `weights`; `check_weights` says if it does."""
+    layout = FAMILIES[config.family].layout(config, weights, formats)
+    read = {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
+    return _count_bytes(read, formats, dtype)
+
+
+def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
+    """The bytes of the parameters that `layout` fills, without the factors of those in FP8."""
+    count = 0
+    for stored in layout.values():
+        form = formats.get(stored.pieces[0].parameter)
+        itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
+        count += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
+    return count
 
 
 @torch.no_grad()
@@ -116,8 +137,9 @@ def load_weights(
     `parameters` are allocated, on any device and in the dtype to keep; their names are those of the layout,
     their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
     the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
-    are copied with their factors to parameters in FP8 and multiplied out for others. Host memory beside the
-    parameters: the largest piece of a stored tensor, and its product where it is multiplied out. `progress`
+    are copied with their factors to parameters in FP8 and multiplied out for others. Quantised linears are
+    multiplied out in float32, some rows at a time, and rounded once. Host memory beside the
+    parameters: the largest piece of a plain tensor, and its product where it is multiplied out. `progress`
     gets the bytes done and the bytes in all. allow_extra: other tensors are not refused. is_checked: what was
     copied is looked through for NaN and infinity.
     Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of

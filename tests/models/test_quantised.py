@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compiled_mtp.models.catalogue import describe_packed, read_stored
+from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights, load_weights
 from tests.checkpoints import allocate, write_checkpoint
@@ -172,4 +175,64 @@ def test_every_linear_in_a_format_of_its_own(tmp_path: Path, family: str) -> Non
     stored = read_stored(directory)
     assert len({weight.dtype for weight in stored.values()} - {"BF16", "F32"}) >= 8
     assert "MTP head: " in describe_packed(stored)
+    assert_equal(load(directory), load(twin))
+
+
+PARTS: tuple[tuple[slice, slice], ...] = (
+    (slice(0, 192), slice(0, 256)),
+    (slice(3, 4), slice(5, 6)),
+    (slice(7, 177), slice(63, 129)),
+    (slice(8, 16), slice(128, 256)),
+    (slice(191, 192), slice(0, 256)),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-block"])
+def test_any_region_is_that_of_the_whole(tmp_path: Path, name: str) -> None:
+    """Of rows and columns that begin and end inside words and groups, as ranks and merged parts may."""
+    packer, config = FORMATS[name]
+    weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
+    parts, values = packer(weight.numpy())
+    save_file({f"model.layers.0.x.{s}": t for s, t in parts.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+    (stored,) = read_stored(tmp_path).values()
+    assert stored.shape == (192, 256)
+    for region in PARTS:
+        part = stored.read(region)
+        assert part.dtype == torch.float32
+        assert torch.equal(part, values[region]), region
+
+
+def test_few_values_are_in_float32_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path / "model", **SMALL)
+    twin = quantise(directory, mixed)
+    sizes, read = [], PackedWeight.read
+
+    def counted(weight: PackedWeight, *arguments: Any) -> torch.Tensor:
+        values = read(weight, *arguments)
+        sizes.append(values.numel())
+        return values
+
+    monkeypatch.setattr(PackedWeight, "read", counted)
+    monkeypatch.setattr("compiled_mtp.models.weights._VALUES_AT_ONCE", 5000)
+    assert_equal(load(directory), load(twin))
+    assert len(sizes) > 50
+    assert max(sizes) <= 5000
+
+
+def test_a_quantised_head_is_none_that_is_tied(tmp_path: Path) -> None:
+    """A stored head that differs from the embedding is used, packed or not."""
+    directory = write_checkpoint(tmp_path / "model", tied=True, **SMALL)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors")
+    twin = quantise(directory, lambda module: nvfp4() if module == "lm_head" else None)
+    assert read_model_config(twin.with_name("model")).tie_word_embeddings is False
+    assert_equal(load(directory), load(twin))
+
+
+def test_embedding_and_gates_may_be_quantised(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", "qwen3_5_moe", **SMALL)
+    chosen = re.compile(r"embed_tokens$|mlp\.gate$|shared_expert_gate$|in_proj_[ab]$")
+    twin = quantise(directory, lambda module: pack_quantized(32) if chosen.search(module) else None)
     assert_equal(load(directory), load(twin))

@@ -55,7 +55,9 @@ def read_claims(root: Path) -> Claims:
 def claims_of(section: dict[str, Any]) -> Claims:
     """What a quantization_config says."""
     method = section.get("quant_method")
-    check(method in METHODS, f"{SECTION}.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY)
+    check(
+        method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY
+    )
     match method:
         case "fp8":
             return _fp8(section)
