@@ -20,8 +20,7 @@ import torch
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.catalogue import read_stored
-from compiled_mtp.models.headers import Header
+from compiled_mtp.models.catalogue import is_packed, read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
@@ -126,7 +125,7 @@ def describe_run(
 
 
 def _multiplied_out(weights: Iterable[StoredWeight]) -> Iterator[StoredWeight]:
-    return (weight for weight in weights if not isinstance(weight, Header))
+    return (weight for weight in weights if is_packed(weight))
 
 
 def _kind_of(name: str) -> str:

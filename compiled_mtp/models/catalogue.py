@@ -98,7 +98,8 @@ def check_packed(weights: Iterable[StoredWeight]) -> None:
             weight.check_values()
 
 
-def _is_packed(weight: StoredWeight) -> bool:
+def is_packed(weight: StoredWeight) -> bool:
+    """Whether it is quantised in a format whose values are multiplied out."""
     if isinstance(weight, StoredTensor):
         return weight.is_quantised
     return isinstance(weight, PackedWeight)
@@ -109,7 +110,7 @@ def describe_packed(weights: Mapping[str, StoredWeight]) -> str:
     parts = []
     for prefix, of_head in (("", False), ("MTP head: ", True)):
         own = [weight for name, weight in weights.items() if name.startswith("mtp.") is of_head]
-        counts = Counter(weight.dtype for weight in own if _is_packed(weight))
+        counts = Counter(weight.dtype for weight in own if is_packed(weight))
         if counts:
             parts.append(prefix + ", ".join(f"{count} in {dtype}" for dtype, count in counts.items()))
     return "; ".join(parts)

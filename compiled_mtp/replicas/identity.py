@@ -47,7 +47,7 @@ def list_files(model: Path) -> list[CheckpointFile]:
     # A tokenizer may lie beside it.
     paths = [*part_files(model), *model.parent.glob("*.json")] if is_gguf else model.glob("*")
     for path in sorted(paths):
-        if is_gguf or path.suffix in _SUFFIXES:
+        if path.is_file() and (is_gguf or path.suffix in _SUFFIXES):
             stat = path.stat()
             found.append(CheckpointFile(path, stat.st_size, stat.st_ctime_ns, stat.st_ino))
     return found
