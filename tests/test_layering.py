@@ -26,6 +26,7 @@ ROOMS = (
     "request",
     "cache",
     "communicators",
+    "gguf",
     "models",
     "rounds",
     "step",
@@ -67,6 +68,7 @@ NO_TORCH = (
         )
     ),
     *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
+    *(f"compiled_mtp.gguf.{name}" for name in ("block_types", "container", "config", "names", "tokenizer")),
     "compiled_mtp.models.draft_vocabulary",
     "compiled_mtp.runner.memory",
     "compiled_mtp.parallel.plans",

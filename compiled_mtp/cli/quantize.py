@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.frontend.hub import find_checkpoint
-from compiled_mtp.models.headers import read_headers
+from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.headers import Header
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
@@ -110,8 +111,10 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
     """
     config, counts = read_model_config(source), Counts()
     # Whatever config.json says of it.
-    is_fp8 = any(header.dtype == FP8.header_dtype for header in read_headers(source).values())
-    is_plain = not (config.quantized or is_fp8)
+    is_plain = not config.quantized and all(
+        isinstance(weight, Header) and weight.dtype != FP8.header_dtype
+        for weight in read_stored(source).values()
+    )
     check(is_plain, "checkpoint", "be in bfloat16", str(source), "give what it was quantised from")
     # A link to nothing is in the way too.
     is_new = not (out.exists() or out.is_symlink())

@@ -9,7 +9,7 @@ from pathlib import Path
 from compiled_mtp.config import HEAD_REMEDY, EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.frontend.processor import Front
-from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.frontend.tokenizer import Tokenizer, has_tokenizer
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.request import SamplingParams
@@ -35,7 +35,7 @@ def open_front(config: EngineConfig) -> Front:
         )
     # A default out of range is found before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
-    tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer(path) if has_tokenizer(path) else None
     return make_front(config, path, model_config, tokenizer)
 
 

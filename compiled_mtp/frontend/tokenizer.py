@@ -16,12 +16,25 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compiled_mtp.errors import quote
+from compiled_mtp.gguf.container import read_container
+from compiled_mtp.gguf.tokenizer import is_byte_level, tokenizer_config, tokenizer_json
 
 logger = logging.getLogger(__name__)
 
+_FILE = "tokenizer.json"
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether the checkpoint directory, or the GGUF file, `path` has a tokenizer or one beside it."""
+    if path.suffix != ".gguf":
+        return (path / _FILE).is_file()
+    return _TOKENS in read_container(path).metadata or (path.parent / _FILE).is_file()
+
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory: tokenizer.json, and what renders its chats.
+    """The tokenizer of a checkpoint directory: tokenizer.json, and what renders its chats. Of a GGUF file it
+    is the one in its metadata, or, where those are of no known kind, the one beside the file.
 
     json_text is that of tokenizer.json; added_ids are the tokens it adds to the vocabulary, by their texts.
     Raises ValueError if tokenizer.json is missing, unreadable or not byte-level, which all supported families
@@ -29,14 +42,21 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        root = Path(path)
-        file = root / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(f"model must hold a tokenizer.json, got {root}; download the whole checkpoint")
+        root = file = Path(path)
+        container = read_container(root) if root.suffix == ".gguf" else None
+        if container is not None and not is_byte_level(container) and (root.parent / _FILE).is_file():
+            root, container = root.parent, None
+        if container is None:
+            file = root / _FILE
+            if not file.is_file():
+                raise ValueError(
+                    f"model must hold a tokenizer.json, got {root}; download the whole checkpoint"
+                )
+        text = None if container is None else tokenizer_json(container)
         try:
-            self.json_text = file.read_text(encoding="utf-8")
+            self.json_text = file.read_text(encoding="utf-8") if text is None else text
             decoder = json.loads(self.json_text).get("decoder") or {}
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.json_text)
         except Exception as error:  # The Rust side raises plain Exception.
             raise ValueError(
                 f"{file} must be a tokenizer, got an error: {error}; download the file again"
@@ -54,7 +74,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.num_ids = max(self._tokenizer.get_vocab_size(), max(added, default=0) + 1)
         self._bytes: dict[int, bytes] = {}
-        self._template = ChatTemplate(root)
+        config = None if container is None else tokenizer_config(container)
+        self._template = ChatTemplate(root, config)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, special tokens recognised. Raises ValueError for lone surrogates."""
@@ -131,15 +152,16 @@ class Detokenizer:
 
 
 class ChatTemplate:
-    """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json.
+    """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json; `config` in the
+    place of that file's content.
 
     Rendered in a sandbox, with the filters and functions that Hugging Face gives templates. Raises ValueError
     for JSON that cannot be read; a template that is missing or broken is an error when a chat is rendered.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, config: dict[str, Any] | None = None) -> None:
         self._root = root
-        config = _read_config(root / "tokenizer_config.json")
+        config = _read_config(root / "tokenizer_config.json") if config is None else config
         # Templates use bos_token, eos_token and the like; a token is a string or an object around it.
         self.special_tokens = {
             name: _token_text(name, value)

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.errors import check, shown
+from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
+from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8, Formats
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
+_FC = "mtp.fc.weight"
 # How many names a message lists of each kind.
 _FEW = 5
 # In the names of what PEFT saves.
@@ -27,7 +30,7 @@ _ADAPTER_MARKS = (".lora_", ".base_layer.", ".modules_to_save.")
 def checked_layout(
     config: ModelConfig,
     path: str | Path,
-    headers: Mapping[str, Header],
+    headers: Mapping[str, StoredWeight],
     formats: Formats,
     with_mtp: bool,
     allow_extra: bool,
@@ -40,6 +43,10 @@ def checked_layout(
     if with_mtp and not any(name.startswith("mtp.") for name in headers):
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
     check_counts(config, headers)
+    fc = headers.get(_FC)
+    if with_mtp and isinstance(fc, PackedWeight):
+        remedy = "use another release of the model, or pass mtp_step=0"
+        raise fail(fc.name, "be plain: exporters that quantise mtp.fc spoil the MTP head", fc.dtype, remedy)
     layout = FAMILIES[config.family].layout(config, headers, formats)
     required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
     # A tied model's head has been found to be its embedding once more (`as_stored`).
@@ -58,7 +65,7 @@ def checked_layout(
     return {n: stored for n, stored in layout.items() if with_mtp or not n.startswith("mtp.")}, unused
 
 
-def check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
+def check_counts(config: ModelConfig, headers: Mapping[str, StoredWeight]) -> None:
     """Compare what the layout counts through with the files, so that a wrong number costs no time."""
     parts = [name.split(".", 2) for name in headers if name.startswith("layers.")]
     num_layers = len({part[1] for part in parts})
@@ -76,7 +83,7 @@ def check_counts(config: ModelConfig, headers: Mapping[str, Header]) -> None:
 
 
 def _compare(
-    layout: Mapping[str, Stored], headers: Mapping[str, Header]
+    layout: Mapping[str, Stored], headers: Mapping[str, StoredWeight]
 ) -> tuple[list[str], list[str], list[str]]:
     """The stored tensors that are unused and misfitting, and the factors that stored weights lack."""
     unused, wrong, without_scale = [], [], []
@@ -99,7 +106,7 @@ def _compare(
             dtypes = (FP8.header_dtype,)
         if header.shape != shape:
             wrong.append(f"{shown(header.name)} of shape {shown(list(header.shape))} for {list(shape)}")
-        elif header.dtype not in dtypes:
+        elif isinstance(header, Header) and header.dtype not in dtypes:
             wrong.append(f"{shown(header.name)} of dtype {shown(header.dtype)} for {' or '.join(dtypes)}")
     return unused, wrong, without_scale
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from compiled_mtp.errors import check
 from compiled_mtp.models.config_keys import FIX, Keys
+from compiled_mtp.models.formats.claims import SECTION, claims_of
 
 # Far above what exists, and few enough that a wrong number costs no time and no memory before the weights'
 # headers tell that it is wrong.
@@ -179,15 +180,5 @@ def _dtype_name(text: dict[str, Any], top: dict[str, Any]) -> str:
 
 
 def _is_fp8(keys: Keys) -> bool:
-    quantization = keys.section("quantization_config")
-    if not quantization:
-        return False
-    remedy = "use the bf16 or the FP8 release of the model"
-    method = quantization.get("quant_method")
-    check(method == "fp8", "quantization_config.quant_method", "be fp8", method, remedy)
-    # A missing block size means one scale a tensor, which is another format.
-    layout = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": None} | quantization
-    for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("weight_block_size", [128, 128])):
-        got, rule = json.dumps(layout[key]), f"be {json.dumps(wanted)}"
-        check(layout[key] == wanted, f"quantization_config.{key}", rule, got, remedy)
-    return True
+    section = keys.section(SECTION)
+    return bool(section) and claims_of(section).is_fp8

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from compiled_mtp.errors import fail, shown
+from compiled_mtp.models.stored_weight import StoredWeight
 
 # Longest first: one is a prefix of the other.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
@@ -17,6 +20,21 @@ _TRUNK_PREFIXES = ("model.language_model.", "model.")
 _APART = ("mtp.", "lm_head.")
 _SKIPPED_PREFIXES = ("model.visual.",)
 _AGAIN = "download it again"
+
+
+class OpenFiles:
+    """Files that are opened when something of them is first read, and stay mapped."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of the tensor `name`, with a range for each of its dimensions."""
+        if file not in self._files:
+            self._files[file] = safe_open(file, framework="pt", device="cpu")
+        tensors = self._files[file]
+        part: torch.Tensor = tensors.get_slice(name)[region] if region else tensors.get_tensor(name)
+        return part
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,11 @@ class Header:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    files: OpenFiles = field(default_factory=OpenFiles, compare=False, repr=False)
+
+    def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
+        """What lies in `region` (a range of each dimension), on the CPU whatever the device."""
+        return self.files.read(self.file, self.name, region)
 
 
 def read_headers(root: Path) -> dict[str, Header]:
@@ -54,11 +77,13 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
 
 
-def stored_name(name: str, headers: Mapping[str, Header]) -> str:
+def stored_name(name: str, headers: Mapping[str, StoredWeight]) -> str:
     """`name`, of a tensor that `headers` may lack, with the trunk's prefix as the files have it."""
     if name.startswith(_APART):
         return name
-    trunk = (h.name.removesuffix(n) for n, h in headers.items() if not n.startswith(_APART))
+    # A quantised linear goes by the name of one of its tensors.
+    plain = {n: h.name for n, h in headers.items() if not n.startswith(_APART) and h.name.endswith(n)}
+    trunk = (full.removesuffix(n) for n, full in plain.items())
     return next(trunk, "") + name
 
 
@@ -67,6 +92,7 @@ def _is_mtp(name: str) -> bool:
 
 
 def _read_files(root: Path) -> list[Header]:
+    opened = OpenFiles()
     files = sorted(root.glob("*.safetensors"))
     index = root / "model.safetensors.index.json"
     if index.is_file():
@@ -80,7 +106,9 @@ def _read_files(root: Path) -> list[Header]:
                 f"model must have the files its index names, got no {shown(absent)} in {root}; {remedy}"
             )
         # A head added to a released trunk may be missing from the index; other weights may not belong to it.
-        stray = [f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f))]
+        stray = [
+            f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f, opened))
+        ]
         if stray:
             raise ValueError(
                 f"model must have no weights beside its index, got {shown(stray)} in {root}; remove what is "
@@ -88,7 +116,7 @@ def _read_files(root: Path) -> list[Header]:
             )
     if not files:
         raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")
-    return [header for file in files for header in _header(file)]
+    return [header for file in files for header in _header(file, opened)]
 
 
 def _read_index(index: Path) -> list[str]:
@@ -108,7 +136,7 @@ def _read_index(index: Path) -> list[str]:
     return list(weight_map.values())
 
 
-def _header(file: Path) -> list[Header]:
+def _header(file: Path, opened: OpenFiles) -> list[Header]:
     """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
     try:
         # Opening maps the file and checks all that its header says against its length: a download that was
@@ -125,6 +153,6 @@ def _header(file: Path) -> list[Header]:
     entries.pop("__metadata__", None)
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
     return [
-        Header(file, name, e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0])
+        Header(file, name, e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0], opened)
         for name, e in ordered
     ]

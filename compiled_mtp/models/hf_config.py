@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.errors import check, fail
+from compiled_mtp.gguf.config import generation_config, hf_config
+from compiled_mtp.gguf.container import read_container
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
@@ -25,22 +27,19 @@ _SAMPLING_KEYS = (
 
 def read_model_config(path: str | Path) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`, and
-    what its tensors say better (`as_stored`).
+    what its tensors say better (`as_stored`); or the metadata of the GGUF file `path`.
 
     Raises ValueError for a directory that is no such checkpoint and for every feature the engine does not
     compute, each by name.
     """
     root = Path(path)
-    is_gguf = root.suffix == ".gguf"
-    check(not is_gguf, "model", "be a Hugging Face directory", root, "GGUF weights are not supported")
+    if root.suffix == ".gguf":
+        return _read_gguf(root)
     remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
     is_adapter = (root / "adapter_config.json").is_file() and not (root / "config.json").is_file()
     if is_adapter:
         remedy = "this is an adapter: merge it into its base model and pass that"
     check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
-    other = root / "hf_quant_config.json"
-    remedy = "use the bf16 or the FP8 release of the model"
-    check(not other.is_file(), "quantization", "be fp8 in blocks of 128", other.name, remedy)
     top = read_json(root / "config.json")
     name = top.get("model_type")
     remedy = "other architectures are not supported"
@@ -54,6 +53,17 @@ def read_model_config(path: str | Path) -> ModelConfig:
     generation = read_json(root / "generation_config.json", optional=True)
     fields = family.read(Keys(text), top) | _sampling_fields(root, top, text, generation)
     return as_stored(ModelConfig(family=family.name, **fields), root)
+
+
+def _read_gguf(path: Path) -> ModelConfig:
+    """The same of a GGUF file, whose metadata say all of it."""
+    container = read_container(path)
+    text = hf_config(container)
+    family = MODEL_TYPES[text["model_type"]]
+    fields = family.read(Keys(text), text)
+    return ModelConfig(
+        family=family.name, **fields, **_sampling_fields(path, {}, text, generation_config(container))
+    )
 
 
 def _sampling_fields(

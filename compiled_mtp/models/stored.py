@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.headers import Header, read_headers
+from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.stored_weight import StoredWeight
+from compiled_mtp.models.weight_format import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,18 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     mtp_num_layers is 1 where an MTP head is stored, else 0: a draft changes no token, so a head that
     config.json denies is used, and transformers saves fine-tunes without the one that it names.
     tie_word_embeddings is False where the head that is stored differs from the embedding, as transformers 5
-    has it. Raises ValueError for an adapter.
+    has it. quantized is True where FP8 weights in blocks are stored. Raises ValueError for an adapter, and as
+    `read_stored`.
     """
     adapter = root / "adapter_config.json"
     remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"
     check(not adapter.is_file(), "model", "be merged with its adapter", shown(adapter), remedy)
     if not any(root.glob("*.safetensors")):
         return config
-    headers = read_headers(root)
+    headers = read_stored(root)
+    # Whatever config.json says, and under whichever method's names.
+    if not config.quantized and any(name.endswith(FP8.scale_suffix) for name in headers):
+        config = replace(config, quantized=True)
     has_head = any(name.startswith("mtp.") for name in headers)
     if has_head and not config.mtp_num_layers:
         logger.info("config.json of %s names no MTP head; the one that is stored is used", root)
@@ -52,19 +57,15 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     return replace(config, tie_word_embeddings=False)
 
 
-def _are_equal(headers: Mapping[str, Header]) -> bool:
+def _are_equal(weights: Mapping[str, StoredWeight]) -> bool:
     """Whether embedding and head hold the same numbers."""
-    both = [headers[EMBEDDING], headers[HEAD]]
+    both = [weights[EMBEDDING], weights[HEAD]]
     if both[0].shape != both[1].shape or len(both[0].shape) != 2:
         return False
-    with (
-        safe_open(both[0].file, framework="pt", device="cpu") as one,
-        safe_open(both[1].file, framework="pt", device="cpu") as other,
-    ):
-        slices = one.get_slice(both[0].name), other.get_slice(both[1].name)
-        for first in range(0, both[0].shape[0], _ROWS):
-            rows = [part[first : first + _ROWS] for part in slices]
-            # FP8 cannot be compared as it is.
-            if not torch.equal(rows[0].float(), rows[1].float()):
-                return False
+    for first in range(0, both[0].shape[0], _ROWS):
+        rows = slice(first, min(first + _ROWS, both[0].shape[0]))
+        # FP8 cannot be compared as it is.
+        parts = [weight.read((rows, slice(0, weight.shape[1]))).float() for weight in both]
+        if not torch.equal(*parts):
+            return False
     return True

@@ -10,23 +10,26 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.catalogue import check_packed, describe_packed, read_stored
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
-from compiled_mtp.models.headers import Header, read_headers
-from compiled_mtp.models.layout import Stored, kept_columns, with_scales
+from compiled_mtp.models.headers import Header
+from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
+from compiled_mtp.models.stored_weight import Region, StoredWeight
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
 
 logger = logging.getLogger(__name__)
+
+# Values of a quantised weight that are multiplied out at a time, in float32 and a few integers each.
+_VALUES_AT_ONCE = 1 << 22
 
 
 def read_formats(
@@ -40,7 +43,7 @@ def read_formats(
     """
     if not config.quantized:
         return NO_FORMATS
-    headers = {} if path is None else read_headers(Path(path))
+    headers = {} if path is None else read_stored(Path(path))
     if path is not None:
         check_counts(config, headers)
 
@@ -74,16 +77,44 @@ def check_weights(
     the log and not refused. Raises ValueError as `load_weights`, and for weights that take
     more than `free_bytes`.
     """
-    whole, extra = checked_layout(config, path, read_headers(Path(path)), formats, with_mtp, allow_extra)
+    weights = read_stored(Path(path))
+    whole, extra = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     if extra:
         logger.warning("skipped tensors of %s (allow_extra_tensors): %s", path, first_few(extra))
-    needed = 0
-    for stored in shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows).values():
+    part = shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows)
+    needed = _count_bytes(part, formats, dtype)
+    read = {name: weights[name] for name in whole}
+    packed = describe_packed(read)
+    how = f" ({packed}, multiplied out)" if packed else ""
+    rule, got = f"hold {_gib(needed)} of weights{how}", f"{_gib(free_bytes)} for {path}"
+    check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
+    check_packed(read.values())
+    if packed:
+        logger.info("multiplied out while they are loaded: %s", packed)
+
+
+def count_weights(
+    config: ModelConfig,
+    weights: Mapping[str, StoredWeight],
+    formats: Formats,
+    dtype: torch.dtype,
+    *,
+    with_mtp: bool,
+) -> int:
+    """The bytes of the parameters of a checkpoint that stores `weights`; `check_weights` says if it does."""
+    layout = FAMILIES[config.family].layout(config, weights, formats)
+    read = {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
+    return _count_bytes(read, formats, dtype)
+
+
+def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
+    """The bytes of the parameters that `layout` fills, without the factors of those in FP8."""
+    count = 0
+    for stored in layout.values():
         form = formats.get(stored.pieces[0].parameter)
         itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
-        needed += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
-    rule, got = f"hold {_gib(needed)} of weights", f"{_gib(free_bytes)} for {path}"
-    check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
+        count += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
+    return count
 
 
 @torch.no_grad()
@@ -106,64 +137,69 @@ def load_weights(
     `parameters` are allocated, on any device and in the dtype to keep; their names are those of the layout,
     their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
     the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
-    are copied with their factors to parameters in FP8 and multiplied out for others. Host memory beside the
-    parameters: the largest piece of a stored tensor, and its product where it is multiplied out. `progress`
+    are copied with their factors to parameters in FP8 and multiplied out for others. Quantised linears are
+    multiplied out in float32, some rows at a time, and rounded once. Host memory beside the
+    parameters: the largest piece of a plain tensor, and its product where it is multiplied out. `progress`
     gets the bytes done and the bytes in all. allow_extra: other tensors are not refused. is_checked: what was
     copied is looked through for NaN and infinity.
     Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
     another shape or dtype, and the first parameters that would not be filled; after it with the first tensors
     that are not finite.
     """
-    headers = read_headers(Path(path))
-    whole, _ = checked_layout(config, path, headers, formats, with_mtp, allow_extra)
+    weights = read_stored(Path(path))
+    whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path)
-    held = {name: _held_bytes(stored, headers[name]) for name, stored in layout.items()}
+    held = {name: _held_bytes(stored, weights[name]) for name, stored in layout.items()}
     done = 0
-    with ExitStack() as stack:
-        # A scale may lie in another file than its weight, so all stay open; they are mapped, not read.
-        files = {
-            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            for file in {header.file for header in headers.values()}
-        }
-
-        def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
-            part: torch.Tensor = files[headers[name].file].get_slice(headers[name].name)[region]
-            return part
-
-        # Headers keep the order of the files, so that a disk reads forwards.
-        for name in (n for n in headers if n in layout):
-            shape, scale = headers[name].shape, name + FP8.scale_suffix
-            for piece in layout[name].pieces:
-                parameter, region = parameters[piece.parameter], piece.region(shape)
-                if scale in headers and not formats.get(piece.parameter, PLAIN).has_factors:
-                    part = _multiply_out(read, name, scale, region, parameter.dtype)
+    # They keep the order of the files, so that a disk reads forwards.
+    for name in (n for n in weights if n in layout):
+        weight, scale = weights[name], weights.get(name + FP8.scale_suffix)
+        for piece in layout[name].pieces:
+            parameter, region = parameters[piece.parameter], piece.region(weight.shape)
+            target = piece.place_in(parameter, weight.shape)
+            if isinstance(weight, Header):
+                if scale is not None and not formats.get(piece.parameter, PLAIN).has_factors:
+                    part = _multiply_out(weight, scale, region, parameter.dtype)
                 else:
-                    part = read(name, region)
-                target = piece.place_in(parameter, shape)
+                    part = weight.read(region)
                 target.copy_(part.reshape(target.shape))
-            done += held[name]
-            if progress is not None:
-                progress(done, sum(held.values()))
+            else:
+                _fill(target, weight, region)
+        done += held[name]
+        if progress is not None:
+            progress(done, sum(held.values()))
     if is_checked and (wrong := find_not_finite(parameters)):
-        raise _not_finite(wrong, layout, headers, parameters)
+        raise _not_finite(wrong, layout, weights, parameters)
+
+
+def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:
+    """Write a region of a weight that is no plain tensor of safetensors, some rows at a time: in float32 all
+    may not fit."""
+    rows, *rest = region
+    step = max(1, _VALUES_AT_ONCE // math.prod(part.stop - part.start for part in rest))
+    for first in range(rows.start, rows.stop, step):
+        some = slice(first, min(first + step, rows.stop))
+        values = weight.read((some, *rest), target.device)
+        own = target[some.start - rows.start : some.stop - rows.start]
+        own.copy_(values.reshape(own.shape))
 
 
 def _not_finite(
     wrong: Collection[str],
     layout: Mapping[str, Stored],
-    headers: Mapping[str, Header],
+    weights: Mapping[str, StoredWeight],
     parameters: Mapping[str, torch.Tensor],
 ) -> ValueError:
     """The error that names the stored tensors from which the parameters `wrong` have NaN or infinity."""
     names = []
-    for name, header in headers.items():
+    for name, weight in weights.items():
         pieces = layout[name].pieces if name in layout else ()
-        parts = (p.place_in(parameters[p.parameter], header.shape) for p in pieces if p.parameter in wrong)
+        parts = (p.place_in(parameters[p.parameter], weight.shape) for p in pieces if p.parameter in wrong)
         if find_not_finite(dict(enumerate(parts))):
             # A weight that was multiplied out may have it from its factors.
-            factors = headers.get(name + FP8.scale_suffix)
-            named = header if factors is None or _is_finite(factors) else factors
+            factors = weights.get(name + FP8.scale_suffix)
+            named = weight if factors is None or _is_finite(factors) else factors
             names.append(f"{named.name} ({named.file.name})")
     return ValueError(
         f"weights must be finite, got NaN or infinity in {first_few(names)}; check the checkpoint's files, "
@@ -171,31 +207,27 @@ def _not_finite(
     )
 
 
-def _is_finite(header: Header) -> bool:
+def _is_finite(weight: StoredWeight) -> bool:
     """Whether a stored tensor is, as it lies in its file."""
-    with safe_open(header.file, framework="pt", device="cpu") as tensors:
-        return not find_not_finite({header.name: tensors.get_tensor(header.name)})
+    return not find_not_finite({weight.name: weight.read(tuple(slice(0, size) for size in weight.shape))})
 
 
 def _multiply_out(
-    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
-    name: str,
-    scale: str,
-    region: tuple[slice, ...],
-    dtype: torch.dtype,
+    weight: StoredWeight, scale: StoredWeight, region: Region, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The values of a region of an FP8 matrix, of which whole blocks are read."""
+    """The values of a region of an FP8 matrix in blocks, of which whole blocks are read."""
     block = FP8.block
     blocks = tuple(slice(part.start // block, -(-part.stop // block)) for part in region)
-    whole = tuple(slice(part.start * block, part.stop * block) for part in blocks)
+    ends = zip(blocks, weight.shape, strict=True)
+    whole = tuple(slice(part.start * block, min(part.stop * block, size)) for part, size in ends)
     within = tuple(slice(r.start - w.start, r.stop - w.start) for r, w in zip(region, whole, strict=True))
-    return FP8.dequantize(read(name, whole), read(scale, blocks), dtype)[within]
+    return FP8.dequantize(weight.read(whole), scale.read(blocks), dtype)[within]
 
 
-def _held_bytes(stored: Stored, header: Header) -> int:
+def _held_bytes(stored: Stored, weight: StoredWeight) -> int:
     """Bytes of the pieces of a stored tensor."""
-    numbers = sum(piece.size_of(header.shape) for piece in stored.pieces)
-    return header.num_bytes * numbers // max(math.prod(header.shape), 1)
+    numbers = sum(piece.size_of(weight.shape) for piece in stored.pieces)
+    return weight.num_bytes * numbers // max(math.prod(weight.shape), 1)
 
 
 def _gib(count: int) -> str:

@@ -25,7 +25,8 @@ from compiled_mtp.communicators.communicator import Exchange, ExchangeError
 from compiled_mtp.communicators.gloo import START_S
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
-from compiled_mtp.models.headers import read_headers
+from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.parallel.forks import wait_for_parent_end
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
@@ -131,9 +132,9 @@ def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
     """
     digest = hashlib.sha256()
     if has_files:
-        digest.update((model / "config.json").read_bytes())
-        for name, header in sorted(read_headers(model).items()):
-            digest.update(repr((name, header.dtype, header.shape, header.file.stat().st_size)).encode())
+        digest.update(repr(read_model_config(model)).encode())
+        for name, weight in sorted(read_stored(model).items(), key=lambda item: item[0]):
+            digest.update(repr((name, weight.dtype, weight.shape, weight.file.stat().st_size)).encode())
     package = Path(__file__).parents[1]
     folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel")]
     return {

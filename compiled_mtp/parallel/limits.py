@@ -11,8 +11,8 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.graphs.artifacts import check_key, read_key
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.shards import shard_layout, with_prompt_rows
 from compiled_mtp.models.weight_format import PLAIN, resolve_recipe
 from compiled_mtp.models.weights import read_formats
@@ -70,7 +70,7 @@ def _check_sums(config: EngineConfig, model: ModelConfig, device: torch.device, 
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     formats = read_formats(model, path, device, recipe)
     if formats:
-        layout = FAMILIES[model.family].layout(model, {} if path is None else read_headers(path), formats)
+        layout = FAMILIES[model.family].layout(model, {} if path is None else read_stored(path), formats)
         given = with_prompt_rows(formats) if is_gpu else formats
         for rank in range(world):
             shard_layout(layout, model, given, rank, world, prompt_rows=is_gpu)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import compiled_mtp
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.gguf.container import part_files
 
 if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
@@ -39,11 +40,14 @@ class CheckpointFile(NamedTuple):
 
 
 def list_files(model: Path) -> list[CheckpointFile]:
-    """Return what decides tokens in the directory of a checkpoint, by name; nothing of one that is not
-    there."""
+    """Return what decides tokens of a GGUF file, or in the directory of a checkpoint, by name; nothing of one
+    that is not there."""
     found = []
-    for path in sorted(model.glob("*")):
-        if path.suffix in _SUFFIXES:
+    is_gguf = model.suffix == ".gguf"
+    # A tokenizer may lie beside it.
+    paths = [*part_files(model), *model.parent.glob("*.json")] if is_gguf else model.glob("*")
+    for path in sorted(paths):
+        if path.is_file() and (is_gguf or path.suffix in _SUFFIXES):
             stat = path.stat()
             found.append(CheckpointFile(path, stat.st_size, stat.st_ctime_ns, stat.st_ino))
     return found

@@ -16,8 +16,8 @@ from compiled_mtp.graphs.artifacts import machine_key, source_digest
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.draft_head import DraftHeadPlan
-from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
@@ -163,7 +163,7 @@ def resolve(
 
 def _is_small(path: Path) -> bool:
     """Whether threads cost more than they save."""
-    return sum(header.num_bytes for header in read_headers(path).values()) < _LEAST_THREADED_BYTES
+    return sum(weight.num_bytes for weight in read_stored(path).values()) < _LEAST_THREADED_BYTES
 
 
 def early_key(settings: Settings) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from compiled_mtp.models.headers import read_headers
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import make_engine, prompt_of
+from tests.quantised import gptq, quantise
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -84,6 +85,10 @@ def test_refused_by_name(tmp_path: Path) -> None:
     (quantized / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
         quantize_checkpoint(quantized, tmp_path / "out")
+    packed = write_checkpoint(tmp_path / "int4")
+    quantise(packed, lambda module: gptq(32) if module.endswith("q_proj") else None)
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*int4; give what it was"):
+        quantize_checkpoint(packed, tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="output must be a new directory, got"):
         quantize_checkpoint(plain, tmp_path / "link")

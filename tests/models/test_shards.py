@@ -144,7 +144,7 @@ def test_a_rank_reads_no_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.
         def get_slice(self, name: str) -> Slice:
             return Slice(self.file.get_slice(name))
 
-    monkeypatch.setattr("compiled_mtp.models.weights.safe_open", File)
+    monkeypatch.setattr("compiled_mtp.models.headers.safe_open", File)
     for rank in range(2):
         read.clear()
         held = load(config, directory, {}, rank, 2)

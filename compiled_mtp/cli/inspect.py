@@ -1,0 +1,136 @@
+"""`compiled-mtp inspect`: what a checkpoint's files hold, and how it would run on this machine.
+
+    compiled-mtp inspect CHECKPOINT
+
+Prints the family and the sizes, the formats of the weights by kind of module, whether the MTP head is there,
+which weights are multiplied out while they are loaded, and the memory that the weights take. Reads headers
+and scales, and takes no memory for weights. What would be refused is one line on standard error, exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.hub import find_checkpoint
+from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models.catalogue import is_packed, read_stored
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.stored_weight import StoredWeight
+from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
+from compiled_mtp.models.weights import check_weights, count_weights, read_formats
+from compiled_mtp.runner.memory import available_bytes
+from compiled_mtp.runner.settings import resolve_device
+from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
+from compiled_mtp.terminal.flags import Parser
+
+# The first that a name matches is its kind.
+_KINDS: Mapping[str, str] = {
+    "embedding and head": r"^(embed_tokens|lm_head)\.",
+    "experts": r"\.mlp\.(experts|shared_expert)\.",
+    "FFN": r"\.mlp\.(gate|up|down)_proj\.",
+    "attention": r"\.self_attn\.[qkvo]_proj\.",
+    "GDN": r"\.linear_attn\.(in_proj|out_proj)",
+    "norms, gates and the rest": "",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 2 for a checkpoint that is refused, 130 and 143 for Ctrl-C and SIGTERM."""
+    return run_command(lambda _: _inspect(make_parser().parse_args(argv)))
+
+
+def make_parser() -> Parser:
+    """Return the flags."""
+    parser = Parser(
+        prog="compiled-mtp inspect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = EngineConfig()
+    described = "a directory, or a repository of the Hub as Qwen/Qwen3.5-4B; default: the one that ships"
+    parser.add_argument("checkpoint", nargs="?", default=str(default.model), help=described)
+    parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
+    return parser
+
+
+def _inspect(flags: argparse.Namespace) -> int:
+    stdout = check_stdout()
+    config = EngineConfig(model=flags.checkpoint, device=flags.device)
+    path = find_checkpoint(config.model, is_offline=config.offline)
+    model = read_model_config(path)
+    weights = read_stored(path)
+    write_text(stdout, "".join(f"{line}\n" for line in (*describe_model(model), *describe_files(weights))))
+    # What is refused is refused here, behind what could be said.
+    write_text(stdout, "".join(f"{line}\n" for line in describe_run(config, model, path, weights)))
+    return EXIT_OK
+
+
+def describe_model(model: ModelConfig) -> Iterator[str]:
+    """The family and the sizes."""
+    attention = sum(model.is_full_attention)
+    yield f"family      {model.family}, stored as {model.dtype}"
+    yield f"layers      {model.num_layers}: {attention} of attention, {model.num_layers - attention} of GDN"
+    yield f"sizes       hidden {model.hidden_size}, vocabulary {model.vocab_size}"
+    if model.is_moe:
+        experts = f"{model.num_experts} experts of {model.moe_intermediate_size}"
+        yield f"experts     {experts}, {model.num_experts_per_tok} a token"
+    yield f"MTP head    {'stored' if model.mtp_num_layers else 'none: it decodes without drafts'}"
+
+
+def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
+    """How many weights of each kind are stored in which formats, and their bytes."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name, weight in weights.items():
+        # Factors of FP8 in blocks count as their weights.
+        is_scale = name.endswith(FP8.scale_suffix)
+        of = name.removesuffix(FP8.scale_suffix)
+        kind = "MTP head" if name.startswith("mtp.") else _kind_of(name)
+        form = FP8.name if f"{of}{FP8.scale_suffix}" in weights else weight.dtype
+        counts[kind, form] += not is_scale
+        sizes[kind, form] += weight.num_bytes
+    for (kind, form), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        yield f"stored      {kind}: {counts[kind, form]} in {form}, {_mib(size)}"
+
+
+def describe_run(
+    config: EngineConfig, model: ModelConfig, path: Path, weights: Mapping[str, StoredWeight]
+) -> Iterator[str]:
+    """How the weights run on the device, and what they take. Raises ValueError for what is refused."""
+    device = resolve_device(config.device)
+    dtype = getattr(torch, config.resolve_dtype(device.type, model))
+    recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
+    formats = read_formats(model, path, device, recipe)
+    with_mtp = bool(model.mtp_num_layers)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)
+    kept = sum(form.has_factors for form in formats.values())
+    packed = list(_multiplied_out(weights.values()))
+    name = str(dtype).removeprefix("torch.")
+    yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"
+    if kept:
+        yield f"kept        {kept} matrices in FP8"
+    if packed:
+        before = sum(weight.num_bytes for weight in packed)
+        yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
+    yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come beside them"
+    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
+
+
+def _multiplied_out(weights: Iterable[StoredWeight]) -> Iterator[StoredWeight]:
+    return (weight for weight in weights if is_packed(weight))
+
+
+def _kind_of(name: str) -> str:
+    return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,1 @@
+"""GGUF files: one file, or parts of one, with weights, config and tokenizer of a model."""

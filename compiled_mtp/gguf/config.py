@@ -1,0 +1,164 @@
+"""What a GGUF file's metadata say of a model, as the config.json of Hugging Face would. No torch.
+
+Source: the keys that llama.cpp's converter writes for qwen35, qwen35moe and qwen3next.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.gguf.container import Container
+
+# The model_type of config.json by general.architecture.
+ARCHITECTURES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}
+_CONVERT_AGAIN = "convert the model again"
+_INTEGERS = {
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+}
+_MOE_INTEGERS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+}
+# Tokens that end a turn or a text, whatever the metadata name.
+_ENDS = ("<|endoftext|>", "<|im_end|>")
+
+
+def architecture_of(container: Container) -> str:
+    """Its general.architecture. Raises ValueError for one that is not supported."""
+    name = container.metadata.get("general.architecture")
+    remedy = "other architectures are not supported"
+    if name == "clip":
+        remedy = "this is a vision tower (mmproj): pass the file of the language model"
+    rule = f"be of the architecture {', '.join(ARCHITECTURES)}"
+    check(isinstance(name, str) and name in ARCHITECTURES, str(container.path), rule, name, remedy)
+    return str(name)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata of a model, read so that an error names the key and the file."""
+
+    container: Container
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, of the architecture's own where it begins with a point."""
+        architecture = self.container.metadata.get("general.architecture")
+        return self.container.metadata.get(f"{architecture}{key}" if key.startswith(".") else key, default)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or value < least:
+            raise self.fail(key, f"be an integer of at least {least}", value)
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.fail(key, "be a positive number", value)
+        return _shortest(value)
+
+    def fail(self, key: str, rule: str, got: object) -> ValueError:
+        architecture = self.container.metadata.get("general.architecture")
+        name = f"{architecture}{key}" if key.startswith(".") else key
+        return fail(name, rule, f"{shown(got)} in {self.container.path}", _CONVERT_AGAIN)
+
+
+def hf_config(container: Container) -> dict[str, Any]:
+    """The text section of the model's config.json, flat, for a family's reader.
+
+    Raises ValueError that names the key for one that is missing or says what the engine does not compute.
+    """
+    architecture, metadata = architecture_of(container), Metadata(container)
+    tensors = container.tensors
+    integers = _INTEGERS | (_MOE_INTEGERS if architecture != "qwen35" else {})
+    config: dict[str, Any] = {"model_type": ARCHITECTURES[architecture]}
+    config |= {name: metadata.integer(f".{key}") for name, key in integers.items()}
+    if architecture == "qwen35":
+        config["intermediate_size"] = metadata.integer(".feed_forward_length")
+    num_nextn = metadata.integer(".nextn_predict_layers", 0, 0)
+    count = metadata.integer(".block_count")
+    if count <= num_nextn:
+        raise metadata.fail(".block_count", f"be more than its {num_nextn} MTP layers", count)
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        raise fail(str(container.path), "hold token_embd.weight", "none", "download the file again")
+    inner, heads = metadata.integer(".ssm.inner_size"), config["linear_num_value_heads"]
+    if inner % heads:
+        raise metadata.fail(".ssm.inner_size", f"be a multiple of {heads} value heads", inner)
+    _check_rest(metadata, config)
+    return config | {
+        "num_hidden_layers": count - num_nextn,
+        "mtp_num_hidden_layers": num_nextn if _has_mtp(container) else 0,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "linear_value_head_dim": inner // heads,
+        "full_attention_interval": metadata.integer(".full_attention_interval", 4),
+        "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.number(".rope.freq_base"),
+        "partial_rotary_factor": metadata.integer(".rope.dimension_count") / config["head_dim"],
+        "norm_topk_prob": True,
+        # What a release of these families is in; the file's own types are those of its tensors.
+        "dtype": "bfloat16",
+        "eos_token_id": eos_token_ids(container),
+    }
+
+
+def generation_config(container: Container) -> dict[str, Any]:
+    """The sampling parameters that the file recommends, as generation_config.json has them."""
+    metadata = container.metadata
+    found = {name: metadata[key] for name, key in _SAMPLING.items() if key in metadata}
+    return {name: _shortest(value) for name, value in found.items()}
+
+
+def eos_token_ids(container: Container) -> list[int]:
+    """The ids that end a text or a turn: those that the metadata name, and the families' own."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    named = {container.metadata[key] for key in keys if key in container.metadata}
+    tokens = container.metadata.get("tokenizer.ggml.tokens", ())
+    return sorted(named | {i for i, token in enumerate(tokens) if token in _ENDS})
+
+
+def _has_mtp(container: Container) -> bool:
+    return any(".nextn." in name for name in container.tensors)
+
+
+def _check_rest(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Refuse what these families never have and the engine does not compute."""
+    wanted = {
+        ".attention.value_length": config["head_dim"],
+        ".rope.scaling.type": "none",
+        ".expert_gating_func": 1,
+        ".expert_weights_norm": True,
+        ".expert_weights_scale": 1.0,
+        ".expert_group_count": 1,
+    }
+    for key, value in wanted.items():
+        got: Any = metadata.get(key, value)
+        if got != value:
+            raise metadata.fail(key, f"be {value}", got)
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as the shortest decimal that is it: the file has 1e-6 as 9.99999997e-07."""
+    if type(value) is not float:
+        return value
+    short = float(f"{value:.7g}")
+    return short if struct.pack("<f", short) == struct.pack("<f", value) else value

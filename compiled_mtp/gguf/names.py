@@ -1,0 +1,252 @@
+"""Which rows of which GGUF tensors make each tensor of the checkpoint that a file was converted from.
+
+The converter of llama.cpp renames tensors, adds 1 to norms, keeps -exp(A_log), splits q|k|v|z of Qwen3-Next,
+stacks experts, and puts the value heads of Qwen3.5 in tiles: the first of every key head, then the second.
+Here all of it is undone as data: which rows to take, in which order, and what to do with their values.
+No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from compiled_mtp.errors import check
+from compiled_mtp.gguf.config import architecture_of, hf_config
+from compiled_mtp.gguf.container import Container, Tensor
+
+Change = Literal["none", "minus 1", "log of minus"]
+
+_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
+_TOP = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+_LAYER = {
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "ffn_gate_shexp.weight": "mlp.shared_expert.gate_proj.weight",
+    "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
+    "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
+}
+# Those whose stored factor is 1 + weight.
+_NORMS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+}
+_MTP = {"nextn.eh_proj.weight": "mtp.fc.weight"}
+_MTP_NORMS = {
+    "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "mtp.norm.weight",
+}
+# A row, or a value, for each value head.
+_PER_HEAD = {
+    "ssm_alpha.weight": "in_proj_a.weight",
+    "ssm_beta.weight": "in_proj_b.weight",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+}
+# The parts of each expert's rows that a stack holds, one after another.
+_EXPERTS = {
+    "ffn_gate_exps.weight": ("gate_proj",),
+    "ffn_up_exps.weight": ("up_proj",),
+    "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
+    "ffn_down_exps.weight": ("down_proj",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` rows of `tensor` from row `start` on; the rows of a stack count through."""
+
+    tensor: Tensor
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a tensor of the checkpoint is made of: the rows of `runs`, one after another, in its `shape`.
+
+    tiles: its columns lie as [tiles, key heads, width of a head] and go back to [key heads, tiles, width].
+    change: what restores the values. scale: the tensor, and the place in it, of a factor for all values.
+    """
+
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+    change: Change = "none"
+    tiles: tuple[int, int] | None = None
+    scale: tuple[Tensor, int] | None = None
+
+
+def checkpoint_sources(container: Container) -> dict[str, Source]:
+    """The source of every tensor by its name in the checkpoint, without the trunk's prefix, in the file's
+    order. A tensor that has no such name keeps its own, so that it can be refused as unused.
+
+    Raises ValueError as `hf_config`.
+    """
+    return dict(_Names(container).all())
+
+
+class _Names:
+    def __init__(self, container: Container) -> None:
+        config = hf_config(container)
+        self.tensors: Mapping[str, Tensor] = container.tensors
+        self.is_next = architecture_of(container) == "qwen3next"
+        self.num_layers = int(config["num_hidden_layers"])
+        self.has_mtp = bool(config["mtp_num_hidden_layers"])
+        self.key_heads = int(config["linear_num_key_heads"])
+        self.value_heads = int(config["linear_num_value_heads"])
+        self.key_dim, self.value_dim = (int(config[f"linear_{n}_head_dim"]) for n in ("key", "value"))
+        self.per_key = self.value_heads // self.key_heads
+
+    def all(self) -> Iterator[tuple[str, Source]]:
+        for name, tensor in self.tensors.items():
+            if self._is_beside(name):
+                continue
+            targets = list(self._targets(name, tensor))
+            scale = self.tensors.get(name.removesuffix("weight") + "scale")
+            for place, (target, source) in enumerate(targets):
+                if scale is not None and name.endswith(".weight"):
+                    source = replace(source, scale=(scale, self._index(scale, tensor, place, len(targets))))
+                yield target, source
+
+    def _index(self, scale: Tensor, tensor: Tensor, place: int, count: int) -> int:
+        """Where the factor of the target `place` of `count` lies: one for all, or one for each expert."""
+        experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        rule = f"be 1 or {experts} factors in F32"
+        is_fine = scale.shape in ((1,), (experts,)) and scale.type.name == "F32"
+        got = f"{scale.type.name} of shape {list(scale.shape)} in {scale.file}"
+        check(is_fine, scale.name, rule, got, "convert the model again")
+        return place * scale.shape[0] // count
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether it belongs to a weight: a factor of NVFP4, and those of activations, which stay as they
+        are."""
+        stem = name.removesuffix(".input_scale").removesuffix(".scale")
+        return stem != name and f"{stem}.weight" in self.tensors
+
+    def _targets(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Source]]:
+        found = _BLOCK.fullmatch(name)
+        whole = Source(tensor.shape, (Run(tensor, 0, _num_rows(tensor)),))
+        layer, part = (int(found[1]), found[2]) if found else (-1, name)
+        is_mtp = self.has_mtp and layer == self.num_layers
+        prefix = "mtp.layers.0." if is_mtp else f"layers.{layer}."
+        if found is None:
+            change: Change = "minus 1" if name == "output_norm.weight" else "none"
+            yield _TOP.get(name, "norm.weight" if change != "none" else name), replace(whole, change=change)
+        elif is_mtp and part in _MTP:
+            yield _MTP[part], whole
+        elif is_mtp and part in _MTP_NORMS:
+            yield _MTP_NORMS[part], replace(whole, change="minus 1")
+        elif not is_mtp and layer >= self.num_layers:
+            yield name, whole
+        elif part in _LAYER:
+            yield prefix + _LAYER[part], whole
+        elif part in _NORMS:
+            yield prefix + _NORMS[part], replace(whole, change="minus 1")
+        elif part == "ffn_gate_inp_shexp.weight":
+            row = Source((1, tensor.shape[-1]), (Run(tensor, 0, 1),))
+            yield prefix + "mlp.shared_expert_gate.weight", row
+        elif part in _EXPERTS and len(tensor.shape) == 3:
+            yield from self._experts(prefix, tensor, _EXPERTS[part])
+        else:
+            yield from self._linear_attention(name, prefix, part, whole)
+
+    def _experts(self, prefix: str, tensor: Tensor, parts: tuple[str, ...]) -> Iterator[tuple[str, Source]]:
+        count, rows, columns = tensor.shape
+        each = rows // len(parts)
+        for expert in range(count):
+            for place, part in enumerate(parts):
+                run = Run(tensor, expert * rows + place * each, each)
+                yield f"{prefix}mlp.experts.{expert}.{part}.weight", Source((each, columns), (run,))
+
+    def _linear_attention(
+        self, name: str, prefix: str, part: str, whole: Source
+    ) -> Iterator[tuple[str, Source]]:
+        """A tensor of a GDN layer, or one that no layer has."""
+        prefix += "linear_attn."
+        tensor = whole.runs[0].tensor
+        channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        values = self.value_heads * self.value_dim
+        rows = _num_rows(tensor)
+        if part in _PER_HEAD and rows == self.value_heads:
+            change: Change = "log of minus" if part == "ssm_a" else "none"
+            yield prefix + _PER_HEAD[part], replace(self._untiled(whole, 0, 1), change=change)
+        elif part == "ssm_conv1d.weight" and rows == channels:
+            source = self._untiled(whole, channels - values, self.value_dim)
+            yield prefix + "conv1d.weight", replace(source, shape=(channels, 1, tensor.shape[-1]))
+        elif part == "ssm_out.weight" and tensor.shape[-1] == values:
+            tiles = (self.per_key, self.key_heads) if self._is_tiled else None
+            yield prefix + "out_proj.weight", replace(whole, tiles=tiles)
+        elif self.is_next and part == "ssm_ba.weight":
+            yield prefix + "in_proj_ba.weight", whole
+        elif self.is_next and part == "ssm_in.weight":
+            yield prefix + "in_proj_qkvz.weight", whole
+        elif self.is_next and part == "attn_qkv.weight" and rows == channels:
+            yield from self._interleaved(name, prefix, whole)
+        elif self.is_next and part == "attn_gate.weight" and self._is_paired(name):
+            return
+        elif not self.is_next and part == "attn_qkv.weight" and rows == channels:
+            source = self._untiled(whole, channels - values, self.value_dim)
+            yield prefix + "in_proj_qkv.weight", source
+        elif not self.is_next and part == "attn_gate.weight" and rows == values:
+            yield prefix + "in_proj_z.weight", self._untiled(whole, 0, self.value_dim)
+        else:
+            # Of another shape than the config says, or unknown.
+            yield name, whole
+
+    @property
+    def _is_tiled(self) -> bool:
+        return not self.is_next and self.per_key > 1
+
+    def _untiled(self, source: Source, first: int, width: int) -> Source:
+        """`source` with value heads of `width` rows, from row `first` on, in the checkpoint's order."""
+        if not self._is_tiled:
+            return source
+        tensor = source.runs[0].tensor
+        heads = range(self.value_heads)
+        places = [head % self.per_key * self.key_heads + head // self.per_key for head in heads]
+        runs = [Run(tensor, 0, first)] if first else []
+        return replace(source, runs=(*runs, *(Run(tensor, first + p * width, width) for p in places)))
+
+    def _is_paired(self, gate: str) -> bool:
+        """Whether it goes into q|k|v|z."""
+        qkv = self.tensors.get(gate.replace("attn_gate", "attn_qkv"))
+        values = self.value_heads * self.value_dim
+        return qkv is not None and _num_rows(self.tensors[gate]) == values
+
+    def _interleaved(self, name: str, prefix: str, whole: Source) -> Iterator[tuple[str, Source]]:
+        """q|k|v|z of one key head after another, as Qwen3-Next stores them."""
+        gate_name = name.replace("attn_qkv", "attn_gate")
+        gate, qkv = self.tensors.get(gate_name), whole.runs[0].tensor
+        if gate is None or not self._is_paired(gate_name) or gate.shape[-1] != qkv.shape[-1]:
+            yield name, whole
+            return
+        key, value = self.key_dim, self.per_key * self.value_dim
+        keys = self.key_heads * key
+        runs: list[Run] = []
+        for head in range(self.key_heads):
+            runs += [Run(qkv, head * key, key), Run(qkv, keys + head * key, key)]
+            runs += [Run(qkv, 2 * keys + head * value, value), Run(gate, head * value, value)]
+        rows = _num_rows(qkv) + _num_rows(gate)
+        yield prefix + "in_proj_qkvz.weight", Source((rows, qkv.shape[-1]), tuple(runs))
+
+
+def _num_rows(tensor: Tensor) -> int:
+    """Rows of a matrix or of a stack; of a vector its values."""
+    if len(tensor.shape) == 1:
+        return tensor.shape[0]
+    count = 1
+    for size in tensor.shape[:-1]:
+        count *= size
+    return count

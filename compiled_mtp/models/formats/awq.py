@@ -1,0 +1,70 @@
+"""AWQ's "gemm" packing, and AutoRound's auto_awq: integers of 4 bits, packed along the rows, interleaved.
+
+`qweight` [K, N / 8], `qzeros` [K / g, N / 8], `scales` [K / g, N]. A word holds 8 neighbouring rows n in the
+order 0, 2, 4, 6, 1, 3, 5, 7. W[n, k] = (q[k, n] - z[k // g, n]) * scales[k // g, n]. Source: AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.unpack import covering, groups_of, scaled, unpack_rows, within
+from compiled_mtp.models.formats.weight import FLOATS, PackedWeight
+from compiled_mtp.models.headers import Header
+
+_BITS, _PER_WORD = 4, 8
+# Which of a word's codes is that of row 8 w + j.
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack_interleaved(words: torch.Tensor) -> torch.Tensor:
+    """Words [M, W] int32 to int32 codes [8 W, M]: a row of codes for each row of the weight."""
+    # Words are transposed, not the codes: eight times fewer.
+    codes = unpack_rows(words.T.contiguous(), _BITS).unflatten(0, (-1, _PER_WORD))
+    return codes[:, list(_PLACES)].flatten(0, 1)
+
+
+class AWQ(PackedWeight):
+    """A linear in AWQ's packing for matrix products."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qweight": ("I32",),
+        "qzeros": ("I32",),
+        "scales": FLOATS,
+    }
+
+    @classmethod
+    def marks(cls, parts: Mapping[str, Header]) -> bool:
+        """Eight rows of the scales to each word."""
+        if "qweight" not in parts or "scales" not in parts:
+            return False
+        words, scales = parts["qweight"].shape, parts["scales"].shape
+        return len(words) == len(scales) == 2 and words[1] * _PER_WORD == scales[1]
+
+    @property
+    def dtype(self) -> str:
+        """The format in words."""
+        return f"AWQ int4, groups of {self.group}"
+
+    def measure(self, claims: Claims) -> tuple[int, int]:
+        """N from the scales, K from the words."""
+        (columns, words), (groups, rows) = self.check_matrix("qweight"), self.check_matrix("scales")
+        self.check_shape("qzeros", groups, words)
+        self.group = self.find_group("scales", columns, groups, claims)
+        return rows, columns
+
+    def check_values(self) -> None:
+        """Finite scales."""
+        self.check_finite("scales")
+
+    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
+        """The float32 values of these rows and columns."""
+        words, groups, own = covering(rows, _PER_WORD), covering(columns, self.group), within(rows, _PER_WORD)
+        codes = unpack_interleaved(self.part("qweight", columns, words, device=device))[own]
+        zeros = unpack_interleaved(self.part("qzeros", groups, words, device=device))[own]
+        scales = self.part("scales", groups, rows, device=device)
+        return scaled(codes, zeros, scales.T, groups_of(columns, self.group, device))

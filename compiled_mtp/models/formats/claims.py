@@ -1,0 +1,177 @@
+"""What config.json, and hf_quant_config.json beside it, say of quantised weights.
+
+What is quantised, and how, follows from the stored tensors. These files are read for what names and shapes
+cannot say (the sizes of groups, GPTQ's zero points), and to refuse by name what is not computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_mtp.errors import check, shown
+from compiled_mtp.models.config_keys import FIX, Keys, read_json
+
+SECTION = "quantization_config"
+_REMEDY = "use the bf16 or the FP8 release of the model, or one in a supported format (docs/checkpoints.md)"
+METHODS = ("fp8", "gptq", "auto-round", "awq", "compressed-tensors", "modelopt")
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
+_TENSORS_FORMATS = (
+    *("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    *("naive-quantized", "mixed-precision"),
+)
+_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+# An AutoRound entry of 16 bits or more is not quantised.
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """is_fp8: weights are said to be FP8 in blocks of 128. group_sizes: of integer weights, -1 for a group a
+    row; empty where nothing says them. zero_offset: what GPTQ adds to a stored zero point, None where nothing
+    says it. is_symmetric: whether all GPTQ weights are, None where nothing says it.
+    """
+
+    is_fp8: bool = False
+    group_sizes: tuple[int, ...] = ()
+    zero_offset: int | None = None
+    is_symmetric: bool | None = None
+
+
+def read_claims(root: Path) -> Claims:
+    """What the files in `root` say. Raises ValueError for a method or packing that is not supported."""
+    top = read_json(root / "config.json", optional=True)
+    other = read_json(root / "hf_quant_config.json", optional=True)
+    if other:
+        _check_algorithms(Keys(other).section("quantization"), "hf_quant_config.json: quant_algo")
+    text = Keys(top).section("text_config")
+    sections = [section for keys in (top, text) if (section := Keys(keys).section(SECTION))]
+    return claims_of(sections[0]) if sections else Claims()
+
+
+def claims_of(section: dict[str, Any]) -> Claims:
+    """What a quantization_config says."""
+    method = section.get("quant_method")
+    check(
+        method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY
+    )
+    match method:
+        case "fp8":
+            return _fp8(section)
+        case "gptq":
+            return _gptq(section)
+        case "auto-round":
+            return _auto_round(section)
+        case "awq":
+            return _awq(section)
+        case "compressed-tensors":
+            return _compressed_tensors(section)
+    _check_algorithms(section, f"{SECTION}.quant_algo")
+    return Claims()
+
+
+def _fp8(section: dict[str, Any]) -> Claims:
+    # A missing block size means one scale a tensor, which is another format.
+    layout = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": None} | section
+    for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("weight_block_size", [128, 128])):
+        _check_key(layout, key, (wanted,))
+    return Claims(is_fp8=True)
+
+
+def _gptq(section: dict[str, Any]) -> Claims:
+    # `dynamic` overrides these by patterns of names.
+    parts = [section, *_sections(section.get("dynamic"))]
+    _check_bits(parts, "bits")
+    _check_key(section, "checkpoint_format", (None, "gptq", "gptq_v2"))
+    offsets = {None: None, "gptq": 1, "gptq_v2": 0}
+    return Claims(
+        group_sizes=_group_sizes(parts),
+        zero_offset=offsets[section.get("checkpoint_format")],
+        is_symmetric=_agreed(parts, "sym"),
+    )
+
+
+def _auto_round(section: dict[str, Any]) -> Claims:
+    # `extra_config` overrides these by names; 16 bits are not quantised.
+    parts = [section, *_sections(section.get("extra_config"))]
+    parts = [part for part in parts if Keys(part).integer("bits", 4) < 16]
+    _check_bits(parts, "bits")
+    _check_key(section, "packing_format", (None, *_PACKINGS))
+    _check_key(section, "data_type", (None, "int"))
+    return Claims(group_sizes=_group_sizes(parts), zero_offset=1, is_symmetric=_agreed(parts, "sym"))
+
+
+def _awq(section: dict[str, Any]) -> Claims:
+    version = section.get("version", "gemm")
+    is_gemm = isinstance(version, str) and version.lower() == "gemm"
+    remedy = "other packings (gemv, gemv_fast, marlin) are not supported"
+    check(is_gemm, f"{SECTION}.version", "be gemm", version, remedy)
+    _check_key(section, "bits", (None, 4))
+    return Claims(group_sizes=_group_sizes([section]))
+
+
+def _compressed_tensors(section: dict[str, Any]) -> Claims:
+    groups = list(_sections(section.get("config_groups")))
+    for each in (section, *groups):
+        _check_key(each, "format", (None, *_TENSORS_FORMATS))
+    _check_key(section, "quantization_status", (None, "compressed"))
+    # Rotations of activations, and zeros that are left out.
+    for key in ("transform_config", "sparsity_config"):
+        _check_key(section, key, (None, {}))
+    weights = [Keys(group).section("weights") for group in groups]
+    _check_bits(weights, "num_bits")
+    integers = [part for part in weights if part.get("type", "int") == "int"]
+    for part in integers:
+        _check_key(part, "strategy", (None, "group", "channel"))
+    whole = [{"group_size": -1} for part in integers if part.get("strategy") == "channel"]
+    grouped = [part for part in integers if part.get("strategy") != "channel"]
+    return Claims(group_sizes=_group_sizes([*whole, *grouped]))
+
+
+def _check_algorithms(section: dict[str, Any], name: str) -> None:
+    """Refuse what modelopt calls an algorithm, for all layers or one of them, that is not supported."""
+    found = [section, *_sections(section.get("quantized_layers"))]
+    for algorithm in (part["quant_algo"] for part in found if part.get("quant_algo") is not None):
+        check(algorithm in _ALGORITHMS, name, f"be {' or '.join(_ALGORITHMS)}", algorithm, _REMEDY)
+
+
+def _sections(value: object) -> Iterator[dict[str, Any]]:
+    """The objects among the values of an object."""
+    if isinstance(value, dict):
+        yield from (inner for inner in value.values() if isinstance(inner, dict))
+
+
+def _check_key(section: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    """Refuse a value that is none of `allowed`, where None stands for a key that is left out."""
+    got = section.get(key)
+    texts = [json.dumps(one) for one in allowed if one is not None] or ["left out"]
+    check(got in allowed, f"{SECTION}.{key}", f"be {' or '.join(texts)}", json.dumps(got), _REMEDY)
+
+
+def _check_bits(parts: Iterable[dict[str, Any]], key: str) -> None:
+    for part in parts:
+        bits = Keys(part).integer(key, _BITS[0])
+        rule = f"be {' or '.join(map(str, _BITS))}"
+        check(bits in _BITS, f"{SECTION}.{key}", rule, bits, _REMEDY)
+
+
+def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
+    """The sizes of groups that `parts` name."""
+    sizes: set[int] = set()
+    for part in parts:
+        size = part.get("group_size")
+        if size is None:
+            continue
+        is_size = type(size) is int and (size == -1 or size > 0)
+        check(is_size, f"{SECTION}.group_size", "be -1 or a positive integer", shown(size, repr), FIX)
+        sizes.add(size)
+    return tuple(sorted(sizes))
+
+
+def _agreed(parts: Iterable[dict[str, Any]], key: str) -> bool | None:
+    """What all of `parts` that have the key say; None where they differ or none has it."""
+    found = {Keys(part).flag(key, False) for part in parts if key in part}
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,104 @@
+"""GPTQ, and AutoRound's auto_gptq: integers of 4 or 8 bits, packed along the columns, with zero points.
+
+`qweight` [K * bits / 32, N], `qzeros` [K / g, N * bits / 32], `scales` [K / g, N], maybe `g_idx` [K].
+W[n, k] = (q[k, n] - z[k // g, n] - offset) * scales[k // g, n]; the offset is 1 (version 1) or 0 (version 2).
+Scales may be negative. Sources: AutoGPTQ and GPTQModel; AutoRound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from compiled_mtp.errors import check
+from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.unpack import (
+    WORD_BITS,
+    covering,
+    groups_of,
+    scaled,
+    unpack_columns,
+    within,
+)
+from compiled_mtp.models.formats.weight import FLOATS, PackedWeight
+from compiled_mtp.models.headers import Header
+
+_PACKINGS = "other packings (gemv, gemv_fast, marlin) and other numbers of bits are not supported"
+
+
+class GPTQ(PackedWeight):
+    """A linear in GPTQ's packing."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qweight": ("I32", "I16"),
+        "qzeros": ("I32",),
+        "scales": FLOATS,
+    }
+    optional: ClassVar[Mapping[str, tuple[str, ...]]] = {"g_idx": ("I32", "I64")}
+
+    @classmethod
+    def marks(cls, parts: Mapping[str, Header]) -> bool:
+        """Whatever has a `qweight` and is not AWQ."""
+        return "qweight" in parts
+
+    @property
+    def dtype(self) -> str:
+        """The format in words."""
+        version = 1 if self.zero_offset else 2
+        return f"GPTQ int{self.bits} (version {version}), groups of {self.group}"
+
+    def measure(self, claims: Claims) -> tuple[int, int]:
+        """N from the scales, the bits from the zero points of as many rows, K from the words."""
+        (words, rows), (groups, scale_rows) = self.check_matrix("qweight"), self.check_matrix("scales")
+        zero_groups, zero_words = self.check_matrix("qzeros")
+        is_packed = self.parts["qweight"].dtype == "I32" and rows == scale_rows and zero_groups == groups
+        shapes = ", ".join(f"{name} {list(self.parts[name].shape)}" for name in self.required)
+        check(is_packed, self.name, "be packed as GPTQ or AWQ (gemm) packs", shapes, _PACKINGS)
+        bits = WORD_BITS * zero_words / rows
+        check(bits in (4, 8), self.name, "have 4 or 8 bits", f"{bits:g}", _PACKINGS)
+        self.bits = int(bits)
+        columns = words * WORD_BITS // self.bits
+        self.group = self.find_group("scales", columns, groups, claims)
+        if "g_idx" in self.parts:
+            self.check_shape("g_idx", columns)
+        self._find_offset(claims)
+        return rows, columns
+
+    def _find_offset(self, claims: Claims) -> None:
+        """Settle what is added to a stored zero point: what config.json says, else what the word of a
+        symmetric weight tells, else 1."""
+        middle = 1 << (self.bits - 1)
+        said = claims.zero_offset
+        first = slice(0, 1)
+        if said is None and claims.is_symmetric is not False:
+            codes = unpack_columns(self.part("qzeros", first, first), self.bits)
+            said = 0 if bool((codes == middle).all()) else 1
+        self.zero_offset = 1 if said is None else said
+        # What all zero points must be where the weight is symmetric; None where it need not be.
+        is_told = claims.is_symmetric or (claims.zero_offset is None and self.zero_offset == 0)
+        self.only_zero = middle - self.zero_offset if is_told else None
+
+    def check_values(self) -> None:
+        """Columns in order, finite scales, zero points of a symmetric weight alike."""
+        if "g_idx" in self.parts:
+            self.check_group_indices("g_idx", self.group)
+        self.check_finite("scales")
+        if self.only_zero is not None:
+            zeros = unpack_columns(self.whole("qzeros"), self.bits)
+            other = zeros[zeros != self.only_zero]
+            rule = f"hold {self.only_zero} alone, as symmetric weights of this version do"
+            remedy = "correct sym or checkpoint_format (gptq, gptq_v2) in config.json"
+            check(not len(other), self.parts["qzeros"].name, rule, other[:1].tolist(), remedy)
+
+    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
+        """The float32 values of these rows and columns."""
+        per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
+        # Words are transposed, not the codes: eight times fewer.
+        words = self.part("qweight", covering(columns, per_word), rows, device=device).T.contiguous()
+        codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
+        zero_words = self.part("qzeros", groups, covering(rows, per_word), device=device)
+        zeros = unpack_columns(zero_words, self.bits)[:, within(rows, per_word)] + self.zero_offset
+        scales = self.part("scales", groups, rows, device=device)
+        return scaled(codes, zeros.T, scales.T, groups_of(columns, self.group, device))

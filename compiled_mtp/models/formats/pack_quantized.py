@@ -1,0 +1,91 @@
+"""compressed-tensors' pack-quantized: integers of 4 or 8 bits, packed along the columns of each row.
+
+`weight_packed` [N, ceil(K * bits / 32)], `weight_scale` [N, K / g] or [N, 1], `weight_shape` [2]; asymmetric
+ones also have `weight_zero_point` [ceil(N * bits / 32), K / g], packed along N. Codes and zero points are
+stored plus half of their range. W = (q - z) * scale. Source: compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from compiled_mtp.errors import check
+from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.unpack import (
+    WORD_BITS,
+    covering,
+    groups_of,
+    scaled,
+    unpack_columns,
+    unpack_rows,
+    within,
+)
+from compiled_mtp.models.formats.weight import AGAIN, FLOATS, PackedWeight
+from compiled_mtp.models.headers import Header
+
+
+class PackQuantized(PackedWeight):
+    """A linear in compressed-tensors' packing of integers."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "weight_packed": ("I32",),
+        "weight_scale": FLOATS,
+        "weight_shape": ("I64", "I32"),
+    }
+    optional: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "weight_zero_point": ("I32",),
+        "weight_g_idx": ("I32", "I64"),
+    }
+
+    @classmethod
+    def marks(cls, parts: Mapping[str, Header]) -> bool:
+        """Words, not bytes."""
+        return "weight_packed" in parts and parts["weight_packed"].dtype != "U8"
+
+    @property
+    def dtype(self) -> str:
+        """The format in words."""
+        kind = "asymmetric " if "weight_zero_point" in self.parts else ""
+        return f"pack-quantized {kind}int{self.bits}, groups of {self.group}"
+
+    def measure(self, claims: Claims) -> tuple[int, int]:
+        """As `weight_shape` says, which the words and scales must fit."""
+        self.check_shape("weight_shape", 2)
+        stored_rows, words = self.check_matrix("weight_packed")
+        rows, columns = self.whole("weight_shape").tolist()
+        name = self.parts["weight_shape"].name
+        check(rows == stored_rows, name, f"begin with {stored_rows} rows", rows, AGAIN)
+        bits = [bits for bits in (4, 8) if -(-columns * bits // WORD_BITS) == words]
+        rule = f"give 4 or 8 bits in {words} words a row"
+        check(columns > 0 and len(bits) == 1, name, rule, f"{columns} columns", AGAIN)
+        self.bits = bits[0]
+        _, groups = self.check_matrix("weight_scale")
+        self.check_shape("weight_scale", rows, groups)
+        self.group = self.find_group("weight_scale", columns, groups, claims)
+        if "weight_zero_point" in self.parts:
+            self.check_shape("weight_zero_point", -(-rows * self.bits // WORD_BITS), groups)
+        if "weight_g_idx" in self.parts:
+            self.check_shape("weight_g_idx", columns)
+        return rows, columns
+
+    def check_values(self) -> None:
+        """Columns in order, finite scales."""
+        if "weight_g_idx" in self.parts:
+            self.check_group_indices("weight_g_idx", self.group)
+        self.check_finite("weight_scale")
+
+    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
+        """The float32 values of these rows and columns."""
+        per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
+        words = self.part("weight_packed", rows, covering(columns, per_word), device=device)
+        codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
+        zeros: torch.Tensor | int = 1 << (self.bits - 1)
+        if "weight_zero_point" in self.parts:
+            # Both were stored plus the same.
+            packed = self.part("weight_zero_point", covering(rows, per_word), groups, device=device)
+            zeros = unpack_rows(packed, self.bits)[within(rows, per_word)]
+        scales = self.part("weight_scale", rows, groups, device=device)
+        return scaled(codes, zeros, scales, groups_of(columns, self.group, device))

@@ -1,0 +1,56 @@
+"""FP8 with a factor for each row or one for the tensor: compressed-tensors' float-quantized, modelopt's FP8.
+
+`weight` [N, K] e4m3, `weight_scale` [N, 1] or [1]. W = weight * weight_scale. The static scale of activations
+(`input_scale`) is not read: rows are multiplied as they are. FP8 in blocks of 128 by 128 is a format of its
+own, which operators read (`weight_format.FP8`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from compiled_mtp.errors import check
+from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.weight import AGAIN, FLOATS, PackedWeight
+from compiled_mtp.models.headers import Header
+
+
+class ScaledFP8(PackedWeight):
+    """A linear in FP8 with a factor a row or a tensor."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("F8_E4M3",), "weight_scale": FLOATS}
+    unread = ("input_scale",)
+
+    @classmethod
+    def marks(cls, parts: Mapping[str, Header]) -> bool:
+        """FP8 values with `weight_scale` beside them."""
+        return "weight" in parts and parts["weight"].dtype == "F8_E4M3" and "weight_scale" in parts
+
+    @property
+    def dtype(self) -> str:
+        """The format in words."""
+        return f"FP8, a scale a {'row' if self.has_row_scales else 'tensor'}"
+
+    def measure(self, claims: Claims) -> tuple[int, int]:
+        """That of the values; the scales must be one, or one a row."""
+        rows, columns = self.check_matrix("weight")
+        scale = self.parts["weight_scale"]
+        self.has_row_scales = scale.shape in ((rows,), (rows, 1)) and rows > 1
+        rule = f"be one factor, one for each of {rows} rows, or one for each block of 128 by 128"
+        is_one = math.prod(scale.shape) == 1
+        check(self.has_row_scales or is_one, scale.name, rule, list(scale.shape), AGAIN)
+        return rows, columns
+
+    def check_values(self) -> None:
+        """Finite scales."""
+        self.check_finite("weight_scale")
+
+    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
+        """The float32 values of these rows and columns."""
+        values = self.part("weight", rows, columns, device=device).float()
+        scale = self.whole("weight_scale").float().reshape(-1, 1).to(device)
+        return values * (scale[rows] if self.has_row_scales else scale)

@@ -1,0 +1,127 @@
+"""A quantised linear: which stored tensors it is made of, and how the values of a region follow from them.
+
+A format is a `PackedWeight` in a module of its own, named in `catalogue.FORMATS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+import torch
+
+from compiled_mtp.errors import check
+from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.headers import Header
+from compiled_mtp.models.stored_weight import Region
+
+FLOATS = ("BF16", "F16", "F32")
+AGAIN = "download the checkpoint again, or use another release of the model"
+
+
+class PackedWeight(ABC):
+    """The weight [N, K] of a linear whose values follow from several stored tensors.
+
+    required, optional: the endings of the names of these tensors, the first one's saying that the linear is
+    quantised, with the dtypes that each may have. unread: endings of what no value depends on.
+    Raises ValueError, from names, shapes and dtypes alone, for tensors that do not belong together.
+    """
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]]
+    optional: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    unread: ClassVar[Collection[str]] = ()
+
+    def __init__(self, parts: Mapping[str, Header], claims: Claims) -> None:
+        self.parts = parts
+        first = next(iter(self.required))
+        self.name, self.file = parts[first].name, parts[first].file
+        self.module = self.name.removesuffix(f".{first}")
+        for suffix, dtypes in (*self.required.items(), *self.optional.items()):
+            part = parts.get(suffix)
+            is_there = part is not None or suffix in self.optional
+            check(is_there, f"{self.module}.{suffix}", f"be stored beside {self.name}", "none", AGAIN)
+            if part is not None:
+                rule = f"be of dtype {' or '.join(dtypes)}"
+                check(part.dtype in dtypes, part.name, rule, part.dtype, AGAIN)
+        self.num_bytes = sum(part.num_bytes for part in parts.values())
+        self.shape = self.measure(claims)
+
+    @classmethod
+    @abstractmethod
+    def marks(cls, parts: Mapping[str, Header]) -> bool:
+        """Whether a linear that these tensors are stored of, by their endings, is stored in this format."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The format in words."""
+
+    @abstractmethod
+    def measure(self, claims: Claims) -> tuple[int, int]:
+        """N and K, from the stored shapes. Raises ValueError for such as do not fit each other."""
+
+    @abstractmethod
+    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
+        """The float32 values of these rows and columns."""
+
+    @abstractmethod
+    def check_values(self) -> None:
+        """Raise ValueError for stored numbers that the format does not allow."""
+
+    def read(self, region: Region, device: torch.device | None = None) -> torch.Tensor:
+        """The float32 values of a region, for which only what it needs of the tensors is read."""
+        rows, columns = region
+        return self.decode(rows, columns, device or torch.device("cpu"))
+
+    def part(self, suffix: str, *region: slice, device: torch.device | None = None) -> torch.Tensor:
+        """A region of one of the tensors."""
+        return self.parts[suffix].read(region).to(device)
+
+    def whole(self, suffix: str) -> torch.Tensor:
+        """All of one of the tensors, on the CPU."""
+        header = self.parts[suffix]
+        return header.read(tuple(slice(0, size) for size in header.shape))
+
+    def check_shape(self, suffix: str, *shape: int) -> None:
+        """Raise ValueError unless the tensor has that shape."""
+        part = self.parts[suffix]
+        check(part.shape == shape, part.name, f"have the shape {list(shape)}", list(part.shape), AGAIN)
+
+    def check_matrix(self, suffix: str) -> tuple[int, int]:
+        """The shape of a tensor of two dimensions. Raises ValueError for another."""
+        part = self.parts[suffix]
+        is_matrix = len(part.shape) == 2 and 0 not in part.shape
+        check(is_matrix, part.name, "have two dimensions", list(part.shape), AGAIN)
+        return part.shape[0], part.shape[1]
+
+    def check_finite(self, suffix: str, *, is_positive: bool = False) -> None:
+        """Raise ValueError for a scale that is NaN or infinite, or is_positive and is not above zero."""
+        values = self.whole(suffix).float()
+        name = self.parts[suffix].name
+        check(bool(values.isfinite().all()), name, "be finite", "NaN or infinity", AGAIN)
+        if is_positive:
+            check(bool((values > 0).all()), name, "be positive", values.min().item(), AGAIN)
+
+    def find_group(self, suffix: str, columns: int, groups: int, claims: Claims) -> int:
+        """How many columns share a scale, of `columns` with so many `groups` in the tensor `suffix`.
+
+        config.json says the size, if anything does, and the stored shape must agree.
+        """
+        sizes = {columns // groups} if columns % groups == 0 else set()
+        rule = f"hold the groups of {columns} columns"
+        if claims.group_sizes:
+            said = {columns if size < 0 else size for size in claims.group_sizes}
+            sizes = {min(size, columns) for size in said if -(-columns // size) == groups}
+            rule = f"hold as many groups of {columns} columns as a group_size of {sorted(said)} gives"
+        check(len(sizes) == 1, self.parts[suffix].name, rule, groups, AGAIN)
+        return sizes.pop()
+
+    def check_group_indices(self, suffix: str, group: int) -> None:
+        """Raise ValueError for columns that are in other groups than their places say."""
+        stored = self.whole(suffix).long()
+        # Activation order: a column's group is of its importance.
+        is_in_order = torch.equal(stored, torch.arange(self.shape[1]) // group)
+        remedy = "groups in another order (act-order, desc_act) are not supported"
+        rule = f"put column k into group k // {group}"
+        check(is_in_order, self.parts[suffix].name, rule, "another order", remedy)

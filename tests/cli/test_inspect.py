@@ -1,0 +1,64 @@
+"""`compiled-mtp inspect`: what is said of plain, FP8, quantised and damaged checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_mtp.cli.main import main
+from tests.checkpoints import write_checkpoint
+from tests.models.stored_files import rewrite
+from tests.quantised import gptq, quantise
+
+SIZES = {"num_layers": 2, "interval": 2, "vocab_size": 64}
+
+
+def lines(capsys: pytest.CaptureFixture[str], directory: Path) -> list[str]:
+    assert main(["inspect", str(directory), "--device", "cpu"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_checkpoint(tmp_path / "model", "qwen3_5_moe", mtp_experts="per_expert", **SIZES)
+    quantise(directory, lambda name: gptq(32) if "shared_expert." in name or "q_proj" in name else None)
+    said = lines(capsys, directory)
+    assert said[0] == "family      qwen3_5_moe, stored as bfloat16"
+    assert "layers      2: 1 of attention, 1 of GDN" in said
+    assert "experts     8 experts of 64, 4 a token" in said
+    assert "MTP head    stored" in said
+    int4 = "GPTQ int4 (version 1), groups of 32"
+    assert any(line.startswith(f"stored      experts: 6 in {int4}, ") for line in said)
+    assert any(line.startswith(f"stored      attention: 1 in {int4}, ") for line in said)
+    assert any(line.startswith(f"stored      MTP head: 4 in {int4}, ") for line in said)
+    assert any(line.startswith("multiplied  11 weights of ") for line in said)
+    assert said[-1].startswith("memory      ")
+    # As much as the same without codes.
+    assert said[-1].split(",")[0] == lines(capsys, directory.with_name("model-plain"))[-1].split(",")[0]
+
+
+def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_checkpoint(tmp_path, mtp=False, fp8_scale=torch.bfloat16, **SIZES)
+    said = lines(capsys, directory)
+    assert "MTP head    none: it decodes without drafts" in said
+    assert any(line.startswith("stored      FFN: 6 in fp8 in blocks of 128, ") for line in said)
+    assert "runs        on cpu, in float32 (FP8 as w8a8, multiplied out)" in said
+
+
+def test_what_is_refused_is_one_line_behind_what_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_checkpoint(tmp_path, **SIZES)
+    rewrite(directory, {"mtp.norm.weight": None})
+    assert main(["inspect", str(directory), "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "family      qwen3_5" in printed.out
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: model must hold exactly the tensors")
+    assert "mtp.norm.weight" in line
+
+
+def test_the_checkpoint_that_ships_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("family      qwen3_5, ")
