@@ -544,7 +544,7 @@ def run(
     model, config = model_of(arguments), config_of(arguments, batches, mtp_step, mode, rate)
     runner = Runner(config, model, model.vocab_size, None, fill, save_to=save_to)
     startup_s = time.perf_counter() - loaded[0]
-    phases = start_by_phase(startup_s, runner.programs.capture_s)
+    phases = start_by_phase(startup_s, runner.programs.maker.capture_s)
     mode = str(runner.programs.graph_mode) if mode == "auto" else mode
     if arguments.export:
         begin = time.perf_counter()
