@@ -135,7 +135,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: pieces of prompts, a decode round of several requests or half of one, or moves alone.
+    """One launch: pieces of prompts, a decode round of several requests or one phase of it, or moves alone.
 
     Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
     prefill: `pieces`, one a slot; those with is_last also emit a first token and leave shape.chain drafts.
@@ -143,7 +143,7 @@ class StepPlan:
     is_last: where the token needs a mask or its log probability is wanted.
     decode: every slot is verified on shape.verify + 1 rows and shape.chain new drafts are left. num_drafts of
     those that are verified were made as drafts; behind them stands id 0.
-    verify, accept: the two halves of such a round, with other launches between them if need be; verify ends
+    verify, accept: the two phases of such a round, with other launches between them if need be; verify ends
     with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
     until accept has been planned nothing else is done with those slots and their blocks. A round whose
     requests have all ended in between has no accept.

@@ -1,24 +1,24 @@
-"""A token's whole life on the device. Read this first: `Step.decode` is one round.
+"""One decode round on the device, from cursors to new drafts. Read this first: `Step.decode` is one round.
 
-Notation: a round verifies S1 = shape.verify drafts, on W = S1 + 1 rows a request, and makes S2 = shape.chain
-new ones; B requests of a bucket. `pos` of a request is the absolute position of its last token, which is
-emitted but not yet processed; `base` is the position up to which its stored GDN state is folded. Rows are
-request-major: row b * W + k.
+Notation. A round of B requests (a bucket; padding rows last) verifies S1 = shape.verify drafts per request,
+on W = S1 + 1 rows, and leaves S2 = shape.chain new drafts. Rows are request-major: row b * W + k. `pos` of a
+request is the absolute position of its last token, which is emitted and not yet processed; `base` is the
+position up to which its stored GDN state is folded.
 
-The one invariant: length, KV, conv inputs, GDN state and emitted ids all advance by the same num_accepted +
-1. Nothing here depends on a value on the host, so that `torch.compile(fullgraph=True)` takes each step
-whole.
+Invariant: length, KV, conv inputs, GDN state and emitted ids of a request all advance by the same number of
+tokens, num_accepted + 1. No line depends on a value on the host, so `torch.compile(fullgraph=True)` takes
+each program whole.
+
+What surrounds a round is in `rounds/`: prefill, first tokens, catch-up of the draft model, log probabilities,
+and rounds in two phases.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
-from compiled_mtp.cache.slot_sampling import PROCESSED_LOGPROBS
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
@@ -26,11 +26,9 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.draft_head import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows, place_pieces
-from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
+from compiled_mtp.models.rows import DecodeRows, Rows
 from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.row_logprobs import row_logprobs
-from compiled_mtp.ops.sample import Sampled, SamplingTables, filter_logits, sample
+from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
 from compiled_mtp.ops.window import (
     Accepted,
     Cursors,
@@ -38,21 +36,16 @@ from compiled_mtp.ops.window import (
     Window,
     accept_window,
     place_chain,
-    place_rows,
     read_window,
 )
-from compiled_mtp.rounds.output import StepOutput, pack_logprobs
-
-SamplingArguments: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingTables, int]
-"""drafts, positions, state_index, tables, num_valid_ids: of `sample`, after its logits."""
+from compiled_mtp.step_output import pack_round
 
 
 class Step(nn.Module):
-    """Models, caches and slot rows, bound together so that the compiler sees their buffers at static
-    addresses.
+    """The models, their caches and the slots' rows, in one module so that the compiler sees every tensor at a
+    static address.
 
-    mtp_step is the most drafts that a round verifies or makes. The buffers between the halves of rounds are
-    empty until `reserve_halves`.
+    mtp_step is the largest number of drafts that a round verifies or leaves.
     """
 
     cos_sin: torch.Tensor
@@ -60,9 +53,6 @@ class Step(nn.Module):
     draft_head_scale: torch.Tensor | None
     hash_limit: torch.Tensor | None
     draft_ids: torch.Tensor | None
-    verified_hidden: torch.Tensor
-    verified_logits: torch.Tensor
-    masks: torch.Tensor
 
     def __init__(
         self,
@@ -91,9 +81,9 @@ class Step(nn.Module):
         self.slot_tensors = SlotTensors([*slots.slot_tensors(), *state_cache.slot_tensors()])
         self.register_buffer("cos_sin", cos_sin)
         self.mtp_step = mtp_step
-        self.num_valid_ids = num_valid_ids
+        self.num_valid_ids = min(num_valid_ids, slots.bias.shape[1])
         self.max_model_len = max_model_len
-        # Benchmarks only: drafts are kept at that rate, whatever they are. Rounds read it when they run.
+        # Benchmarks only: rounds accept drafts at this rate, whatever the drafts are.
         is_synthetic = synthetic_acceptance is not None
         self.register_buffer("hash_limit", slots.pos.new_zeros(1) if is_synthetic else None)
         if synthetic_acceptance is not None:
@@ -102,168 +92,106 @@ class Step(nn.Module):
         self.register_buffer("draft_head", head.weight)
         self.register_buffer("draft_head_scale", head.scale)
         self.register_buffer("draft_ids", head.ids)
-        self.reserve_halves(0)
 
     def accept_at(self, rate: float | None) -> None:
-        """Keep drafts at another synthetic rate, None for what they are worth, from the next launch on.
+        """Accept drafts at another synthetic rate from the next launch on; None compares them again.
 
-        For a step that was made with a rate; compiled code stays as it is. Mutates hash_limit.
+        Requires a step made with a rate; compiled code stays valid. Mutates hash_limit.
         """
         assert self.hash_limit is not None
         self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
 
-    def reserve_halves(self, rows: int) -> None:
-        """Make the buffers between the halves of rounds of up to `rows` rows, and their masks, anew."""
-        like, vocab_size = self.slots.last_hidden, self.target.vocab_size
-        hidden_size = like.shape[1]
-        made = {
-            "verified_hidden": like.new_zeros((rows, hidden_size)),
-            # A bit an id, as `sample` takes them; whoever launches an accept writes the rows that it reads.
-            "masks": like.new_full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32),
-        }
-        for name in Window._fields:
-            row = self.slots.block_table if name == "block_table" else self.slots.pos
-            made[f"verified_{name}"] = row.new_zeros((rows, *row.shape[1:]))
-        # Whether there are enough rows is asked of the logits: they come last, an interrupt may come between.
-        made["verified_logits"] = like.new_zeros((rows, vocab_size), dtype=torch.float32)
-        # All or none: memory may have run out.
-        for name, buffer in made.items():
-            self.register_buffer(name, buffer)
-        self.between_halves = frozenset(made)
-
     def decode(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
-        """One round: verify the S1 first drafts of each request and leave S2 new ones.
+        """Run one round: verify the first S1 drafts of each request, emit its new tokens, leave S2 drafts.
 
-        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = S1 + 1 and S = S2. Mutates
-        the caches and the slots' cursors, last tokens and drafts: S2, then ids 0. A round without any (S1 =
-        S2 = 0) keeps for the draft model what it will need to draft again: `catch_up` must come before more
-        such rounds than a slot has room for, and before a round with drafts.
+        state_index [B] int32: the requests' slots, 0 for padding. Returns a packed StepOutput of W tokens and
+        S2 drafts per request. Mutates the caches and the slots' cursors, last tokens, histories and drafts:
+        S2 ids, then zeros. A round without drafts (S1 = S2 = 0) defers the draft model's inputs: run
+        `catch_up` before a slot's ring of them is full, and before the next round with drafts.
         """
-        window = self.read_window(state_index, shape)
-        hidden, logits = self.verify(state_index, window)
-        return self._conclude(state_index, window, hidden, logits, shape)
+        # 1. Read the window: last token and drafts [t, d_1 .. d_S1] at positions pos .. pos + S1.
+        window = self.read_window(state_index=state_index, shape=shape)
 
-    def catch_up(self, state_index: torch.Tensor) -> None:
-        """Write the pairs that rounds without drafts have kept into the draft's KV, as they would have.
+        # 2. Verify: one forward of the target over all B * W rows.
+        hidden, logits = self.verify(state_index=state_index, window=window)
 
-        state_index [B] int32, 0 for padding. Mutates the draft's KV and the slots' num_kept.
-        """
-        assert self.draft is not None
-        assert self.kv_cache.draft is not None
-        slots, index = self.slots, state_index.to(torch.int64)
-        pos, table = slots.pos[index], slots.block_table[index]
-        first, width = pos - slots.num_kept[index] + 1, slots.kept_ids.shape[1]
-        end = (pos + 1).clamp(max=self.max_model_len)[:, None]
-        positions, kv_slots = place_rows(first, width, end, table, self.kv_cache.block_size)
-        places = (index[:, None].expand(-1, width).flatten(), positions.flatten() % width)
-        flat = (positions.flatten(), positions.flatten(), kv_slots.flatten())
-        rows = DecodeRows(*flat, table, state_index, start=pos, base=pos)
-        pairs = (slots.kept_ids[places], slots.kept_hidden[places])
-        kv = self.kv_cache.draft
-        self.draft.write_keys(self.target.embed.weight, *pairs, rows, kv, self.cos_sin)
-        slots.num_kept[index] = torch.zeros_like(pos)
+        # 3. Draw y_k from row k: the request's token at pos + k + 1 if its first k drafts are right.
+        sampled = self.draw_window(logits=logits, state_index=state_index, window=window)
 
-    def verify_half(self, state_index: torch.Tensor, shape: RoundShape) -> None:
-        """The first half of `decode`: leaves window, hidden states and logits in buffers that other launches
-        keep."""
-        window = self.read_window(state_index, shape)
-        # Before the forward, whose head is a fence: sampling and accepting read a window early, so that
-        # the second half, which has no product before them, cannot read it anew.
-        for kept, part in zip(self._verified_window(len(state_index), shape), window, strict=True):
-            kept.copy_(part)
-        hidden, logits = self.verify(state_index, window)
-        self.verified_hidden[: hidden.shape[0]] = hidden
-        self.verified_logits[: logits.shape[0]] = logits
+        # 4. Accept the leading drafts with d_k == y_{k-1}; the y after them is the bonus token. Commit: base
+        #    becomes pos, and pos moves past the new tokens.
+        accepted = self.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
 
-    def accept_half(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
-        """The second half of `decode`, of the round that `verify_half` has left; returns what `decode` does.
+        # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token.
+        drafts = self.extend_and_draft(
+            state_index=state_index,
+            window=window,
+            tokens=sampled.token,
+            hidden=hidden,
+            accepted=accepted,
+            shape=shape,
+        )
 
-        The requests of state_index must be those of that round, and as they were then.
-        """
-        window = self._verified_window(len(state_index), shape)
-        rows = window.tokens.shape[0]
-        hidden, logits = self.verified_hidden[:rows], self.verified_logits[:rows]
-        return self._conclude(state_index, window, hidden, logits, shape, self.masks[:rows])
-
-    def filter_half(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
-        """Between the halves: what `accept_half` will add its noise to, [B * W, V]; mutates nothing."""
-        window = self._verified_window(len(state_index), shape)
-        rows = window.tokens.shape[0]
-        logits, masks = self.verified_logits[:rows], self.masks[:rows]
-        return filter_logits(logits, *self._sampling(window, state_index), None, masks)
-
-    def _verified_window(self, batch: int, shape: RoundShape) -> Window:
-        """What the buffers between the halves hold of the window of a round of `batch` requests."""
-        rows = batch * (shape.verify + 1)
-        lengths = {"base": batch, "pos": batch, "block_table": batch}
-        kept = {name: getattr(self, f"verified_{name}") for name in Window._fields}
-        return Window(**{name: buffer[: lengths.get(name, rows)] for name, buffer in kept.items()})
-
-    def _conclude(
-        self,
-        state_index: torch.Tensor,
-        window: Window,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        shape: RoundShape,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What follows the forward of a round."""
-        sampled = sample(logits, *self._sampling(window, state_index), None, masks)
-        accepted = self.accept_and_commit(state_index, window, sampled)
-        drafts = self.extend_and_draft(state_index, window, sampled.token, hidden, accepted, shape)
-        head = accepted.packed
-        return StepOutput(head[:, 0], head[:, 1], head[:, 2:], drafts).pack()
+        # 6. Pack new tokens and drafts into one tensor for one copy to the host.
+        return pack_round(accepted=accepted, drafts=drafts)
 
     def read_window(self, state_index: torch.Tensor, shape: RoundShape) -> Window:
-        """The W rows of each request, from the slots' cursors and drafts."""
-        slots = self.slots
-        place = (shape.verify, self.kv_cache.block_size, self.max_model_len)
-        return read_window(state_index, self._cursors(), slots.drafts, slots.block_table, *place)
+        """1. The W rows of each request, from the slots' cursors, drafts and block tables."""
+        return read_window(
+            state_index,
+            cursors=self._cursors(),
+            drafts=self.slots.drafts,
+            block_table=self.slots.block_table,
+            mtp_step=shape.verify,
+            block_size=self.kv_cache.block_size,
+            end=self.max_model_len,
+        )
 
     def verify(self, state_index: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
-        """1. One forward of the target over [last token, d_1 .. d_S1] at positions p .. p + S1.
+        """2. Run the target over a window: hidden [B * W, H] and logits [B * W, V].
 
-        Returns hidden [B * W, H] and logits [B * W, V]. The GDN layers fold their state up to `pos`.
+        Mutates the target's KV and the recurrent states; the GDN layers fold their state up to `pos`.
         """
-        rows = self._decode_rows(state_index, window)
+        rows = _decode_rows(state_index, window)
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
-    def _sampling(self, window: Window, state_index: torch.Tensor) -> SamplingArguments:
-        """2. Draw y_k [M] from each row of logits, and say whether it could be.
+    def draw_window(
+        self,
+        logits: torch.Tensor,
+        state_index: torch.Tensor,
+        window: Window,
+        masks: torch.Tensor | None = None,
+    ) -> Sampled:
+        """3. Draw a token from each row of a window, and say whether the row could be drawn from.
 
-        It is the request's token at position p + k + 1, given that the k drafts before it are right. These
-        are the arguments of `sample` for a window.
+        masks [B * W, words] int32 as `sample` takes them, None to allow every id.
         """
-        drafts = window.tokens.view(state_index.shape[0], -1)[:, 1:]
-        return self._sampling_of(drafts, window.sampled_positions, state_index)
-
-    def _sampling_of(
-        self, drafts: torch.Tensor, positions: torch.Tensor, state_index: torch.Tensor
-    ) -> SamplingArguments:
-        slots = self.slots
-        tables = SamplingTables(*[getattr(slots, name) for name in SamplingTables._fields])
-        num_valid_ids = min(self.num_valid_ids, tables.bias.shape[1])
-        return drafts, positions, state_index, tables, num_valid_ids
+        return self.draw(
+            logits=logits,
+            drafts=window.tokens.view(state_index.shape[0], -1)[:, 1:],
+            positions=window.sampled_positions,
+            state_index=state_index,
+            masks=masks,
+        )
 
     def accept_and_commit(self, state_index: torch.Tensor, window: Window, sampled: Sampled) -> Accepted:
-        """3. Accept the leading drafts that agree with what was sampled; y_{num_accepted} is the bonus token.
-        4. Commit: base becomes the old pos, pos and the last token move past the new tokens. One launch.
-        """
-        num_drafts = window.tokens.shape[0] // window.pos.shape[0] - 1
-        place = (num_drafts, self.kv_cache.block_size, self.max_model_len)
+        """4. Accept drafts and move the cursors, in one launch. Mutates the slots' cursors, last tokens and
+        histories."""
+        slots = self.slots
         return accept_window(
             window.tokens,
-            sampled.token,
-            sampled.outcome,
-            state_index,
-            window.pos,
-            window.block_table,
-            self._cursors(),
-            History(self.slots.features, self.slots.output_counts, self.slots.recent_ids),
-            *place,
-            self.hash_limit,
+            sampled=sampled.token,
+            outcome=sampled.outcome,
+            state_index=state_index,
+            start=window.pos,
+            table=window.block_table,
+            cursors=self._cursors(),
+            history=History(slots.features, slots.output_counts, slots.recent_ids),
+            mtp_step=window.tokens.shape[0] // window.pos.shape[0] - 1,
+            block_size=self.kv_cache.block_size,
+            end=self.max_model_len,
+            hash_limit=self.hash_limit,
         )
 
     def extend_and_draft(
@@ -275,139 +203,68 @@ class Step(nn.Module):
         accepted: Accepted,
         shape: RoundShape,
     ) -> torch.Tensor:
-        """5. Make the draft's KV true for every row, then draft S2 tokens [B, S2] from the accepted one."""
+        """5. Write each row's input (drawn token, hidden before it) into the draft's KV and draft S2 tokens.
+
+        tokens [B * W], hidden [B * W, H]. Returns the drafts [B, S2]. Mutates the draft's KV and the slots'
+        drafts or deferred draft inputs.
+        """
         if self.draft is None:
             return tokens.new_empty((state_index.shape[0], 0))
-        if not shape.chain and tokens.shape[0] == state_index.shape[0]:
-            return self._keep_pairs(state_index, window, tokens, hidden, accepted)
-        rows = self._decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
-        drafted = self._draft_forward(tokens, hidden, rows, accepted.accepted_row)
+        if shape.verify == shape.chain == 0:
+            return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
+        rows = _decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
+        drafted = self.draft_forward(tokens, hidden, rows, kept_rows=accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         if shape.chain > chain[0].shape[0]:
-            # The operator places a chain as deep as the window.
-            end = window.pos + accepted.packed[:, 0]
-            place = (self.max_model_len, window.block_table, self.kv_cache.block_size)
-            chain = place_chain(end, shape.chain, *place)
-        drafts = self._draft_chain(drafted, accepted.bonus, rows, *chain, shape.chain)
-        return self._keep_drafts(state_index, drafts)
-
-    def prefill(self, token_ids: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
-        """Process the next pieces of P prompts, side by side.
-
-        token_ids [T] int64; pieces [5, P] int64, a column each: slot, position of the first token (a multiple
-        of 64), number of tokens, the row of the first, and 0 or, of one piece, a multiple of 64: behind so
-        many of its tokens the last slot is left as this slot then is, as far as a checkpoint has it. Rows are
-        multiples of PIECE_MULTIPLE and never fall; a piece without tokens is of slot 0, and behind all
-        others. Returns the target's hidden states [T, H], which mean something in the pieces' rows. Mutates
-        the caches, and the slots' base, pos and last_hidden.
-        """
-        slots = self.slots
-        index, start, length, first_row, mark = pieces.unbind()
-        table, cut = slots.block_table[index], (start, length, first_row)
-        place = place_pieces(token_ids.shape[0], cut, table, self.kv_cache.block_size)
-        piece, before, positions, kv_slots = place
-        state_index = index.to(torch.int32)
-        # What no row writes is read by none: a row of nobody has the last position of the piece before it.
-        at = (positions, positions, kv_slots, table, state_index, start)
-        rows = PrefillRows(*at, length=length, first_row=first_row, mark=mark)
-        hidden = self.target(token_ids, rows, self.kv_cache, self.state_cache, self.cos_sin)
-        if self.draft is not None:
-            # Slot j of the draft's KV is the pair (token j, hidden j - 1): the first hidden of a piece is the
-            # one that the piece before has left.
-            carried = torch.where(start[:, None] > 0, slots.last_hidden[index], 0.0)
-            shifted = torch.cat((hidden[:1], hidden[:-1]))
-            shifted = torch.where((before == 0)[:, None], carried[piece], shifted)
-            self._draft_forward(token_ids, shifted, rows)
-        # Nothing goes to slot 0 but zeros.
-        marked = torch.where(mark > 0, slots.pos.shape[0] - 1, 0)
-        for count, target in ((mark, marked), (length, index)):
-            last = hidden.index_select(0, (first_row + count - 1).clamp(min=0))
-            slots.last_hidden[target] = torch.where(count[:, None] > 0, last, 0.0)
-        slots.base[index] = start + length
-        slots.pos[index] = start + length
-        return hidden
-
-    def first_token(self, state_index: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """Sample y_0 after the last pieces of prompts and draft from it: the first round is a real one.
-
-        state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = num_drafts.
-        Mutates the slots' last token, first drafts and history, and the draft's KV.
-        """
-        logits, sampling = self.first_logits(state_index)
-        return self.conclude_first(state_index, logits, sampling, num_drafts)
-
-    def first_logits(self, state_index: torch.Tensor) -> tuple[torch.Tensor, SamplingArguments]:
-        """The logits [B, V] that y_0 is drawn from, and what else it is drawn with."""
-        index = state_index.to(torch.int64)
-        # Read before the head: see ops/sample for what must be older than it.
-        pos, hidden = self.slots.pos[index], self.slots.last_hidden[index]
-        sampling = self._sampling_of(pos.new_empty((pos.shape[0], 0)), pos, state_index)
-        return self.target.logits(hidden), sampling
-
-    def conclude_first(
-        self,
-        state_index: torch.Tensor,
-        logits: torch.Tensor,
-        sampling: SamplingArguments,
-        num_drafts: int,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What follows `first_logits`; masks as `sample` takes them. Returns what `first_token` does."""
-        slots = self.slots
-        index = state_index.to(torch.int64)
-        hidden, pos = slots.last_hidden[index], sampling[1]
-        token, outcome = sample(logits, *sampling, None, masks)
-        # Padding gains no token.
-        is_live = state_index > 0
-        token = torch.where(is_live, token, 0)
-        slots.last_token[index] = token
-        # Nobody reads it of a slot that has no use for it.
-        slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
-        slots.recent_ids[index, pos % RECENT_IDS] = token
-        drafts = token.new_empty((token.shape[0], 0))
-        if self.draft is not None:
-            rows = self._rows(state_index, index, pos, 1, pos)
-            drafted = self._draft_forward(token, hidden, rows)
+            # `accept_window` places a chain of S1 drafts; a deeper one needs its own places.
             chain = place_chain(
-                pos, num_drafts, self.max_model_len, rows.block_table, self.kv_cache.block_size
+                window.pos + accepted.packed[:, 0],
+                mtp_step=shape.chain,
+                end=self.max_model_len,
+                block_table=window.block_table,
+                block_size=self.kv_cache.block_size,
             )
-            drafts = self._draft_chain(drafted, token, rows, *chain, num_drafts)
-            drafts = self._keep_drafts(state_index, drafts)
-        num_new = is_live.to(torch.int64)
-        num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
-        return StepOutput(num_new, num_finite, token[:, None], drafts).pack()
+        drafts = self.draft_chain(drafted, accepted.bonus, rows, *chain, num_drafts=shape.chain)
+        return self.store_drafts(state_index, drafts)
 
-    def logprobs(
+    def draw(
         self,
-        packed: torch.Tensor,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        positions: torch.Tensor,
         state_index: torch.Tensor,
-        raw: torch.Tensor,
-        filtered: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`packed` with the log probabilities of its tokens: of rows [B * W, V] the raw logits or, for
-        requests that ask for it, the filtered ones; None where nobody does."""
-        rows, num_tokens = raw, raw.shape[0] // state_index.shape[0]
-        if filtered is not None:
-            features = self.slots.features[state_index.to(torch.int64)]
-            is_processed = (features & PROCESSED_LOGPROBS) != 0
-            rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
-        chosen = packed[:, 2 : 2 + num_tokens].reshape(-1).contiguous()
-        num_valid_ids = min(self.num_valid_ids, raw.shape[1])
-        return pack_logprobs(packed, row_logprobs(rows, chosen, num_valid_ids))
+        column_ids: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
+    ) -> Sampled:
+        """Call `sample` with the sampling parameters of the requests; the other arguments are as there."""
+        return sample(
+            logits,
+            drafts=drafts,
+            positions=positions,
+            state_index=state_index,
+            tables=self.sampling_tables(),
+            num_valid_ids=self.num_valid_ids,
+            column_ids=column_ids,
+            masks=masks,
+        )
 
-    def _draft_forward(
+    def draft_forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         rows: Rows,
         kept_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Run the draft model on inputs (token, hidden before it) of M rows; mutates its KV.
+
+        Returns hidden [M, H], or that of kept_rows alone.
+        """
         assert self.draft is not None
         assert self.kv_cache.draft is not None
         table = self.target.embed.weight
         return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
 
-    def _draft_chain(
+    def draft_chain(
         self,
         hidden: torch.Tensor,
         token: torch.Tensor,
@@ -416,58 +273,40 @@ class Step(nn.Module):
         chain_slots: torch.Tensor,
         num_drafts: int,
     ) -> torch.Tensor:
-        """Draft d_1 .. d_S [B, S] from the draft's hidden [B, H] of the pair at slot `pos`, the last `token`
-        [B]; S = num_drafts.
+        """Draft d_1 .. d_S [B, S], S = num_drafts, after the last `token` [B].
 
-        Writes the pairs (d_i, previous draft hidden) at slots pos + i for i < S, which chain_slots
-        [>= S, >= B] names, past the accepted tail, where the next extend overwrites them. The draft samples
-        with the request's own noise: it then agrees with the target far more often than its argmax would
-        (Daliri, Musco, Suresh, arXiv 2408.07978).
+        hidden [B, H]: the draft model's output at that token. chain_positions, chain_slots [>= S, >= B]:
+        where the inputs (d_i, draft hidden before it) go, i < S, past the accepted tokens; the next round
+        overwrites them. The draft samples with the request's own noise, so it agrees with the target far more
+        often than its argmax would (Daliri, Musco, Suresh, arXiv 2408.07978).
         """
         drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
         head = self.draft_head
         for i in range(num_drafts):
             if i:
-                # The pair of the draft before.
+                # Draft i's input: the draft before it.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
-                hidden = self._draft_forward(token, hidden, chained)
+                hidden = self.draft_forward(token, hidden, chained)
             if head is None or self.draft_ids is None:
                 logits = self.target.logits(hidden, head, self.draft_head_scale)
             else:
-                # Whole on every rank.
+                # Every rank holds this head whole.
                 logits = linear(hidden, head, self.draft_head_scale, True, False)
-            # Drafts past max_model_len take the last position's noise: no request has room for them.
-            before = drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1)
-            sampling = self._sampling_of(before, chain_positions[i, :batch], rows.state_index)
-            token = sample(logits, *sampling, self.draft_ids, None).token
+            # Drafts past max_model_len take the noise of the last position: no request has room for them.
+            token = self.draw(
+                logits=logits,
+                drafts=drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1),
+                positions=chain_positions[i, :batch],
+                state_index=rows.state_index,
+                column_ids=self.draft_ids,
+            ).token
             drafts.append(token[:, None])
         return torch.cat(drafts, dim=1)
 
-    def _cursors(self) -> Cursors:
-        return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
+    def store_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Write drafts [B, S] into the slots and return them; the slots' other drafts become id 0.
 
-    def _keep_pairs(
-        self,
-        state_index: torch.Tensor,
-        window: Window,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        accepted: Accepted,
-    ) -> torch.Tensor:
-        """Keep the pairs (token, hidden before it) of a round of one row a request for `catch_up`; the slots
-        have no drafts then [B, 0]."""
-        slots, index = self.slots, state_index.to(torch.int64)
-        place = (index, (window.pos + 1) % slots.kept_ids.shape[1])
-        slots.kept_ids[place] = tokens
-        slots.kept_hidden[place] = hidden
-        # Padding gains no token.
-        slots.num_kept[index] = slots.num_kept[index] + accepted.packed[:, 0]
-        return self._keep_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
-
-    def _keep_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Store drafts [B, S] as the slots' first S, id 0 for what is missing and for padding; returns them.
-
-        A round of a larger depth then verifies drafts that the host knows too.
+        A deeper round then verifies drafts that the host knows too. Padding keeps zeros.
         """
         is_live = state_index > 0
         missing = drafts.new_zeros((drafts.shape[0], self.slots.drafts.shape[1] - drafts.shape[1]))
@@ -475,33 +314,41 @@ class Step(nn.Module):
         self.slots.drafts[state_index.to(torch.int64)] = torch.where(is_live[:, None], row, 0)
         return drafts
 
-    def _decode_rows(self, state_index: torch.Tensor, window: Window) -> DecodeRows:
-        return DecodeRows(
-            rotary_positions=window.positions,
-            causal_positions=window.positions,
-            slot_mapping=window.kv_slots,
-            block_table=window.block_table,
-            state_index=state_index,
-            start=window.pos,
-            base=window.base,
-        )
+    def sampling_tables(self) -> SamplingTables:
+        """The slots' sampling parameters, as `sample` and `filter_logits` take them."""
+        return SamplingTables(*[getattr(self.slots, name) for name in SamplingTables._fields])
 
-    def _rows(
+    def _defer_draft_inputs(
         self,
         state_index: torch.Tensor,
-        index: torch.Tensor,
-        start: torch.Tensor,
-        rows_per_request: int,
-        base: torch.Tensor,
-    ) -> DecodeRows:
-        """Rows at positions start .. start + rows_per_request - 1 of each request.
+        window: Window,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        accepted: Accepted,
+    ) -> torch.Tensor:
+        """Store the draft inputs of a round of one row per request for `catch_up`; returns no drafts [B, 0].
 
-        Near max_model_len positions are clamped and writes dropped, as are writes through block-table entries
-        that are not reserved.
+        Mutates the slots' rings of deferred inputs and their drafts, which become zeros.
         """
-        block_table = self.slots.block_table[index]
-        place = (self.max_model_len, block_table, self.kv_cache.block_size)
-        positions, slot_mapping = place_rows(start, rows_per_request, *place)
-        positions = positions.flatten()
-        places = (positions, positions, slot_mapping.flatten(), block_table)
-        return DecodeRows(*places, state_index, start, base=base)
+        slots, index = self.slots, state_index.to(torch.int64)
+        entry = (index, (window.pos + 1) % slots.deferred_ids.shape[1])
+        slots.deferred_ids[entry] = tokens
+        slots.deferred_hidden[entry] = hidden
+        # Padding gains no token.
+        slots.num_deferred[index] = slots.num_deferred[index] + accepted.packed[:, 0]
+        return self.store_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
+
+    def _cursors(self) -> Cursors:
+        return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
+
+
+def _decode_rows(state_index: torch.Tensor, window: Window) -> DecodeRows:
+    return DecodeRows(
+        rotary_positions=window.positions,
+        causal_positions=window.positions,
+        slot_mapping=window.kv_slots,
+        block_table=window.block_table,
+        state_index=state_index,
+        start=window.pos,
+        base=window.base,
+    )

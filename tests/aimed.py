@@ -46,6 +46,8 @@ class Aim:
         error: Callable[[], BaseException] = KeyboardInterrupt,
         is_armed: Callable[[], bool] = lambda: True,
     ) -> None:
+        missing = [file for file in files if not (ROOT / file).exists()]
+        assert not missing, f"nothing lies at {missing}"
         self._prefixes = tuple(str(ROOT / file) for file in files)
         self._functions = functions
         self._target = target

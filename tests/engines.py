@@ -83,7 +83,7 @@ def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = la
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
                     buffer[move.slot] = nan
-            step.slots.last_hidden[move.slot] = step.slots.kept_hidden[move.slot] = nan
+            step.slots.last_hidden[move.slot] = step.slots.deferred_hidden[move.slot] = nan
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
     table, block_size = step.slots.block_table, step.kv_cache.block_size
     # What a prompt resumes behind stays, even if the cache gives it up in the same plan.

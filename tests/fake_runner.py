@@ -38,15 +38,15 @@ class Row:
     """The device's view of a slot, of a host record or of a checkpoint, which has no seed.
 
     The generation is that of its first launch; drafts are those that its next round would verify. What the
-    draft model makes is no token, and says where it stands. num_kept: rounds without drafts that the draft
-    model has still to read.
+    draft model makes is no token, and says where it stands. num_deferred: rounds without drafts whose inputs
+    the draft model has still to read.
     """
 
     seed: int | None
     generation: int | None = None
     prompt: list[int] = field(default_factory=list)
     pos: int = 0
-    num_kept: int = 0
+    num_deferred: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
     marks: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -408,8 +408,8 @@ class FakeRunner:
     def _verify_rows(self, plan: StepPlan) -> None:
         for slot in plan.slots:
             row = self.rows[Place("slot", slot)]
-            row.num_kept = 0 if plan.catches_up else row.num_kept
-            assert row.num_kept <= (0 if plan.shape.verify else self.scheduler.limits.mtp_step)
+            row.num_deferred = 0 if plan.catches_up else row.num_deferred
+            assert row.num_deferred <= (0 if plan.shape.verify else self.scheduler.limits.mtp_step)
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + plan.shape.verify)
 
@@ -424,7 +424,7 @@ class FakeRunner:
             self.verified[plan.step_id, row.seed] = (done, row.drafts[:most])
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.shape.chain)
-            row.num_kept += not plan.shape.chain and self.scheduler.limits.mtp_step > 0
+            row.num_deferred += not plan.shape.chain and self.scheduler.limits.mtp_step > 0
             counts.append(accepted)
         return self._emit(plan, counts)
 

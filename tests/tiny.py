@@ -20,8 +20,11 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import PrefillRows, place_pieces
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
-from compiled_mtp.rounds.output import StepOutput
+from compiled_mtp.rounds.catch_up import catch_up as catch_up_step
+from compiled_mtp.rounds.first_token import first_token
+from compiled_mtp.rounds.prefill import prefill as prefill_step
 from compiled_mtp.step import Step
+from compiled_mtp.step_output import StepOutput
 
 BLOCK_SIZE = 16
 
@@ -136,7 +139,7 @@ def poison(step: Step) -> None:
     for module in (step.kv_cache, step.state_cache):
         for buffer in module.buffers():
             buffer.fill_(float("nan"))
-    for hidden in (step.slots.last_hidden, step.slots.kept_hidden):
+    for hidden in (step.slots.last_hidden, step.slots.deferred_hidden):
         hidden.fill_(float("nan"))
     step.slots.drafts[1:] = 13
 
@@ -187,8 +190,8 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, chain: in
     for start in range(0, len(prompt), chunk):
         part = torch.tensor(prompt[start : start + chunk], device=device)
         pieces = torch.tensor([[slot], [start], [len(part)], [0], [0]], device=device)
-        step.prefill(part, pieces)
-    packed = step.first_token(index, step.mtp_step if chain is None else chain)
+        prefill_step(step, part, pieces)
+    packed = first_token(step, index, step.mtp_step if chain is None else chain)
     return StepOutput.unpack(packed, 1)[0].tokens[0]
 
 
@@ -205,8 +208,8 @@ def decode(
 
 @torch.no_grad()
 def catch_up(step: Step, slots: list[int]) -> None:
-    """Give the draft what rounds without drafts have kept for it."""
-    step.catch_up(torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device))
+    """Let the draft read the inputs that rounds without drafts deferred."""
+    catch_up_step(step, torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device))
 
 
 def new_tokens(packed: torch.Tensor, verify: int) -> list[list[int]]:

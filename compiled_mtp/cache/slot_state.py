@@ -13,7 +13,7 @@ from compiled_mtp.ops.features import RECENT_IDS
 
 # What a new request starts with; its parameters come with its admission, and the other rows are written
 # before anything reads them.
-_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_kept": 0}
+_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0}
 
 
 def sampling_bytes(vocab_size: int) -> int:
@@ -29,9 +29,9 @@ class SlotState(nn.Module):
 
     base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
     blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
-    prefill chunk. What rounds without drafts keep for the draft model, in rings by position mod mtp_step + 1:
-    kept_ids [slots, mtp_step + 1] int64 and kept_hidden [slots, mtp_step + 1, hidden], the pairs (token j,
-    hidden j - 1) of the last num_kept [slots] int64 positions up to pos. The sampling tables are those of
+    prefill chunk. The draft inputs that rounds without drafts defer, in rings by position mod mtp_step + 1:
+    deferred_ids [slots, mtp_step + 1] int64 and deferred_hidden [slots, mtp_step + 1, hidden], (token j,
+    hidden j - 1) of the last num_deferred [slots] int64 positions up to pos. The sampling tables are those of
     `SamplingTables`, written by `write_sampling`; what a request emits goes to output_counts [slots,
     vocab_size] and recent_ids [slots, RECENT_IDS] if it has a use for them.
     """
@@ -42,9 +42,9 @@ class SlotState(nn.Module):
     drafts: torch.Tensor
     block_table: torch.Tensor
     last_hidden: torch.Tensor
-    num_kept: torch.Tensor
-    kept_ids: torch.Tensor
-    kept_hidden: torch.Tensor
+    num_deferred: torch.Tensor
+    deferred_ids: torch.Tensor
+    deferred_hidden: torch.Tensor
     seed: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -78,13 +78,13 @@ class SlotState(nn.Module):
         def buffer(name: str, shape: tuple[int, ...], kind: torch.dtype, value: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, value, dtype=kind, device=device))
 
-        for name in ("base", "pos", "last_token", "seed", "min_position", "num_kept"):
+        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred"):
             buffer(name, (slots,), torch.int64)
         buffer("drafts", (slots, max(mtp_step, 1)), torch.int64)
         buffer("block_table", (slots, max_blocks), torch.int32, -1)
         buffer("last_hidden", (slots, hidden_size), dtype)
-        buffer("kept_ids", (slots, mtp_step + 1), torch.int64)
-        buffer("kept_hidden", (slots, mtp_step + 1, hidden_size), dtype)
+        buffer("deferred_ids", (slots, mtp_step + 1), torch.int64)
+        buffer("deferred_hidden", (slots, mtp_step + 1, hidden_size), dtype)
         buffer("top_k", (slots,), torch.int32)
         for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty"):
             buffer(name, (slots,), torch.float32)

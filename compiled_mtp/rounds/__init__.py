@@ -1,1 +1,1 @@
-"""What stands beside a decode round: its packed output, the log probabilities of prompts."""
+"""What surrounds a decode round: prefill, first tokens, catch-up, log probabilities, rounds in two phases."""

@@ -15,9 +15,9 @@ from compiled_mtp.communicators.communicator import Exchange
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
-from compiled_mtp.rounds.output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build
+from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ _LEAST_THREADED_BYTES = 64 << 20
 # What the saved programs of a graph_cache were traced from, beside this file.
 _TRACED = (
     *("cache", "communicators", "graphs", "model_config.py", "models", "ops", "rounds"),
-    *("runner/programs.py", "step.py"),
+    *("runner/program_maker.py", "runner/programs.py", "runner/static_inputs.py"),
+    *("step.py", "step_output.py"),
 )
 # Fields that compiled code does not depend on, or not as they are given: the key holds what became of device,
 # dtype, max_model_len, batch_sizes, num_blocks, graph_mode, num_threads, weight_recipe, exchange,

@@ -38,9 +38,8 @@ class Holding:
     position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_looked_up: the prefix cache
     has counted it. is_told: the device knows who
     owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
-    what was drafted for its next round, where its grammar or caller asks for it. num_kept: its rounds without
-    drafts since the draft model has last read what they keep. replay: its tokens are
-    computed again.
+    what was drafted for its next round, where its grammar or caller asks for it. num_deferred: its rounds
+    without drafts since the draft model last read their inputs. replay: its tokens are computed again.
     """
 
     request: Request
@@ -59,7 +58,7 @@ class Holding:
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
-    num_kept: int = 0
+    num_deferred: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
 
@@ -89,7 +88,7 @@ class Holding:
         """Know nothing of a slot or of what was computed there: begin, or begin again."""
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
         self.is_told = self.is_first_token_due = False
-        self.drafts, self.num_kept = (), 0
+        self.drafts, self.num_deferred = (), 0
         known = self.request.output_token_ids
         self.replay = Replay(tuple(known)) if known else None
 

@@ -488,15 +488,15 @@ class Planner:
             self._is_install_lost = False
 
     def _catches_up(self, depth: int) -> bool:
-        """Whether the draft must catch up before a round of that depth; counts what such a round keeps."""
+        """Whether the draft must catch up before a round of that depth; counts the inputs that it defers."""
         if not self.limits.mtp_step or (depth and self._is_caught_up):
             return False
         members = [self.holdings.owners[slot] for slot in self.decoding_slots]
-        most_kept = max(holding.num_kept for holding in members)
-        # A slot has room for the pairs of mtp_step + 1 rounds.
-        catches_up = most_kept > (0 if depth else self.limits.mtp_step)
+        most_deferred = max(holding.num_deferred for holding in members)
+        # A slot has room for the deferred inputs of mtp_step + 1 rounds.
+        catches_up = most_deferred > (0 if depth else self.limits.mtp_step)
         for holding in members:
-            holding.num_kept = (0 if catches_up else holding.num_kept) + (not depth)
+            holding.num_deferred = (0 if catches_up else holding.num_deferred) + (not depth)
         self._is_caught_up = depth > 0
         return catches_up
 

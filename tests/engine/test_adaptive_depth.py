@@ -82,7 +82,7 @@ def test_the_draft_reads_written_keys_alone_after_rounds_without_drafts(
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
         for slot in engine.scheduler.running:
-            if step.slots.num_kept[slot] == 0:
+            if step.slots.num_deferred[slot] == 0:
                 table = step.slots.block_table[slot].long().clamp(min=0)
                 keys = step.kv_cache.draft.kv[table, 0].transpose(1, 2).flatten(0, 1)
                 assert not keys[1 : int(step.slots.pos[slot]) + 1].isnan().any()
@@ -169,4 +169,4 @@ def test_an_interrupted_step_leaves_the_depths_usable(
     run_to_end(engine)
     add_all(engine)
     assert run_to_end(engine) == streams
-    torch.testing.assert_close(engine.runner.step.slots.num_kept[0], torch.tensor(0))
+    torch.testing.assert_close(engine.runner.step.slots.num_deferred[0], torch.tensor(0))

@@ -18,6 +18,7 @@ import pytest
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.rounds.two_phase import TwoPhaseRound
 from compiled_mtp.scheduler.turn import Turn
 from tests.aimed import Aim, Line
 from tests.checkpoints import write_checkpoint
@@ -35,19 +36,17 @@ REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 HOST = (
     "engine.py",
-    "inbox.py",
-    "turn.py",
-    "masks.py",
     "request.py",
-    "runner.py",
-    "programs.py",
+    "runner",
+    "rounds",
     "step.py",
     "scheduler",
     "cache",
     "spec",
     "sampling/grammar.py",
 )
-LAUNCHES = ("programs.py", "step.py", "cache/moves.py", "cache/slot_sampling.py")
+PROGRAMS = ("runner/programs.py", "runner/static_inputs.py", "rounds")
+LAUNCHES = (*PROGRAMS, "step.py", "cache/moves.py", "cache/slot_sampling.py")
 CHEAP, SOAK = 2, 300
 NAMES = itertools.count()
 
@@ -201,13 +200,13 @@ def test_an_interrupt_at_any_line_loses_nothing(
 
 HANDING_OVER = ("hand_over", "add", "enter", "put", "discard", "forget", "_tidy", "_queue_all", "generate")
 STEPPING = ("step", "take", "leave", "is_over", "_tidy", "_advance", "_take_outputs")
-LAUNCHING = ("accept", "_write_masks", "verify", "set_masks", "first")
+LAUNCHING = ("accept", "write_masks", "verify", "set_masks", "first")
 FEW = {
     "keys of a prompt": (by_steps, ("scheduler/prefix.py",), ("_keys_of",)),
-    "hand-over": (by_generate, ("inbox.py", "engine.py", "scheduler"), HANDING_OVER),
-    "step": (by_steps, ("engine.py", "turn.py"), STEPPING),
+    "hand-over": (by_generate, ("engine.py", "scheduler"), HANDING_OVER),
+    "step": (by_steps, ("engine.py", "scheduler/turn.py"), STEPPING),
     "stream": (by_stream, ("engine.py",), ("_stream", "_next_outputs")),
-    "accept": (by_steps, ("programs.py", "runner.py"), LAUNCHING),
+    "accept": (by_steps, (*PROGRAMS, "runner/runner.py"), LAUNCHING),
 }
 
 
@@ -248,11 +247,12 @@ def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
 
 def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
     """Wherever it comes: for this thread and for another."""
-    watch = Aim(("engine.py", "turn.py", "inbox.py"))
+    files = ("engine.py", "scheduler/turn.py", "scheduler/inbox.py")
+    watch = Aim(files)
     with watch.watching():
         engine.step()
     for target in watch.targets():
-        aim = Aim(("engine.py", "turn.py", "inbox.py"), target=target)
+        aim = Aim(files, target=target)
         with aim.watching(), pytest.raises(KeyboardInterrupt):
             engine.step()
         stepped: list[list[RequestOutput]] = []
@@ -265,7 +265,7 @@ def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> 
 
 def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) -> None:
     """Of `generate`, whose caller has no name to end them by."""
-    files = ("inbox.py", "engine.py", "scheduler/scheduler.py", "scheduler/line.py", "scheduler/planner.py")
+    files = ("engine.py", *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "line", "planner")))
     functions = {"hand_over", "add", "enter", "put", "discard", "_queue_all", "_advance"}
     prompts = [prompt_of(20, 1, VOCAB), prompt_of(9, 2, VOCAB)]
     params = [PLAIN, SCORED.model_copy(update={"max_tokens": 1, "n": 3})]
@@ -293,18 +293,18 @@ def test_a_grammar_s_mask_does_not_outlive_its_round(
 ) -> None:
     """Neither where the launch fails nor where it is interrupted; and no round without masks writes any."""
     programs = engine.runner.programs
-    call = programs._call_half
+    call = programs._call_phase
 
-    def failing(halves: dict[Any, Any], *given: Any) -> Any:
-        if halves is programs._accept:
+    def failing(name: str, *given: Any) -> Any:
+        if name == "accept":
             if is_late:
-                call(halves, *given)
+                call(name, *given)
             raise error
-        return call(halves, *given)
+        return call(name, *given)
 
     prompt, params = REQUESTS["guided"]
     engine.add_request(prompt_token_ids=prompt, params=salted(params, str(next(NAMES))))
-    monkeypatch.setattr(programs, "_call_half", failing)
+    monkeypatch.setattr(programs, "_call_phase", failing)
     told = Told()
     with suppress(KeyboardInterrupt):
         drain(engine, told)
@@ -314,7 +314,7 @@ def test_a_grammar_s_mask_does_not_outlive_its_round(
     prompt, params = REQUESTS["scored"]
     outputs = engine.generate([prompt], salted(params, str(next(NAMES))))
     assert [output.new_token_ids for output in outputs] == expected["scored"]
-    assert bool((engine.runner.step.masks == -1).all())
+    assert bool((engine.runner.programs.two_phase.masks == -1).all())
 
 
 @pytest.mark.parametrize(
@@ -346,21 +346,29 @@ def test_masks_that_cannot_be_had_end_their_own_requests_alone(
     check(engine, told, expected, what)
 
 
-def test_what_lies_between_halves_is_made_as_a_whole_or_again(engine: Engine) -> None:
+def buffer_lengths(two_phase: TwoPhaseRound) -> set[int]:
+    return {len(buffer) for buffer in (two_phase.hidden, two_phase.masks, *two_phase.window)}
+
+
+@pytest.mark.parametrize("is_growing", [True, False])
+def test_the_buffers_of_two_phase_rounds_are_made_as_a_whole_or_again(
+    engine: Engine, is_growing: bool
+) -> None:
     """Interrupted in the midst, the next verify finds too few rows: of the logits, which come last."""
-    step = engine.runner.step
-    rows = step.verified_logits.shape[0]
-    watch = Aim(("step.py",), ("reserve_halves",))
+    two_phase = engine.runner.programs.two_phase
+    rows = two_phase.num_rows
+    before, after = (0, 8) if is_growing else (8, 2)
+    files, functions = ("rounds/two_phase.py",), ("reserve",)
+    watch = Aim(files, functions)
     with watch.watching():
-        step.reserve_halves(rows)
+        two_phase.reserve(after)
     for target in watch.targets():
-        aim = Aim(("step.py",), ("reserve_halves",), target=target)
-        step.reserve_halves(0)
+        aim = Aim(files, functions, target=target)
+        two_phase.reserve(before)
         with aim.watching(), pytest.raises(KeyboardInterrupt):
-            step.reserve_halves(rows)
-        lengths = {getattr(step, name).shape[0] for name in step.between_halves}
-        assert step.verified_logits.shape[0] == 0 or lengths == {rows}, target
-    step.reserve_halves(rows)
+            two_phase.reserve(after)
+        assert two_phase.num_rows == 0 or buffer_lengths(two_phase) == {two_phase.num_rows}, target
+    two_phase.reserve(rows)
 
 
 def out_of_memory() -> RuntimeError:
@@ -374,7 +382,7 @@ def test_a_launch_that_fails_at_any_line_leaves_nothing_on_the_device(
     """Masks above all: those of a request that has ended would forbid its neighbours their tokens."""
     watch = Aim(LAUNCHES)
     attack(engine, by_steps, watch, Told())
-    accepts = [one for one in watch.targets() if one.function in ("accept", "_write_masks", "accept_half")]
+    accepts = [one for one in watch.targets() if one.function in ("accept", "write_masks")]
     for target in [*sample(accepts, CHEAP), *sample(watch.targets(), count)]:
         aim, told = Aim(LAUNCHES, target=target, error=out_of_memory), Told()
         try:
@@ -420,7 +428,7 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         drain(engine, told)
         return told
 
-    files = ("engine.py", "runner.py", "programs.py", "scheduler", "request.py", "cache")
+    files = ("engine.py", "runner/runner.py", *PROGRAMS, "scheduler", "request.py", "cache")
     armed = partial(Aim, files, is_armed=is_down.is_set)
     watch = armed()
     down(watch)

@@ -11,8 +11,9 @@ import torch
 
 from compiled_mtp.graphs.compile import compile_program, compiler_settings
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds.first_token import first_token
+from compiled_mtp.rounds.prefill import prefill
 from compiled_mtp.runner.runner import Runner
-from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
 from tests.drivers import Driver, make_runner
@@ -50,11 +51,11 @@ def test_prompts_have_the_same_bits_captured_compiled_and_as_code(
         captured = bits_of(runner)
     step = runner.step
     for key in programs._first_token:
-        programs._first_token[key] = torch.no_grad()(step.first_token)
-    programs._prefill[64] = torch.no_grad()(step.prefill)
+        programs._first_token[key] = torch.no_grad()(partial(first_token, step))
+    programs._prefill[64] = torch.no_grad()(partial(prefill, step))
     as_code = bits_of(runner)
     with compiler_settings():
-        program = compile_program(partial(Step.prefill, step), "prefill_compiled", None)
+        program = compile_program(partial(prefill, step), "prefill_compiled", None)
         programs._prefill[64] = torch.no_grad()(program)
         compiled = bits_of(runner)
     for index, (one, *others) in enumerate(zip(captured, as_code, compiled, strict=True)):

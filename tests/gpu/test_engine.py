@@ -19,6 +19,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -216,7 +217,7 @@ def verify(step: Step, state_index: torch.Tensor) -> torch.Tensor:
     index, query_len = state_index.to(torch.int64), step.mtp_step + 1
     pos, last_token = step.slots.pos[index], step.slots.last_token[index][:, None]
     tokens = torch.cat((last_token, step.slots.drafts[index][:, : step.mtp_step]), dim=1).flatten()
-    rows = step._rows(state_index, index, pos, query_len, step.slots.base[index])
+    rows = rows_at(step, state_index, index, pos, query_len, step.slots.base[index])
     return step.target(tokens, rows, step.kv_cache, step.state_cache, step.cos_sin)
 
 
@@ -291,8 +292,8 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
             torch.cuda.set_sync_debug_mode("default")
 
 
-def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
-    """Rounds of depths 1 and 3, whole and halved by turns, while one request goes to the host and back.
+def depths_phases_and_moves(driver: Driver) -> dict[str, list[int]]:
+    """Rounds of depths 1 and 3, in one phase or two by turns, while one request goes to the host and back.
 
     Behind every copy comes a round of the others, which runs beside it.
     """
@@ -323,7 +324,7 @@ def depths_halves_and_moves(driver: Driver) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 @pytest.mark.parametrize("graph_mode", ["off", "uncompiled", "replay", "reduce-overhead"])
-def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, max_in_flight: int) -> None:
+def test_depths_phases_and_moves(directories: dict[str, Path], graph_mode: str, max_in_flight: int) -> None:
     directory = directories["qwen3_5"]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_in_flight": max_in_flight}
     plain = Driver(make_runner(directory, mtp_step=0, compile="off", graph_mode="off", **options))
@@ -341,14 +342,14 @@ def test_depths_halves_and_moves(directories: dict[str, Path], graph_mode: str, 
     runner = make_runner(directory, compile="off", graph_mode="off", batch_sizes=(3,), **options)
     driver = Driver(with_rounds(runner, product((1, 3), repeat=2), **modes[graph_mode]))
     with torch.compiler.set_stance("fail_on_recompile"):
-        tokens = depths_halves_and_moves(driver)
+        tokens = depths_phases_and_moves(driver)
     for name, gained in tokens.items():
         assert len(gained) > 5
         assert gained == expected[name][: len(gained)]
 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
-def test_halves_become_graphs_behind_their_first_run(graph_mode: str) -> None:
+def test_phases_become_graphs_after_their_first_run(graph_mode: str) -> None:
     """Grammars and log probabilities, in company and alone, give the tokens of uncompiled rounds."""
     params = [
         SamplingParams(
@@ -373,6 +374,6 @@ def test_halves_become_graphs_behind_their_first_run(graph_mode: str) -> None:
         assert decode(engine) == expected
         assert decode(engine) == expected
     small = [bucket for bucket in programs.buckets if bucket.groups <= 3]
-    halves = {(name, bucket) for name in ("verify", "accept") for bucket in small}
-    assert len(halves) == 4
-    assert halves.isdisjoint(programs._uncaptured)
+    phases = {(name, bucket) for name in ("verify", "accept") for bucket in small}
+    assert len(phases) == 4
+    assert phases.isdisjoint(programs._uncaptured)

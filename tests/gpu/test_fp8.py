@@ -10,6 +10,7 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds.prefill import prefill
 from tests import tiny
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import force_drafts, make_engine, prompt_of, run_to_end
@@ -40,7 +41,7 @@ def streams(
     **options: Any,
 ) -> dict[str, list[int]]:
     """The tokens of three requests, greedy and sampled; drafts are right now and then, by `expected`. With
-    log probabilities rounds run as two halves."""
+    log probabilities rounds run in two phases."""
     engine = gpu_engine(directory, **options)
     if expected is not None and engine.config.mtp_step:
         force_drafts(engine, expected, lambda name, pos: pos % (engine.config.mtp_step + 1))
@@ -62,7 +63,7 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     step, device = engine.runner.step, engine.runner.device
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
     pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]], device=device)
-    return step.target.logits(step.prefill(torch.tensor(tokens, device=device), pieces))
+    return step.target.logits(prefill(step, torch.tensor(tokens, device=device), pieces))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -17,6 +17,7 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.compile import GraphMode, capture
+from compiled_mtp.rounds.catch_up import catch_up
 from compiled_mtp.runner.depth_choice import further_depths
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.step import Step
@@ -27,7 +28,7 @@ from tests.engines import prompt_of
 
 METHODS = {
     "decode": Step.decode,
-    "catch": Step.catch_up,
+    "catch": catch_up,
 }
 
 
@@ -40,7 +41,7 @@ class Compiler:
         self.replayed: list[str] = []
         self.files: list[str] = []
         for name in ("compile_program", "capture", "save_program", "load_program"):
-            patch(f"compiled_mtp.runner.programs.{name}", getattr(self, name))
+            patch(f"compiled_mtp.runner.program_maker.{name}", getattr(self, name))
 
     def compile_program(self, function: Any, name: str, graph_mode: str) -> Any:
         self.compiled.append(name)

@@ -17,7 +17,10 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.request import SamplingParams
-from compiled_mtp.runner.programs import Programs
+from compiled_mtp.rounds.catch_up import catch_up
+from compiled_mtp.rounds.first_token import first_token
+from compiled_mtp.rounds.prefill import prefill
+from compiled_mtp.runner.program_maker import ProgramMaker
 from compiled_mtp.step import Step
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, run_to_end
@@ -32,9 +35,9 @@ OPTIONS: dict[str, Any] = {
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 METHODS = {
     "decode": Step.decode,
-    "catch": Step.catch_up,
-    "first": Step.first_token,
-    "prefill": Step.prefill,
+    "catch": catch_up,
+    "first": first_token,
+    "prefill": prefill,
 }
 
 
@@ -63,7 +66,7 @@ def check_that_depths_come(engine: Engine, expected: list[int], monkeypatch: pyt
     assert "catch_up" in launched
     assert rounds[0]["best"] > 5
     assert rounds[1]["only"] > 0
-    assert not any(programs._state_indices[1][1:])
+    assert not any(programs.inputs.state_indices[1][1:])
     assert int(engine.runner.step.slots.pos[0]) == 0
 
 
@@ -82,12 +85,12 @@ def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest
         "runner.assemble.check_key": lambda file, key: None,
         "runner.assemble.read_key": lambda file: {},
         "runner.assemble.load": lambda file: checkpoint / "unpacked",
-        "runner.programs.load_program": load,
+        "runner.program_maker.load_program": load,
         "graphs.later.load_program": load,
     }
     for name, function in patches.items():
         monkeypatch.setattr(f"compiled_mtp.{name}", function)
-    monkeypatch.setattr(Programs, "check_layout", lambda self, saved: None)
+    monkeypatch.setattr(ProgramMaker, "check_layout", lambda self, saved: None)
     progress: list[tuple[Any, ...]] = []
     engine = make_engine(
         checkpoint, graph_cache=checkpoint / "f", progress=lambda *a: progress.append(a), **OPTIONS
@@ -109,7 +112,7 @@ def test_without_a_cache_a_start_compiles_every_depth(
         compiled.append(name)
         return function
 
-    monkeypatch.setattr("compiled_mtp.runner.programs.compile_program", compile_program)
+    monkeypatch.setattr("compiled_mtp.runner.program_maker.compile_program", compile_program)
     engine = make_engine(checkpoint, compile="on", **OPTIONS)
     rounds = {"decode_1_to_1_drafts_of_1", "decode_0_to_0_drafts_of_1", "catch_up_of_1"}
     assert set(compiled) == rounds | {"prefill_64", "first_token_0_drafts", "first_token_1_drafts"}

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
 from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
@@ -118,7 +119,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
     decoded = []
     # Windows of 1 to 3 rows, so that folds of several records are read too.
     for window in (1, 2, 3, 1, 3, 2):
-        rows = step._rows(state_index, index, torch.tensor([pos]), window, torch.tensor([base]))
+        rows = rows_at(step, state_index, index, torch.tensor([pos]), window, torch.tensor([base]))
         part = case.tokens[pos : pos + window]
         hidden = step.target(part, rows, step.kv_cache, step.state_cache, step.cos_sin)
         decoded.append(step.target.logits(hidden))
@@ -142,12 +143,12 @@ def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
     with InFloat64():
         exact = draft_chain(case.exact.draft, case.tokens, before.double())
     rows = tiny.prefill_rows(step, 1, 1, PROMPT_LEN - 1)
-    hidden = step._draft_forward(tokens, before, rows)
+    hidden = step.draft_forward(tokens, before, rows)
     ours = [step.target.logits(hidden)]
     for position in range(PROMPT_LEN, PROMPT_LEN + 3):
         token = case.tokens[position : position + 1]
-        rows = step._rows(state_index, index, torch.tensor([position]), 1, torch.tensor([position]))
-        hidden = step._draft_forward(token, hidden[-1:], rows)
+        rows = rows_at(step, state_index, index, torch.tensor([position]), 1, torch.tensor([position]))
+        hidden = step.draft_forward(token, hidden[-1:], rows)
         ours.append(step.target.logits(hidden))
     own_error = distance(theirs, exact)
     check(case, "mtp", distance(ours[0], exact[:-3]), own_error)

@@ -14,6 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds.prefill import prefill
 from tests import tiny
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import force_drafts, make_engine, prompt_of, run_to_end
@@ -42,7 +43,7 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     step = engine.runner.step
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
     pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]])
-    return step.target.logits(step.prefill(torch.tensor(tokens), pieces))
+    return step.target.logits(prefill(step, torch.tensor(tokens), pieces))
 
 
 def streams(

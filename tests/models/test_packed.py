@@ -11,6 +11,7 @@ from compiled_mtp import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.ops.packed_weight import find_packed
+from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -51,7 +52,9 @@ def test_logits_of_packed_weights_are_those_of_transformers(runner: Runner) -> N
     state_index = torch.tensor([1], dtype=torch.int32)
     base = pos = PROMPT
     for window in WINDOWS:
-        rows = step._rows(state_index, state_index.long(), torch.tensor([pos]), window, torch.tensor([base]))
+        rows = rows_at(
+            step, state_index, state_index.long(), torch.tensor([pos]), window, torch.tensor([base])
+        )
         hidden = target(tokens[pos : pos + window], rows, *caches)
         ours.append(target.logits(hidden))
         base, pos = pos, pos + window

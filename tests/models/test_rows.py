@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
+from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.step import Step
 from tests import tiny
 
@@ -23,7 +24,7 @@ def rows_of(step: Step, start: int, count: int, *, is_prefill: bool) -> Rows:
     """Rows start .. start + count - 1 of the request in slot 1."""
     state_index, first = torch.tensor([1], dtype=torch.int32), torch.tensor([start])
     if not is_prefill:
-        return step._rows(state_index, state_index.long(), first, count, first)
+        return rows_at(step, state_index, state_index.long(), first, count, first)
     return tiny.prefill_rows(step, 1, start, count)
 
 

@@ -240,16 +240,16 @@ def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pyte
     decode(engine)
     assert {*alone.told} == {"settings", "run", "set_masks"}
     assert alone.told.count("settings") == 1
-    upload = runner.programs._upload
+    upload = runner.programs.inputs.upload
 
     def interrupt(*arguments: Any) -> None:
-        runner.programs._upload = upload  # type: ignore[method-assign]
+        runner.programs.inputs.upload = upload  # type: ignore[method-assign]
         signal.raise_signal(signal.SIGINT)
         upload(*arguments)
 
     # A first Ctrl-C waits for the end of a launch: the ranks stay in step.
     engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
-    runner.programs._upload = interrupt  # type: ignore[method-assign]
+    runner.programs.inputs.upload = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert alone.told[-1] == "drop_launches"
@@ -259,7 +259,7 @@ def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pyte
     def fail(*arguments: Any) -> None:
         raise MemoryError("no room for the launch")
 
-    runner.programs._upload = fail  # type: ignore[method-assign]
+    runner.programs.inputs.upload = fail  # type: ignore[method-assign]
     engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
     with pytest.raises(RankError, match="got rank 0: MemoryError: no room for the launch; create the engine"):
         engine.step()

@@ -33,7 +33,7 @@ def draft_kv(step: Step, slot: int) -> torch.Tensor:
 def prefill_draft(step: Step, slot: int, first: int, tokens: list[int], hidden: torch.Tensor) -> None:
     """A draft prefill of the pairs (token, hidden before it) at positions from `first` on."""
     rows = tiny.prefill_rows(step, slot, first, len(tokens))
-    step._draft_forward(torch.tensor(tokens), hidden, rows)
+    step.draft_forward(torch.tensor(tokens), hidden, rows)
 
 
 @pytest.mark.parametrize(("family", "seed"), [("dense", 0), ("dense", 1), ("moe", 2)])
@@ -44,25 +44,25 @@ def test_what_is_caught_up_is_what_extending_and_a_fresh_draft_prefill_write(fam
     for each in (step, twin, fresh):
         start(each)
     begins = {slot: int(step.slots.pos[slot]) for slot in PROMPTS}
-    kept = dict.fromkeys(PROMPTS, 0)
+    deferred = dict.fromkeys(PROMPTS, 0)
     tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
     hidden: dict[int, list[torch.Tensor]] = {slot: [] for slot in PROMPTS}
     for _ in range(14):
         slots = [slot for slot in PROMPTS if rng.random() < 0.7]
-        behind = [slot for slot in slots if kept[slot] == WIDTH or rng.random() < 0.2]
+        behind = [slot for slot in slots if deferred[slot] == WIDTH or rng.random() < 0.2]
         if behind:
             tiny.catch_up(step, [*rng.sample(behind, len(behind)), 0])
-            kept |= dict.fromkeys(behind, 0)
+            deferred |= dict.fromkeys(behind, 0)
         new = tiny.decode(step, [*slots, 0], 0, 0)
         assert new == tiny.decode(twin, [*slots, 0], 0, 1)
         for slot, (token,) in zip(slots, new[:-1], strict=True):
-            kept[slot] += 1
+            deferred[slot] += 1
             tokens[slot].append(token)
-            hidden[slot].append(step.slots.kept_hidden[slot, int(step.slots.pos[slot]) % WIDTH].clone())
-        assert step.slots.num_kept.tolist()[1:4] == [kept[slot] for slot in (1, 2, 3)]
+            hidden[slot].append(step.slots.deferred_hidden[slot, int(step.slots.pos[slot]) % WIDTH].clone())
+        assert step.slots.num_deferred.tolist()[1:4] == [deferred[slot] for slot in (1, 2, 3)]
         assert not step.slots.drafts[slots].any()
     tiny.catch_up(step, [2, 3, 1])
-    assert not step.slots.num_kept.any()
+    assert not step.slots.num_deferred.any()
     for slot in PROMPTS:
         prefill_draft(fresh, slot, begins[slot] + 1, tokens[slot], torch.stack(hidden[slot]))
         ours = draft_kv(step, slot)

@@ -28,6 +28,8 @@ from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
 from compiled_mtp.ops.rms_norm import add_rms_norm
 from compiled_mtp.ops.shares import NARROW_ROWS
+from compiled_mtp.rounds.catch_up import catch_up
+from compiled_mtp.rounds.two_phase import TwoPhaseRound
 from tests import tiny
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import make_engine
@@ -323,9 +325,10 @@ def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_what_is_read_early_is_older_also_in_halves_and_between_depths(resident: bool) -> None:
+def test_what_is_read_early_is_older_also_in_two_phases_and_between_depths(resident: bool) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
-    step.reserve_halves(12)
+    two_phase = TwoPhaseRound(step)
+    two_phase.reserve(12)
     if resident:
         make_resident(step)
     recorder = Recorder(embedding=step.target.embed.weight)
@@ -336,11 +339,11 @@ def test_what_is_read_early_is_older_also_in_halves_and_between_depths(resident:
         for slot in (1, 2):
             tiny.prefill(step, slot, list(range(70)))
         for shape in starmap(RoundShape, ((3, 1), (1, 3), (3, 3))):
-            step.verify_half(state_index, shape)
-            step.accept_half(state_index, shape)
+            two_phase.verify(state_index, shape)
+            two_phase.accept(state_index, shape)
         for _ in range(2):
             step.decode(state_index, RoundShape(0, 0))
-        step.catch_up(state_index)
+        catch_up(step, state_index)
         step.decode(state_index, RoundShape(3, 3))
     assert recorder.wrong == []
 

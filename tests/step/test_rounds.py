@@ -1,4 +1,4 @@
-"""Rounds of any depth, whole or as two halves with other launches between them: the same tokens."""
+"""Rounds of any depth, in one phase or in two with other launches between them: the same tokens."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check(driver: Driver, streams: dict[str, list[int]]) -> None:
         assert tokens == streams[name][: len(tokens)]
 
 
-def halved_round(driver: Driver, *names: str, between: str | None = None) -> None:
-    """A round as two halves; `between` is prefilled between them."""
+def two_phase_round(driver: Driver, *names: str, between: str | None = None) -> None:
+    """A round in two phases; `between` is prefilled between them."""
     depth = {"shape": RoundShape(3, 3)}
     driver.run("verify", names, **depth)
     if between is not None:
@@ -58,21 +58,21 @@ def halved_round(driver: Driver, *names: str, between: str | None = None) -> Non
 
 
 def mixed_rounds(driver: Driver) -> None:
-    """Whole and halved rounds by turns, with prompts before, between and after."""
+    """Rounds in one phase and in two by turns, with prompts before, between and after."""
     driver.start("a", 1, PROMPTS["a"])
-    halved_round(driver, "a")
+    two_phase_round(driver, "a")
     driver.start("b", 2, PROMPTS["b"])
     driver.decode("b", "a")
-    halved_round(driver, "a", "b", between="c")
+    two_phase_round(driver, "a", "b", between="c")
     driver.decode("a", "b")
-    halved_round(driver, "c", "a")
+    two_phase_round(driver, "c", "a")
     for _ in range(3):
-        halved_round(driver, "b", "c")
+        two_phase_round(driver, "b", "c")
         driver.decode("a", "c")
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-def test_whole_and_halved_rounds_by_turns(
+def test_rounds_in_one_phase_and_in_two_by_turns(
     checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int
 ) -> None:
     runner = make_runner(checkpoint, max_in_flight=max_in_flight)
@@ -82,9 +82,9 @@ def test_whole_and_halved_rounds_by_turns(
     assert all(not any(r.token_ids) for r in driver.results if r.plan.kind == "verify")
 
 
-def test_whole_and_halved_rounds_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+def test_rounds_in_one_phase_and_in_two_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     runner = make_runner(checkpoint, compile="on", batch_sizes=(2,))
-    # Two and three requests have theirs in common; halves run as they are.
+    # Two and three requests have theirs in common; phases run as they are.
     names = {shape.name for shape in runner.programs.shapes()}
     assert (runner.programs.count, len(names)) == (5, 4)
     driver = Driver(runner)
@@ -144,7 +144,7 @@ def test_drafts_are_told_where_they_are_asked_for(checkpoint: Path) -> None:
             assert list(driver.results[-1].drafts) == expected
 
 
-def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
+def test_the_phases_of_a_round_belong_together(checkpoint: Path) -> None:
     driver = Driver(make_runner(checkpoint))
     driver.start("a", 1, PROMPTS["a"])
     driver.start("b", 2, PROMPTS["b"])
@@ -157,7 +157,7 @@ def test_the_halves_of_a_round_belong_together(checkpoint: Path) -> None:
     driver.run("accept", ("a", "b"), shape=RoundShape(3, 3))
     result = driver.runner.run(StepPlan(0, "accept", (1, 2), (0, 1), shape=RoundShape(3, 3)))
     assert result is not None
-    assert "after None; plan both halves" in str(result.error)
+    assert "after None; plan both phases" in str(result.error)
 
 
 def test_what_runs_beside_the_programs_can_be_launched_ahead(
@@ -170,15 +170,15 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     def record(module: str, name: str) -> None:
         plain = getattr(import_module(f"compiled_mtp.{module}"), name)
 
-        def recorded(logits: torch.Tensor, *args: Any) -> Any:
-            is_masked = name == "sample" and args[-1] is not None
+        def recorded(logits: torch.Tensor, *args: Any, **named: Any) -> Any:
+            is_masked = name == "sample" and named["masks"] is not None
             rows.setdefault(f"{name} masked" if is_masked else name, []).append(logits.shape[0])
-            return plain(logits, *args)
+            return plain(logits, *args, **named)
 
         monkeypatch.setattr(f"compiled_mtp.{module}.{name}", recorded)
 
-    record("step", "row_logprobs")
-    record("step", "filter_logits")
+    record("rounds.logprobs", "row_logprobs")
+    record("rounds.logprobs", "filter_logits")
     record("step", "sample")
     record("rounds.prompt_logprobs", "row_logprobs")
     runner.programs.launch_apart()
@@ -188,17 +188,17 @@ def test_what_runs_beside_the_programs_can_be_launched_ahead(
     rounds = sorted(least.values(), reverse=True)
     firsts = [1] * len({bucket.shape.chain for bucket in buckets})
     assert len(rounds) == 16
-    assert sorted(rows["filter_logits"], reverse=True) == rounds
+    assert sorted(rows["filter_logits"], reverse=True) == rounds + firsts + firsts
     assert sorted(rows["sample masked"], reverse=True) == rounds + firsts
     assert sorted(rows["row_logprobs"]) == sorted([*rounds, *firsts, *firsts, SLICE_ROWS])
-    assert runner.step.verified_logits.shape[0] == 0
+    assert runner.programs.two_phase.num_rows == 0
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
 
 
 @pytest.mark.parametrize("can_capture", [True, False])
-def test_halves_are_captured_behind_their_first_run(
+def test_phases_are_captured_after_their_first_run(
     checkpoint: Path,
     streams: dict[str, list[int]],
     can_capture: bool,
@@ -221,7 +221,7 @@ def test_halves_are_captured_behind_their_first_run(
 
         return replay
 
-    monkeypatch.setattr("compiled_mtp.runner.programs.capture", capture)
+    monkeypatch.setattr("compiled_mtp.runner.program_maker.capture", capture)
     runner = make_runner(checkpoint)
     runner.programs = Programs(
         runner.step, runner.programs.buckets, 64, is_compiled=False, graph_mode="replay"
@@ -229,19 +229,24 @@ def test_halves_are_captured_behind_their_first_run(
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
-    # Six halved rounds, in buckets of one request and of two.
+    # Six rounds in two phases, in buckets of one request and of two.
     assert len(captured) == len(set(captured)) == 4
     assert len(replayed) == (12 - 4 if can_capture else 0)
     warnings = [text for text in caplog.messages if "runs without a graph: out of memory" in text]
     assert len(warnings) == (0 if can_capture else 4)
 
 
-def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rounds(
+def test_the_buffers_between_phases_are_made_as_a_whole_and_are_no_part_of_whole_rounds(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runner = make_runner(checkpoint)
-    step, programs = runner.step, runner.programs
-    (tmp_path / "layout.json").write_text(json.dumps(programs._layout()))
+    programs = make_runner(checkpoint).programs
+    two_phase = programs.two_phase
+
+    def lengths() -> set[int]:
+        buffers = (two_phase.hidden, two_phase.logits, two_phase.masks, *two_phase.window)
+        return {len(buffer) for buffer in buffers}
+
+    (tmp_path / "layout.json").write_text(json.dumps(programs.maker.layout()))
 
     def no_memory(*given: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")
@@ -249,15 +254,15 @@ def test_what_lies_between_halves_is_made_as_a_whole_and_is_no_part_of_whole_rou
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_full", no_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
-            step.reserve_halves(8)
-    assert {getattr(step, name).shape[0] for name in step.between_halves} == {0}
-    step.reserve_halves(8)
-    assert {getattr(step, name).shape[0] for name in step.between_halves} == {8}
-    programs.check_layout(tmp_path)
+            two_phase.reserve(8)
+    assert lengths() == {0}
+    two_phase.reserve(8)
+    assert lengths() == {8}
+    programs.maker.check_layout(tmp_path)
 
 
-def test_halves_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+def test_phases_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     driver = Driver(make_runner(checkpoint))
-    assert driver.runner.step.verified_logits.shape[0] == 0
+    assert driver.runner.programs.two_phase.num_rows == 0
     mixed_rounds(driver)
     check(driver, streams)

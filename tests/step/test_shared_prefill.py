@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import lay_out
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_static
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds.first_token import first_token
+from compiled_mtp.rounds.prefill import prefill
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -36,6 +39,7 @@ def launch(
     padding: int = 0,
     unused: int = 0,
     mark: tuple[int, int] = (0, 0),
+    run: Callable[[Step, torch.Tensor, torch.Tensor], torch.Tensor] = prefill,
 ) -> None:
     """Prefill the tokens (slot, start, end) side by side; rows of nobody, behind and between, have any id.
 
@@ -50,7 +54,7 @@ def launch(
         for (s, first, last), row in zip(cuts, first_rows, strict=True)
     ]
     columns += [(0, 0, 0, end, 0)] * unused
-    step.prefill(tokens, torch.tensor(columns).t().contiguous())
+    run(step, tokens, torch.tensor(columns).t().contiguous())
 
 
 def make_step(family: str, slots: Sequence[int]) -> Step:
@@ -62,7 +66,7 @@ def make_step(family: str, slots: Sequence[int]) -> Step:
 
 @torch.no_grad()
 def first_tokens(step: Step, slots: Sequence[int]) -> dict[int, list[int]]:
-    packed = step.first_token(torch.tensor(slots, dtype=torch.int32), 3)
+    packed = first_token(step, torch.tensor(slots, dtype=torch.int32), 3)
     return {slot: row for slot, row in zip(slots, packed.tolist(), strict=True) if slot}
 
 
@@ -139,22 +143,20 @@ def test_compiled_launches_leave_what_uncompiled_ones_leave() -> None:
     step, twin = (make_step("dense", list(PROMPTS)) for _ in range(2))
     tokens, pieces = torch.zeros(128, dtype=torch.int64), torch.zeros((5, 4), dtype=torch.int64)
     mark_static([*step.parameters(), *step.buffers(), tokens, pieces])
-    plain = twin.prefill
     with compiler_settings():
-        program = compile_program(step.prefill, "packed", None)
+        program = compile_program(partial(prefill, step), "packed", None)
         program(tokens, pieces)
 
-        def both(*given: torch.Tensor) -> torch.Tensor:
+        def both(step: Step, *given: torch.Tensor) -> torch.Tensor:
             for static, value in zip((tokens, pieces), given, strict=True):
                 static.copy_(value)
             program(tokens, pieces)
-            return plain(*given)
+            return prefill(step, *given)
 
-        twin.prefill = both  # type: ignore[method-assign]
         with torch.compiler.set_stance("fail_on_recompile"):
             for cuts in ([(2, 0, 1), (4, 0, 9), (3, 0, 64)], [(1, 0, 128)], [(1, 128, 150)]):
                 _, end = lay_out([last - first for _, first, last in cuts])
-                launch(twin, cuts, padding=128 - end, unused=4 - len(cuts))
+                launch(twin, cuts, padding=128 - end, unused=4 - len(cuts), run=both)
     for slot in (1, 2, 3, 4):
         for one, other in zip(
             left_by(step, slot, PROMPTS[slot]), left_by(twin, slot, PROMPTS[slot]), strict=True

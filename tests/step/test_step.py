@@ -12,8 +12,9 @@ import torch
 
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.rounds.output import OutputRow, StepOutput
+from compiled_mtp.rounds.first_token import first_token
 from compiled_mtp.step import Step
+from compiled_mtp.step_output import OutputRow, StepOutput
 from tests import tiny
 from tests.ops.gdn_cases import fold
 
@@ -294,12 +295,12 @@ def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: st
     row, padding = outputs(step, [1, 0], mtp_step)
     assert row.num_new >= 1
     assert row.num_finite == padding.num_finite == padding.num_new == 0
-    packed = step.first_token(torch.tensor([1], dtype=torch.int32), mtp_step)
+    packed = first_token(step, torch.tensor([1], dtype=torch.int32), mtp_step)
     (first,) = StepOutput.unpack(packed, 1)
     # What it reads was left before: only its own norm is behind it.
     assert (first.num_new, first.num_finite) == (1, 1)
     step.slots.last_hidden[1, 3] = float("nan")
-    packed = step.first_token(torch.tensor([1], dtype=torch.int32), mtp_step)
+    packed = first_token(step, torch.tensor([1], dtype=torch.int32), mtp_step)
     assert StepOutput.unpack(packed, 1)[0].num_finite == 0
 
 

@@ -317,7 +317,7 @@ def test_without_a_gpu_it_says_so(
 
 
 def test_a_table_holds_no_flags_that_are_not_set(tool: Any, ways: Any) -> None:
-    tile = ways.TallTile(128, 128, 32, 64, 8, 6, 512, False, True)
+    tile = ways.LargeMTile(128, 128, 32, 64, 8, 6, 512, False, True)
     fields = [128, 128, 32, 64, 8, 6, 512, False, True]
     assert tool.fields_of(tile) == fields
     assert tool.fields_of(replace(tile, apart=False)) == fields[:7]

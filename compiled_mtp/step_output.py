@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_mtp.ops.row_logprobs import NUM_TOP, RowLogprobs
+from compiled_mtp.ops.window import Accepted
 
 # Columns of the packed form: num_new, num_finite, then the tokens.
 _FIRST = 2
@@ -83,6 +84,12 @@ class StepOutput(NamedTuple):
         """
         end = packed.shape[1] - has_logprobs * num_tokens * _LOGPROB_WIDTH
         return HostOutput((packed[:, :end] if has_logprobs else packed).tolist(), num_tokens)
+
+
+def pack_round(accepted: Accepted, drafts: torch.Tensor) -> torch.Tensor:
+    """The packed StepOutput of a round that leaves `drafts` [B, S]."""
+    head = accepted.packed
+    return StepOutput(num_new=head[:, 0], num_finite=head[:, 1], tokens=head[:, 2:], drafts=drafts).pack()
 
 
 def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""The tensors at static addresses from which programs read their batches and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from compiled_mtp.ops.pieces import PIECE_MULTIPLE
+from compiled_mtp.plan import Piece
+
+
+class StaticInputs:
+    """state_indices [size] int32 by batch size; token_ids [length] int64 by padded length of a prompt launch;
+    pieces [5, n] int64 and ended [n] int32 by number of prompts.
+
+    A batch is copied to the device only if it differs from the one before.
+    """
+
+    def __init__(
+        self, device: torch.device, sizes: Iterable[int], lengths: Iterable[int], max_pieces: int
+    ) -> None:
+        self.device = device
+        counts = range(1, max_pieces + 1)
+        self.state_indices = {size: self.zeros(size, torch.int32) for size in sizes}
+        self.token_ids = {length: self.zeros(length, torch.int64) for length in lengths}
+        self.pieces = {n: self.zeros(5 * n, torch.int64).view(5, n) for n in counts}
+        self.ended = {n: self.zeros(n, torch.int32) for n in counts}
+        # The slots that each of state_indices holds, as far as it is known.
+        self._batches: dict[int, tuple[int, ...]] = {}
+
+    def write_batch(self, size: int, slots: tuple[int, ...]) -> torch.Tensor:
+        """Return the state indices of that size, holding `slots` and then padding."""
+        state_index = self.state_indices[size]
+        if self._batches.get(size) != slots:
+            self._batches.pop(size, None)  # The upload may fail.
+            self.upload(state_index, slots + (0,) * (size - len(slots)))
+            self._batches[size] = slots
+        return state_index
+
+    def forget_batches(self) -> None:
+        """Upload every batch again: an upload may have been interrupted, or its tensor overwritten."""
+        self._batches.clear()
+
+    def write_tokens(
+        self, length: int, rows: int, pieces: Sequence[Piece], first_rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Return `rows` token ids of that padded length, holding each piece from its first row on."""
+        token_ids: list[int] = []
+        for first_row, piece in zip(first_rows, pieces, strict=True):
+            token_ids += [0] * (first_row - len(token_ids))
+            token_ids += piece.token_ids
+        buffer = self.token_ids[length]
+        self.upload(buffer[: len(token_ids)], token_ids)
+        return buffer if rows == length else buffer[:rows]
+
+    def write_pieces(
+        self,
+        count: int,
+        slots: Sequence[int],
+        pieces: Sequence[Piece],
+        first_rows: Sequence[int],
+        end: int,
+    ) -> torch.Tensor:
+        """Return the table of `count` pieces for `prefill`: pieces without tokens, at row `end`, fill it."""
+        columns = [
+            (slot, piece.start, len(piece.token_ids), first_row, piece.mark)
+            for slot, piece, first_row in zip(slots, pieces, first_rows, strict=True)
+        ]
+        columns += [(0, 0, 0, end, 0)] * (count - len(pieces))
+        table = self.pieces[count]
+        self.upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])
+        return table
+
+    def write_ended(self, size: int, slots: Sequence[int]) -> torch.Tensor:
+        """Return the state indices of ended prompts of that number, holding `slots` and then padding."""
+        state_index = self.ended[size]
+        self.upload(state_index, (*slots, *[0] * (size - len(slots))))
+        return state_index
+
+    def write_padding(self) -> None:
+        """Let every table of pieces hold one token of the padding slot, as warm-up runs need it."""
+        for table in self.pieces.values():
+            table[2, 0] = 1
+            table[3, 1:] = PIECE_MULTIPLE
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor [size] on the device."""
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def upload(self, static: torch.Tensor, values: Collection[int]) -> None:
+        """Copy `values` to a tensor of as many entries, without waiting for the device."""
+        host = torch.tensor(values, dtype=static.dtype)
+        # The caching host allocator keeps a pinned block until the copy that reads it has run.
+        static.copy_(host.pin_memory() if static.is_cuda else host, non_blocking=True)
