@@ -68,7 +68,7 @@ NO_TORCH = (
     ),
     *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
     "compiled_mtp.models.draft_vocabulary",
-    "compiled_mtp.runner.memory",
+    "compiled_mtp.runner.host_memory",
     "compiled_mtp.parallel.plans",
     "compiled_mtp.terminal.signals",
 )

@@ -43,6 +43,7 @@ from bench_step import (
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 
 TRACED_STEPS = 4
 EXCHANGES = ("gather_kernel", "sum_kernel")
@@ -71,9 +72,9 @@ def engine_config(arguments: argparse.Namespace, world: int) -> EngineConfig:
 
 
 def make_runner(arguments: argparse.Namespace, world: int) -> Runner:
-    model = model_of(arguments)
+    config, model = engine_config(arguments, world), model_of(arguments)
     make = Runner if world == 1 else LeadRunner
-    return make(engine_config(arguments, world), model, model.vocab_size, None, fill_random)
+    return make(resolve(config, model, model.vocab_size, is_checkpoint=False), None, fill_random)
 
 
 def measure(loop: Loop, batch: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_nothing_is_printed_for_other_tokens_on_a_short_pool(
 
     def wrong(engine: Any, options: Any, seed: int) -> Any:
         found = run(engine, options, seed)
-        found.streams["1"][-1] ^= engine.runner.num_blocks == 4
+        found.streams["1"][-1] ^= engine.runner.memory.num_blocks == 4
         return found
 
     monkeypatch.setattr(tool, "decode", wrong)

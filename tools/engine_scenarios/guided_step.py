@@ -84,7 +84,7 @@ class Bench:
         begin = time.perf_counter()
         self.engine = open_engine(flags, folder)
         self.start_s = time.perf_counter() - begin
-        self.max_tokens = self.engine.runner.max_model_len - flags.context
+        self.max_tokens = self.engine.runner.memory.max_model_len - flags.context
         generator = torch.Generator().manual_seed(0)
         shape = (max(flags.batch), flags.context)
         self.prompts: list[list[int]] = torch.randint(0, 256, shape, generator=generator).tolist()

@@ -102,5 +102,5 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
             "launches": kept[-1].num_launches,
         }
     ratio = line["one_each"]["mean_first_token_s"] / line["shared"]["mean_first_token_s"]
-    line |= {"times_sooner": round(ratio, 2), "device": str(engine.runner.device)}
+    line |= {"times_sooner": round(ratio, 2), "device": str(engine.runner.spec.device)}
     return line | {"mtp_step": flags.mtp_step, "repeats": flags.repeats}
