@@ -125,11 +125,11 @@ class Front:
         return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
 
     def _check_length(self, length: int) -> None:
-        most = self.model_config.max_position_embeddings
-        rule, remedy = f"be shorter than {most} tokens, the checkpoint's limit", "shorten it"
-        check(length < most, "prompt", rule, length, remedy)
-        rule = f"be shorter than max_model_len={self.max_model_len} tokens"
-        check(length < self.max_model_len, "prompt", rule, length, f"{remedy} or raise max_model_len")
+        most, own = self.model_config.max_position_embeddings, self.max_model_len
+        rule = f"be shorter than {most} tokens, the checkpoint's limit"
+        check(length < most, "prompt", rule, length, "shorten it")
+        narrower = f"be shorter than max_model_len={own} tokens"
+        check(length < own, "prompt", narrower, length, "shorten it or raise max_model_len")
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:
