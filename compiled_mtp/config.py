@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.errors import check, fail, remedy_of, rule_of, shown
 from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
 # Settings of the service: not the engine's, and so not unknown to it.
@@ -141,10 +141,12 @@ class EngineConfig(BaseSettings):
         default=Path(__file__).parent / "default_model",
         description="a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B; "
         "default: the checkpoint that ships",
+        json_schema_extra=NOT_TRACED,
     )
     offline: bool = Field(
         default=False,
         description="True never to download: a repository must be in the local Hugging Face cache",
+        json_schema_extra=NOT_TRACED,
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto for the GPU if there is one, else the CPU"
@@ -172,12 +174,14 @@ class EngineConfig(BaseSettings):
         default=(0, 1, 2, 3, 5),
         description="with mtp_step=auto the numbers of drafts to choose from, each 0 to 7, separated by "
         "commas; the largest sizes the buffers",
+        json_schema_extra=NOT_TRACED,
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batches that get a compiled shape of their own, separated by commas; default: doubling "
         "up to max_batch",
+        json_schema_extra=NOT_TRACED,
     )
     max_model_len: int | None = Field(
         default=None,
@@ -189,7 +193,10 @@ class EngineConfig(BaseSettings):
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
     )
     num_blocks: int | None = Field(
-        default=None, ge=2, description="KV blocks; default: what free memory holds"
+        default=None,
+        ge=2,
+        description="KV blocks; default: what free memory holds",
+        json_schema_extra=NOT_TRACED,
     )
     offload_gb: float | None = Field(
         default=None,
@@ -197,6 +204,7 @@ class EngineConfig(BaseSettings):
         le=2**20,
         description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
         "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
+        json_schema_extra=NOT_TRACED,
     )
     tensor_parallel: int = Field(
         default=1,
@@ -220,6 +228,7 @@ class EngineConfig(BaseSettings):
     prefix_cache: bool = Field(
         default=True,
         description="False to prefill every prompt from its beginning, whatever was prefilled before",
+        json_schema_extra=NOT_TRACED,
     )
     prefix_cache_gb: float | None = Field(
         default=None,
@@ -228,28 +237,35 @@ class EngineConfig(BaseSettings):
         description="GiB of the device for the states that prompts resume from, and on a GPU at most as many "
         "of host memory for what leaves it; default: 4, or an eighth of the memory that is free for caches "
         "where that is less",
+        json_schema_extra=NOT_TRACED,
     )
     compile: Literal["auto", "off", "on"] = Field(
         default="auto",
         description="off to run without torch.compile, on a GPU as graphs captured of the code as it is, "
         "which starts quickest; on to insist on it",
+        json_schema_extra=NOT_TRACED,
     )
     graph_mode: Literal["auto", "reduce-overhead", "replay", "off"] = Field(
         default="auto",
         description="how a step is replayed on a GPU, by torch (if compiled) or a graph captured by hand; "
         "off to launch every kernel by itself, for debugging; auto: off with reference_ops, as its "
         "graph_cache was made, else reduce-overhead for models of 1 GiB and more",
+        json_schema_extra=NOT_TRACED,
     )
-    graph_cache: Path | None = Field(default=None, description="a file that `compiled-mtp export` wrote")
+    graph_cache: Path | None = Field(
+        default=None, description="a file that `compiled-mtp export` wrote", json_schema_extra=NOT_TRACED
+    )
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
         default=None,
         description="draft only from that many lowest ids, or from the ids in a file (one a line, or a JSON "
         "list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
+        json_schema_extra=NOT_TRACED,
     )
     draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
         default="auto",
         description="of the rows of the head that drafts read: the weights' dtype, or FP8 in blocks of 128, "
         "which is a copy of its own",
+        json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(
         default=None,
@@ -257,6 +273,7 @@ class EngineConfig(BaseSettings):
         lt=2**63,
         description="seed of requests that bring none, 0 to 2**63 - 1: the first to arrive has it, "
         "those of the others are derived from it and their number; default: from the operating system",
+        json_schema_extra=NOT_TRACED,
     )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
@@ -264,20 +281,25 @@ class EngineConfig(BaseSettings):
     check_weights: bool = Field(
         default=False,
         description="True to look for NaN and infinity in every weight at load; on a GPU that is always done",
+        json_schema_extra=NOT_TRACED,
     )
     allow_extra_tensors: bool = Field(
         default=False,
         description="True to skip tensors of the checkpoint that the model has no use for, and a warning "
         "names them; else they are refused",
+        json_schema_extra=NOT_TRACED,
     )
     max_in_flight: int | None = Field(
         default=None,
         ge=0,
         le=1,
         description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on CUDA",
+        json_schema_extra=NOT_TRACED,
     )
     reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
-        default=(), description="operators put back on their reference, separated by commas"
+        default=(),
+        description="operators put back on their reference, separated by commas",
+        json_schema_extra=NOT_TRACED,
     )
     num_threads: int | None = Field(
         default=None,
@@ -289,6 +311,7 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=1,
         description="CPU threads that make the masks of grammars; default: half of the cores, at most 8",
+        json_schema_extra=NOT_TRACED,
     )
 
     def __init__(self, **values: Any) -> None:

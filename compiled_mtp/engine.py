@@ -19,10 +19,12 @@ from compiled_mtp.frontend.processor import Front
 from compiled_mtp.frontend.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.plan import StepPlan, StepResult
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.masks import Masks
+from compiled_mtp.runner.memory import limits_of
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox, id_in_use
 from compiled_mtp.scheduler.turn import Turn
@@ -130,41 +132,17 @@ class Engine:
             from compiled_mtp.parallel.leader import LeadRunner
 
             make_runner = LeadRunner
-        self.runner = make_runner(
-            self.config, self.model_config, num_valid_ids, progress, fill, save_to=save_to
-        )
+        spec = resolve(self.config, self.model_config, num_valid_ids, is_checkpoint=fill is None)
+        self.runner = make_runner(spec, progress, fill, save_to=save_to)
         self._depths = self._make_depths()
-        device, model = self.runner.device.type, self.model_config
-        self._prefill_chunk = self.config.resolve_prefill_chunk(device, model)
         depth = None if self._depths is None else self._depths.choose
-        self.scheduler = Scheduler(
-            max_batch=self.config.max_batch,
-            num_blocks=self.runner.num_blocks,
-            block_size=self.config.block_size,
-            # More than all blocks hold is for the scheduler to tell.
-            max_model_len=self.config.resolve_max_model_len(self.model_config),
-            prefill_chunk=self._prefill_chunk,
-            busy_chunk=self.config.resolve_busy_chunk(device, model),
-            mtp_step=self.runner.step.mtp_step,
-            max_in_flight=self.runner.max_in_flight,
-            depth=depth,
-            num_checkpoints=self.runner.memory.num_checkpoints,
-            host_records=self.runner.host.num_records,
-            host_blocks=self.runner.host.num_blocks,
-            shelf_records=self.runner.shelf.num_records,
-            shelf_blocks=self.runner.shelf.num_blocks,
-            # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
-            prefix_step=self.config.resume_step,
-            least_saved=self.config.resolve_least_saved(device),
-            max_pieces=self.runner.programs.most_pieces,
-        )
-        self.front.limits = self.scheduler.limits
+        self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth)
         self._masks = Masks(
             vocab_size,
-            self.config.max_batch * (self.runner.step.mtp_step + 1),
-            self.runner.max_in_flight + 1,
+            self.config.max_batch * (spec.mtp_step + 1),
+            spec.max_in_flight + 1,
             self.config.mask_threads,
-            is_pinned=self.runner.device.type == "cuda",
+            is_pinned=spec.device.type == "cuda",
         )
         self._inbox = Inbox(self.scheduler, self.config.seed)
         self._progress = progress
@@ -177,7 +155,7 @@ class Engine:
         self._batch: Collection[str] = ()
         # Requests whose outputs are for a stream of their own, with that stream.
         self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
-        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(self.runner.step.mtp_step))
+        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(spec.mtp_step))
 
     def add_request(
         self,
@@ -205,15 +183,17 @@ class Engine:
         if request_id in self._streams:
             # Its outputs would be taken for the stream's, or the request ended in its place.
             raise id_in_use(request_id)
-        choices = self.front.make_request(
-            request_id or "",
-            params,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            messages=messages,
-            priority=priority,
-        )
-        return self._inbox.put(choices)
+        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        return self._inbox.put(self._make_choices(request_id or "", params, given, priority))
+
+    def _make_choices(
+        self, request_id: str, params: SamplingParams | None, given: Mapping[str, Any], priority: int = 0
+    ) -> list[Request]:
+        """The choices of a request that can run; `given` is its prompt, in one of three forms."""
+        choices = self.front.make_request(request_id, params, priority=priority, **given)
+        for request in choices:
+            self.scheduler.limits.fit(request)
+        return choices
 
     def step(self) -> list[RequestOutput]:
         """Plan, run, read: pieces of prompts or one decode round. Returns what became known, maybe nothing.
@@ -255,7 +235,7 @@ class Engine:
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
         for piece in plan.pieces:
-            if piece.prompt_len > self._prefill_chunk:
+            if piece.prompt_len > self.runner.spec.prefill_chunk:
                 self._progress("prefill", piece.start + len(piece.token_ids), piece.prompt_len)
 
     def _run_next(self) -> StepPlan | None:
@@ -352,7 +332,7 @@ class Engine:
         generator may be ended wherever memory is collected."""
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         self._check_open()
-        choices = self.front.make_request("", params, **given)
+        choices = self._make_choices("", params, given)
         choices[0].request_id = request_id = self._inbox.new_id()
         unfinished = len(choices)
         self._streams[request_id] = own[0]
@@ -432,18 +412,17 @@ class Engine:
     @property
     def num_threads(self) -> int | None:
         """CPU threads that a step is computed with, of the whole process; None on a GPU."""
-        return torch.get_num_threads() if self.runner.device.type == "cpu" else None
+        return torch.get_num_threads() if self.runner.spec.device.type == "cpu" else None
 
     @property
     def weight_recipe(self) -> str | None:
         """How FP8 weights are multiplied, w8a8 or w8a16; None for a checkpoint without them."""
-        recipe: str | None = self.runner.cache_key["weight_recipe"]
-        return recipe
+        return self.runner.spec.weight_recipe
 
     @property
     def is_compiled(self) -> bool:
         """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
-        return self.runner.programs.is_compiled
+        return self.runner.spec.is_compiled
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and sums over finished requests. May be called from any thread."""

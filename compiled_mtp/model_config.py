@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from compiled_mtp.errors import check
+
+NOT_TRACED: dict[str, Any] = {"traced": None}
+"""Metadata of a field, here and in other records, on which compiled code does not depend as it is given: what
+is not marked is part of a graph cache's key."""
 
 # Sizes that ranks divide, and those of which several ranks may hold the same; see ModelConfig.shard.
 _DIVIDED = (
@@ -52,11 +56,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     mtp_num_layers: int
     gate_activation: Literal["silu", "sigmoid"]
-    dtype: str
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    quantized: bool
-    generation_defaults: dict[str, float] = field(default_factory=dict, hash=False)
+    dtype: str = field(metadata=NOT_TRACED)
+    max_position_embeddings: int = field(metadata=NOT_TRACED)
+    eos_token_ids: tuple[int, ...] = field(metadata=NOT_TRACED)
+    quantized: bool = field(metadata=NOT_TRACED)
+    generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     world: int = 1
 
     @property

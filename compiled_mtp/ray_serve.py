@@ -145,7 +145,7 @@ class EngineReplica:
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
         self._identity = identify(config, engine, files)
-        self._max_model_len = engine.runner.max_model_len
+        self._max_model_len = engine.runner.memory.max_model_len
         self._engine = AsyncEngine(
             engine,
             max_open=max_open,

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import RowLogprobs
@@ -190,12 +190,9 @@ def _no_bytes(token_id: int) -> bytes:
     return b""
 
 
-class _Before(NamedTuple):
-    """What a request had told before an output: its metrics, characters, and entries still held back."""
-
-    metrics: RequestMetrics
-    num_shown: int
-    held: tuple[TokenLogprob, ...]
+# What a request had told before an output: its metrics, characters, and entries still held back. A plain
+# tuple: one is made for each output.
+_Before: TypeAlias = tuple[RequestMetrics, int, tuple[TokenLogprob, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -308,7 +305,8 @@ class Request:
         time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
         `commit` is to follow once their output can be taken.
         """
-        self._before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
+        held = () if self.params.logprobs is None else self._untold_logprobs()
+        self._before = self.metrics, self._num_shown, held
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
         room = self.max_output - num_before
@@ -347,7 +345,7 @@ class Request:
     def commit(self) -> None:
         """The output of what was appended last, and of prompt log probabilities, can be taken."""
         self._before = None
-        if self._prompt_logprobs is not None and self._has_whole_prompt:
+        if self._prompt_logprobs is not None and self.take_prompt_logprobs() is not None:
             self._prompt_logprobs = None
 
     def cut_short(
@@ -358,21 +356,22 @@ class Request:
         same. last: its last output that waits to be taken.
         """
         before = self._before
-        if before is None or _is_behind(last, before.metrics):
-            before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
+        if before is None or _is_behind(last, before[0]):
+            before = self.metrics, self._num_shown, self._untold_logprobs()
+        metrics, num_shown, held = before
         self.finish_reason = reason
-        self.metrics = before.metrics._replace(total_s=time.monotonic() - self.arrival_s)
+        self.metrics = metrics._replace(total_s=time.monotonic() - self.arrival_s)
         text = ""
         if self.detokenizer is not None:
             self.detokenizer.flush()
-            told = self.output_token_ids[: before.metrics.output_tokens]
+            told = self.output_token_ids[: metrics.output_tokens]
             text = "".join(map(self.detokenizer.add, told)) + self.detokenizer.flush()
-        return text[before.num_shown :], None if self.params.logprobs is None else list(before.held)
+        return text[num_shown:], None if self.params.logprobs is None else list(held)
 
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         if self._before is None:
-            self._before = _Before(self.metrics, self._num_shown, self._untold_logprobs())
+            self._before = self.metrics, self._num_shown, self._untold_logprobs()
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         self._new_logprobs += self._held_logprobs.flush()
@@ -414,11 +413,8 @@ class Request:
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Return the entries of all the prompt's tokens but the first when they are known, until `commit`."""
-        return self._prompt_logprobs if self._has_whole_prompt else None
-
-    @property
-    def _has_whole_prompt(self) -> bool:
-        return self._prompt_logprobs is not None and len(self._prompt_logprobs) >= self.prompt_len - 1
+        entries = self._prompt_logprobs
+        return None if entries is None or len(entries) < self.prompt_len - 1 else entries
 
     def _untold_logprobs(self) -> tuple[TokenLogprob, ...]:
         """Of tokens that were told: entries are taken with their output, but for those held back."""

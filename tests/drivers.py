@@ -30,6 +30,7 @@ from compiled_mtp.plan import (
 )
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from tests import tiny
 
 MAX_MODEL_LEN, BLOCK_SIZE = 128, 16
@@ -49,7 +50,7 @@ def make_runner(directory: Path, **options: Any) -> Runner:
     }
     config = EngineConfig(model=directory, **(defaults | options))
     model_config = read_model_config(directory)
-    runner = Runner(config, model_config, model_config.vocab_size)
+    runner = Runner(resolve(config, model_config, model_config.vocab_size))
     tiny.poison(runner.step)
     return runner
 
@@ -62,7 +63,7 @@ def with_rounds(
     graph_mode: GraphMode | None = None,
 ) -> Runner:
     """A runner that was made uncompiled, with rounds of any of these shapes."""
-    config = runner.config
+    config = runner.spec.config
     assert config.prefill_chunk is not None
     buckets = ladders(8, starmap(RoundShape, shapes), config.max_batch, config.batch_sizes)
     runner.programs = Programs(
@@ -180,7 +181,7 @@ class Driver:
         """Blocks that no request owns or leaves, the lowest last: tables are not in order."""
         leaving = [blocks for _, blocks, _ in self.leaving.values()]
         used = {block for blocks in (*self.blocks.values(), *leaving) for block in blocks}
-        free = [block for block in range(1, self.runner.num_blocks) if block not in used]
+        free = [block for block in range(1, self.runner.memory.num_blocks) if block not in used]
         return free[:BLOCKS_EACH][::-1]
 
     def updates(self, name: str) -> tuple[BlockUpdate, ...]:

@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from compiled_mtp.graphs.buckets import lay_out
 from compiled_mtp.plan import (
@@ -23,6 +22,8 @@ from compiled_mtp.plan import (
 )
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.scheduler.planner import Depth
 
 EOS = 7
 FIRST_DRAFT = 1000
@@ -469,7 +470,18 @@ def _copies(plan: StepPlan) -> list[Copy]:
     return [move for move in plan.moves if isinstance(move, Copy)]
 
 
-def make_scheduler(**numbers: Any) -> Scheduler:
+class FittingScheduler(Scheduler):
+    """Fits requests as the engine does before it queues them."""
+
+    def add(self, *choices: Request) -> None:
+        for request in choices:
+            self.limits.fit(request)
+        super().add(*choices)
+
+
+def make_scheduler(
+    *, depth: Depth | None = None, is_halved: Callable[[], bool] | None = None, **numbers: int
+) -> Scheduler:
     defaults = {
         "max_batch": 3,
         "num_blocks": 31,
@@ -479,8 +491,7 @@ def make_scheduler(**numbers: Any) -> Scheduler:
         "mtp_step": 3,
         "max_in_flight": 1,
     }
-    is_halved = numbers.pop("is_halved", None)
-    scheduler = Scheduler(**(defaults | numbers))
+    scheduler = FittingScheduler(Limits(**(defaults | numbers)), depth=depth)
     if is_halved is not None:
         halve_rounds(scheduler, is_halved)
     return scheduler

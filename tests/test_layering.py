@@ -71,7 +71,7 @@ NO_TORCH = (
     *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
     *(f"compiled_mtp.gguf.{name}" for name in ("block_types", "container", "config", "names", "tokenizer")),
     "compiled_mtp.models.draft_vocabulary",
-    "compiled_mtp.runner.memory",
+    "compiled_mtp.runner.host_memory",
     "compiled_mtp.parallel.plans",
     "compiled_mtp.terminal.signals",
 )

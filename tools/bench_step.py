@@ -56,7 +56,9 @@ from compiled_mtp.ops.linear import linear
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.limits import Limits
 
 WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
 COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
@@ -69,7 +71,7 @@ Row = Mapping[str, Any]
 
 def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     """Bytes that one step must read and write, by item; the model's shape decides, not the implementation."""
-    config, step, mtp_step = runner.model_config, runner.step, runner.step.mtp_step
+    config, step, mtp_step = runner.spec.model, runner.step, runner.step.mtp_step
     rows = batch * (mtp_step + 1)
     embedding = step.target.embed.weight
     head = step.target.head_weight.nbytes
@@ -123,25 +125,28 @@ class Loop:
 
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
     """`batch` requests with `context` tokens each, prefilled."""
-    config = runner.config
-    chunk = config.resolve_prefill_chunk("cuda", runner.model_config)
-    scheduler = Scheduler(
+    spec, memory = runner.spec, runner.memory
+    chunk = spec.prefill_chunk
+    limits = Limits(
         max_batch=batch,
-        num_blocks=runner.num_blocks,
-        block_size=config.block_size,
-        max_model_len=runner.max_model_len,
+        num_blocks=memory.num_blocks,
+        block_size=spec.config.block_size,
+        max_model_len=memory.max_model_len,
         prefill_chunk=chunk,
-        mtp_step=runner.step.mtp_step,
-        max_in_flight=runner.max_in_flight,
+        mtp_step=spec.mtp_step,
+        max_in_flight=spec.max_in_flight,
     )
+    scheduler = Scheduler(limits)
     generator = torch.Generator().manual_seed(batch)
     # The first request decodes a round for every chunk of the others' prefill.
     rounds = batch * -(-context // chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
-    most = min(rounds * (runner.step.mtp_step + 1), runner.max_model_len - context)
+    most = min(rounds * (spec.mtp_step + 1), memory.max_model_len - context)
     for index in range(batch):
-        ids = torch.randint(0, runner.model_config.vocab_size, (context,), generator=generator).tolist()
+        ids = torch.randint(0, spec.model.vocab_size, (context,), generator=generator).tolist()
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
-        scheduler.add(Request(str(index), ids, params))
+        request = Request(str(index), ids, params)
+        limits.fit(request)
+        scheduler.add(request)
     loop = Loop(runner, scheduler)
     while len(scheduler.running) < batch:
         loop.step()
@@ -159,7 +164,7 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
         if isinstance(module, Linear)
     }
     for weight, scale in [*weights.values(), (target.head_weight, None)]:
-        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.device)
+        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.spec.device)
         x = x.to(target.head_weight.dtype)
         whole = linear(x, weight, scale, True, False)
         for batch in batches:
@@ -492,10 +497,11 @@ def time_ranks(
 
     model = model_config(arguments.shape, arguments.fp8 is not None)
     config = config_of(arguments, batches, mtp_step, mode, ranks)
+    spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
     if ranks == 1:
-        runner = Runner(config, model, model.vocab_size, None, fill)
+        runner = Runner(spec, None, fill)
     else:
-        runner = LeadRunner(config, model, model.vocab_size, None, fill_random)
+        runner = LeadRunner(spec, None, fill_random)
     startup_s = time.perf_counter() - (loaded or [begin])[0]
     check_rows(runner, batches)
     fixed = {

@@ -76,7 +76,7 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
         from compiled_mtp.frontend.checkpoint import open_front
 
     front = open_front(config)
-    params = SamplingParams(**({"max_tokens": front.limits.max_model_len} | sampling))
+    params = SamplingParams(**({"max_tokens": front.max_model_len} | sampling))
     system = [] if flags["system"] is None else [{"role": "system", "content": flags["system"]}]
     probe = [*system, {"role": "user", "content": "x"}]
     front.make_request("", params, prompt=None, prompt_token_ids=None, messages=probe)

@@ -105,7 +105,7 @@ def export(config: EngineConfig, out: Path) -> tuple[int, int]:
         # A compiler that is killed leaves its own temporary files.
         os.environ["TMPDIR"] = str(scratch)
         engine = start_engine(config, save_to=directory / PROGRAMS_NAME)
-        size = save(out, directory, engine.runner.cache_key)
+        size = save(out, directory, engine.runner.cache_key())
         shapes = engine.runner.programs.count
         engine.close()
         return size, shapes

@@ -25,8 +25,8 @@ from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
 from compiled_mtp.models.weights import check_weights, count_weights, read_formats
-from compiled_mtp.runner.memory import available_bytes
-from compiled_mtp.runner.settings import resolve_device
+from compiled_mtp.runner.host_memory import available_bytes
+from compiled_mtp.runner.spec import resolve_device
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import Parser
 

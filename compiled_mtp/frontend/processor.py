@@ -15,7 +15,6 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
-from compiled_mtp.scheduler.limits import Limits
 
 # Ids from which on the trie of a vocabulary takes long enough to be felt by other requests.
 _LARGE_VOCABULARY = 50_000
@@ -25,15 +24,16 @@ class Front:
     """Tokenises, validates and makes requests. It holds no state: any thread may call it.
 
     `path` is the checkpoint's, for the texts of errors; without a tokenizer prompts are token ids.
+    max_model_len: tokens of a request, as the config bounds them.
     """
 
     def __init__(
-        self, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None, limits: Limits
+        self, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
     ) -> None:
         self.path = path
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.limits = limits
+        self.max_model_len = max_model_len
         own = frozenset(model_config.eos_token_ids)
         self.eos_token_ids = own if tokenizer is None else own | frozenset(tokenizer.eos_token_ids)
         self._guidance = (
@@ -52,7 +52,7 @@ class Front:
         messages: Sequence[Mapping[str, Any]] | None,
         priority: int = 0,
     ) -> list[Request]:
-        """Return the choices of a request that fits the limits, the checkpoint's defaults filled in.
+        """Return the choices of a request that fits max_model_len, the checkpoint's defaults filled in.
 
         Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for a
         prompt that is empty or too long, an id out of range, a parameter out of range and a grammar that
@@ -100,14 +100,10 @@ class Front:
             )
             for index in range(params.n)
         ]
-        most = self.model_config.max_position_embeddings
-        # Where the limits are narrower, max_model_len can be raised.
-        rule = f"be shorter than {most} tokens, the checkpoint's limit"
-        check(len(token_ids) < most, "prompt", rule, len(token_ids), "shorten it")
+        self._check_length(len(token_ids))
         for request in choices:
             if self.tokenizer is not None:
                 request.token_bytes = self.tokenizer.token_bytes
-            self.limits.fit(request)
         check_num_stop_ids(choices[0])
         return choices
 
@@ -127,6 +123,13 @@ class Front:
             )
         # Without tools templates test for None.
         return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
+
+    def _check_length(self, length: int) -> None:
+        most, own = self.model_config.max_position_embeddings, self.max_model_len
+        rule = f"be shorter than {most} tokens, the checkpoint's limit"
+        check(length < most, "prompt", rule, length, "shorten it")
+        narrower = f"be shorter than max_model_len={own} tokens"
+        check(length < own, "prompt", narrower, length, "shorten it or raise max_model_len")
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:

@@ -34,6 +34,7 @@ from compiled_mtp.parallel.torchrun import follow
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 
 # A report is written at once, or two threads' would mix: less than a pipe takes as a whole.
 _LONGEST_TEXT = 2000
@@ -94,7 +95,8 @@ def _build(order: RankOrder) -> tuple[Runner, Exchange]:
     order.settings.apply()
     _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
     exchange = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
-    runner = Runner(order.config, order.model, order.num_valid_ids, None, order.fill, exchange, order.save_to)
+    spec = resolve(order.config, order.model, order.num_valid_ids, is_checkpoint=order.fill is None)
+    runner = Runner(spec.of_rank(exchange), None, order.fill, save_to=order.save_to)
     exchange.expect_steps()
     return runner, exchange
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.parallel.follower import fingerprint
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Ranks
@@ -23,7 +21,7 @@ from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
-from compiled_mtp.runner.settings import resolve_device
+from compiled_mtp.runner.spec import EngineSpec
 
 # A plan is sent as its fields: pickling it takes ten times as long.
 _FIELDS = attrgetter(*(field.name for field in fields(StepPlan)))
@@ -34,7 +32,7 @@ class _LaunchError(RuntimeError):
 
 
 class LeadRunner(Runner):
-    """A `Runner` of `config.tensor_parallel` ranks, of which it is the first; results are its own.
+    """A `Runner` of `spec.config.tensor_parallel` ranks, of which it is the first; results are its own.
 
     A rank that is lost ends the engine: from then on everything raises RankError, which names the rank and
     the cause. So does a launch that fails on any rank, and an exception that leaves one: the ranks are out of
@@ -43,17 +41,14 @@ class LeadRunner(Runner):
 
     def __init__(
         self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        num_valid_ids: int,
+        spec: EngineSpec,
         progress: Progress | None = None,
         fill: Fill | None = None,
         *,
         save_to: Path | None = None,
     ) -> None:
-        check_ranks(config, model_config, fill)
-        device_type = resolve_device(config.device).type
-        self._ranks = Ranks(config, model_config, num_valid_ids, save_to, device_type, fill)
+        check_ranks(spec, fill)
+        self._ranks = Ranks(spec, save_to, fill)
 
         def told(what: str, done: int, total: int) -> None:
             self._ranks.check()
@@ -61,15 +56,15 @@ class LeadRunner(Runner):
                 progress(what, done, total)
 
         try:
-            exchange = self._ranks.connect(fingerprint(config.model, has_files=fill is None))
-            super().__init__(config, model_config, num_valid_ids, told, fill, exchange, save_to)
+            exchange = self._ranks.connect(fingerprint(spec.config.model, has_files=fill is None))
+            super().__init__(spec.of_rank(exchange), told, fill, save_to=save_to)
             self._ranks.wait_until_ready()
         except (ValueError, KeyboardInterrupt):
             self._ranks.end()
             raise
         except BaseException as error:
             fault = self._ranks.lose(f"{type(error).__name__}: {error}")
-            raise fault.error(config.tensor_parallel) from error
+            raise fault.error(spec.config.tensor_parallel) from error
         self._exchange = exchange
         # What every rank has been told of torch's settings.
         self._settings: NumericSettings | None = None

@@ -7,24 +7,22 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check, fail
 from compiled_mtp.graphs.artifacts import check_key, read_key
-from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.shards import shard_layout, with_prompt_rows
-from compiled_mtp.models.weight_format import PLAIN, resolve_recipe
-from compiled_mtp.models.weights import read_formats
+from compiled_mtp.models.weight_format import PLAIN
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.shares import CPU_SHARES, share_count
 from compiled_mtp.runner.assemble import Fill
-from compiled_mtp.runner.settings import resolve_device
+from compiled_mtp.runner.spec import EngineSpec
 
 
-def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | None) -> None:
-    """Raise ValueError for what several ranks cannot do."""
-    world, device = config.tensor_parallel, resolve_device(config.device)
+def check_ranks(spec: EngineSpec, fill: Fill | None) -> None:
+    """Raise ValueError for what several ranks cannot do; `spec` is that of the whole engine."""
+    config, device = spec.config, spec.device
+    world = config.tensor_parallel
     rule, remedy = "be a function that ranks can import", "define it at the top of a module on their path"
     # A rank's own is another.
     check(getattr(fill, "__module__", None) != "__main__", "fill", rule, fill, remedy)
@@ -32,24 +30,25 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, fill: Fill | No
         pickle.dumps(fill)
     except (AttributeError, pickle.PicklingError):
         raise fail("fill", rule, fill, remedy) from None
-    if config.graph_cache is not None and config.compile != "off":
-        check_key(config.graph_cache, read_key(config.graph_cache) | {"tensor_parallel": world})
+    if spec.cache is not None:
+        check_key(spec.cache, read_key(spec.cache) | {"tensor_parallel": world})
     if device.type == "cpu":
         rule = f"be at most {CPU_SHARES} on a CPU"
         check(world <= CPU_SHARES, "tensor_parallel", rule, world, "use fewer ranks")
         is_gloo = config.exchange in ("auto", "gloo")
         check(is_gloo, "exchange", "be auto or gloo on a CPU", config.exchange, "leave it out")
-    model_config.shard(0, world)
+    spec.model.shard(0, world)
     if device.type == "cuda":
-        _check_gpus(config, device)
+        _check_gpus(spec)
     if config.draft_head_dtype != "auto" and config.draft_vocab is None:
         rule = f"be {world} times whole blocks of {FP8_BLOCK} with draft_head_dtype={config.draft_head_dtype}"
-        vocab_size, remedy = model_config.vocab_size, "use fewer ranks, draft_vocab, or leave it out"
+        vocab_size, remedy = spec.model.vocab_size, "use fewer ranks, draft_vocab, or leave it out"
         check(vocab_size % (world * FP8_BLOCK) == 0, "vocab_size", rule, vocab_size, remedy)
-    _check_sums(config, model_config, device, None if fill is not None else config.model)
+    _check_sums(spec, None if fill is not None else config.model)
 
 
-def _check_gpus(config: EngineConfig, device: torch.device) -> None:
+def _check_gpus(spec: EngineSpec) -> None:
+    config, device = spec.config, spec.device
     world, there = config.tensor_parallel, torch.cuda.device_count()
     rule = f"be at most the {there} GPUs that are there"
     check(world <= there, "tensor_parallel", rule, world, "use fewer ranks")
@@ -64,11 +63,10 @@ def _check_gpus(config: EngineConfig, device: torch.device) -> None:
     check(not config.reference_ops, "reference_ops", rule, config.reference_ops, remedy)
 
 
-def _check_sums(config: EngineConfig, model: ModelConfig, device: torch.device, path: Path | None) -> None:
+def _check_sums(spec: EngineSpec, path: Path | None) -> None:
     """Raise ValueError for sums of fewer shares than ranks, and for cuts through blocks and groups."""
-    world, is_gpu = config.tensor_parallel, device.type == "cuda"
-    recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe)
+    world, is_gpu = spec.config.tensor_parallel, spec.device.type == "cuda"
+    model, formats = spec.model, spec.weight_formats
     if formats:
         layout = FAMILIES[model.family].layout(model, {} if path is None else read_stored(path), formats)
         given = with_prompt_rows(formats) if is_gpu else formats
@@ -90,6 +88,6 @@ def _check_sums(config: EngineConfig, model: ModelConfig, device: torch.device, 
         if name == "moe_intermediate_size" and makes_rows:
             continue
         # A CPU cuts what is not quantised into shares of any length.
-        if is_gpu or (recipe == "w8a8" and width % FP8_BLOCK == 0):
+        if is_gpu or (spec.weight_recipe == "w8a8" and width % FP8_BLOCK == 0):
             shares, rule = share_count(width), f"be summed in {world} shares at least"
             check(shares >= world, name, rule, f"{shares} of {width} columns", "use fewer ranks")

@@ -36,6 +36,7 @@ from compiled_mtp.parallel.plans import PlanWriter
 from compiled_mtp.parallel.torchrun import JoinedRank, meeting_of
 from compiled_mtp.runner.assemble import Fill
 from compiled_mtp.runner.numeric_settings import NumericSettings
+from compiled_mtp.runner.spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -102,26 +103,18 @@ class Fault:
 
 
 class Ranks:
-    """The processes of ranks 1 .. world - 1 of an engine with `config.tensor_parallel` ranks.
+    """The processes of ranks 1 .. world - 1 of an engine with `spec.config.tensor_parallel` ranks.
 
     They end with this object, with `end`, and with this process.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        num_valid_ids: int,
-        save_to: Path | None,
-        device_type: str = "cpu",
-        fill: Fill | None = None,
-    ) -> None:
-        self.world = config.tensor_parallel
-        self._exchange_kind, self._device_type = config.exchange, device_type
+    def __init__(self, spec: EngineSpec, save_to: Path | None, fill: Fill | None = None) -> None:
+        self.world = spec.config.tensor_parallel
+        self._exchange_kind, self._device_type = spec.config.exchange, spec.device.type
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:
-            self._processes.start(config, model, num_valid_ids, save_to, device_type, fill)
+            self._processes.start(spec, save_to, fill)
         except BaseException:
             self._end()
             raise
@@ -254,15 +247,7 @@ class _Processes:
         self._listener: threading.Thread | None = None
         self._owner = os.getpid()
 
-    def start(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        num_valid_ids: int,
-        save_to: Path | None,
-        device_type: str,
-        fill: Fill | None,
-    ) -> None:
+    def start(self, spec: EngineSpec, save_to: Path | None, fill: Fill | None) -> None:
         torchrun, settings = Torchrun(), NumericSettings.read()
         for rank in range(1, self.world):
             self._reports[rank], report = os.pipe()
@@ -271,11 +256,11 @@ class _Processes:
                 rank,
                 self.world,
                 self.folder,
-                config,
-                model,
-                num_valid_ids,
+                spec.config,
+                spec.model,
+                spec.num_valid_ids,
                 save_to,
-                device_type,
+                spec.device.type,
                 fill,
                 settings,
                 self.plans.file,

@@ -70,10 +70,10 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
     # On a GPU the threads of the CPU, which are those of the machine, decide nothing.
     told = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
-    what: list[Any] = [platform.machine(), sorted(machine_key(engine.runner.device).items())]
+    what: list[Any] = [platform.machine(), sorted(machine_key(engine.runner.spec.device).items())]
     what += [torch.__config__.show(), told, [_version(name) for name in _LIBRARIES]]
     what += [compiled_mtp.__version__, sources, config.model_dump_json()]
-    what += [engine.front.limits.longest, engine.runner.max_model_len, digest_files(loaded)]
+    what += [engine.scheduler.limits.longest, engine.runner.memory.max_model_len, digest_files(loaded)]
     _check_unchanged(engine.front.path, loaded)
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 

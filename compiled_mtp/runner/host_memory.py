@@ -1,69 +1,59 @@
-"""How much of the host's memory an engine may take beside a device's: for requests that leave, and for what
-the prefix cache gives up."""
+"""How much memory a CPU host has for this process."""
 
 from __future__ import annotations
 
-import logging
-from typing import NamedTuple
+import os
+from pathlib import Path, PurePosixPath
 
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.runner.cache_sizes import shelf_bytes
-from compiled_mtp.runner.memory import HostPlan, MemoryPlan, plan_host, plan_shelf
-
-logger = logging.getLogger(__name__)
-
-OFFLOAD_SHARE = 0.1
-"""Of the host's free memory, for each of the two where nobody says otherwise."""
-# Of a prompt, for each state that the prefix cache keeps in host memory.
-_SHELF_TOKENS = 512
+# What a control group's files are called: its limit, its use, the prefix of memory.stat's keys for it and
+# those below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+_GROUP_V2 = ("memory.max", "memory.current", "")
+_GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-class HostPlans(NamedTuple):
-    """Room for requests that leave the device, and for what the prefix cache gives up there."""
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process can take on a CPU host now without swapping or being killed.
 
-    host: HostPlan
-    shelf: HostPlan
-
-
-def plan_host_memory(
-    config: EngineConfig,
-    device_type: str,
-    memory: MemoryPlan,
-    free_bytes: int,
-    world: int = 1,
-) -> HostPlans:
-    """Divide the free_bytes of the host that are free now; what is planned is taken when it is first needed.
-
-    free_bytes are those of one of `world` ranks, which has its share of offload_gb and prefix_cache_gb.
-
-    What the prefix cache gives up has what requests leave it, with a warning where that is less than its
-    own share. Raises ValueError if offload_gb is more than there is.
+    They include the page cache, full after a checkpoint was read, because the kernel gives it back. Every
+    control group from the process's own upwards may limit them. Without a /proc/meminfo: all physical memory.
     """
-    share = int(free_bytes * OFFLOAD_SHARE)
-    if config.offload_gb is None:
-        host = plan_host(share, memory)
-    else:
-        host = plan_host(int(config.offload_gb * 2**30) // world, memory, free_bytes)
-    host_bytes = host.num_records * memory.state_row_bytes + host.num_blocks * memory.block_bytes
-    wanted = shelf_bytes(config, device_type, share, world)
-    left = min(wanted, max(free_bytes - host_bytes, 0))
-    if left < wanted:
-        logger.warning(
-            "host memory for requests that leave (%d MiB, offload_gb) and for the prefix cache (%d MiB) must "
-            "fit the %d MiB that are free: the prefix cache gets %d MiB; lower offload_gb or prefix_cache_gb",
-            host_bytes >> 20,
-            wanted >> 20,
-            free_bytes >> 20,
-            left >> 20,
-        )
-    # A launch's worth of blocks to a state.
-    shelf = plan_shelf(left, memory, max(_SHELF_TOKENS, config.resume_step) // config.block_size)
-    shelf_sum = shelf.num_records * memory.checkpoint_bytes + shelf.num_blocks * memory.block_bytes
-    logger.info(
-        "up to %d MiB of the host's memory when they are needed: %d for requests that leave, %d for the "
-        "prefix cache",
-        (host_bytes + shelf_sum) >> 20,
-        host_bytes >> 20,
-        shelf_sum >> 20,
-    )
-    return HostPlans(host, shelf)
+    try:
+        meminfo = (proc / "meminfo").read_text()
+        room = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([room, *_group_rooms(proc / "self" / "cgroup", cgroups)])
+
+
+def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
+    """The bytes left below each limit on the groups that the file `membership` names and on those above."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    rooms = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not path.startswith("/"):
+            continue
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (cgroups / "memory", _GROUP_V1) if controllers else (cgroups, _GROUP_V2)
+        own = PurePosixPath(path).relative_to("/")
+        # In a container the path may be the host's, of which only the root is to be seen.
+        for group in (own, *own.parents):
+            room = _group_room(root / group, *names)
+            rooms += [] if room is None else [room]
+    return rooms
+
+
+def _group_room(group: Path, limit_name: str, use_name: str, prefix: str) -> int | None:
+    """The bytes left below the limit on one group, or None where it has none."""
+    try:
+        limit = int((group / limit_name).read_text())
+        use = int((group / use_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max" is no number
+        return None
+    cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return max(limit - max(use - cached, 0), 0)

@@ -1,26 +1,41 @@
-"""How many blocks, state rows and checkpoints fit into memory (pure arithmetic); how much a CPU host has."""
+"""All sizes, settled once the weights are loaded: blocks, state rows, checkpoints, host memory."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+import logging
+from dataclasses import dataclass, replace
 
+from compiled_mtp.cache.host_tier import blocks_in_segment
+from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
+from compiled_mtp.cache.slot_state import sampling_bytes
+from compiled_mtp.cache.state_cache import ring_length
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.artifacts import read_key
+from compiled_mtp.ops.paged_attention.splits import count_splits
 from compiled_mtp.plan import SPARE_SLOTS
+from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
+from compiled_mtp.runner.spec import EngineSpec
+from compiled_mtp.scheduler.limits import Limits
 
+logger = logging.getLogger(__name__)
+
+# Of the memory that is free once the weights are loaded; activations take the rest.
+_CACHE_SHARE = 0.85
+# Of the host's free memory, for requests that leave and for the prefix cache each, where the config gives no
+# number.
+_OFFLOAD_SHARE = 0.1
+# Of a prompt, for each state that the prefix cache keeps in host memory.
+_SHELF_TOKENS = 512
+_INT32_BYTES = 4
 _FLOAT32_BYTES = 4
 # Of what is packed into flat memory, as `RowLayout` does it.
 _ROW_ALIGNMENT = 64
 # Block 0, and one for a request.
 _LEAST_BLOCKS = 2
-# Of the checkpoints of the prefix cache where nobody says otherwise: at most that many bytes, and that share
-# of what is free.
-DEFAULT_PREFIX_CACHE_BYTES = 4 << 30
+# Of the checkpoints of the prefix cache where the config gives no number: at most that many bytes, and that
+# share of what is free.
+_DEFAULT_PREFIX_CACHE_BYTES = 4 << 30
 _PREFIX_CACHE_SHARE = 1 / 8
-# What a control group's files are called: its limit, its use, the prefix of memory.stat's keys for it and
-# those below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-_GROUP_V2 = ("memory.max", "memory.current", "")
-_GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +89,24 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What to create: num_blocks counts block 0 and num_state_rows SPARE_SLOTS, which belong to nobody.
-    num_checkpoints are those of the prefix cache. other_bytes: what the engine takes on the device beside
-    them and the weights.
+    max_model_len: of one request, as far as num_blocks hold it. num_checkpoints are those of the prefix
+    cache. other_bytes: what the engine takes on the device beside them and the weights. host_records and
+    host_blocks: room in host memory for requests that leave the device; shelf_records and shelf_blocks: for
+    what the prefix cache gives up there.
     """
 
     num_blocks: int
     num_state_rows: int
+    max_model_len: int
     block_bytes: int
     state_row_bytes: int
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
     other_bytes: int = 0
+    host_records: int = 0
+    host_blocks: int = 0
+    shelf_records: int = 0
+    shelf_blocks: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -100,6 +122,100 @@ class MemoryPlan:
         counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - SPARE_SLOTS} slots"
         rest = f"{self.num_checkpoints} checkpoints and what else a step needs"
         return f"{self.total_bytes >> 20} MiB for {counts}, {rest}"
+
+
+def resolve_memory(
+    spec: EngineSpec, *, free_bytes: int, host_bytes: int, draft_head_bytes: int, most_rows: int
+) -> MemoryPlan:
+    """What fits into the device's free_bytes beside the weights, a draft head of its own, a slice of a
+    prompt's logits, and what grows with the longest request; and into the host_bytes of the host.
+
+    Both are this rank's share, the same on each. most_rows: of a round. Raises ValueError as `plan_memory`
+    and `plan_host_memory`.
+    """
+    config, is_cpu = spec.config, spec.device.type == "cpu"
+    shape = cache_shape(spec)
+    # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
+    cached = None if spec.cache is None else read_key(spec.cache).get("num_blocks")
+    other_bytes = draft_head_bytes + SLICE_ROWS * spec.part.vocab_size * _FLOAT32_BYTES
+    # What rounds of depth 0 keep for the draft.
+    other_bytes += (config.max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
+    leaving_bytes = 0
+    if not is_cpu:
+        other_bytes += staging_bytes(config, shape)
+    elif config.offload_gb is not None:
+        # The host tier lies in the same memory.
+        leaving_bytes = int(config.offload_gb * 2**30) // spec.world
+        check_offload(leaving_bytes, free_bytes)
+    else:
+        leaving_bytes = int(free_bytes * _OFFLOAD_SHARE)
+    # No request is longer than all free memory, or than the blocks that are asked for.
+    num_blocks = config.num_blocks or cached
+    most_blocks = num_blocks - 1 if num_blocks else free_bytes // shape.block_bytes(config.block_size)
+    longest = min(spec.max_model_len, most_blocks * config.block_size)
+    memory = plan_memory(
+        int(free_bytes * _CACHE_SHARE),
+        shape,
+        block_size=config.block_size,
+        max_batch=config.max_batch,
+        max_model_len=spec.max_model_len,
+        num_blocks=num_blocks,
+        prefix_cache_bytes=prefix_cache_bytes(config, spec.world if is_cpu else 1),
+        blocks_per_chunk=config.resume_step // config.block_size,
+        host_bytes=leaving_bytes,
+        other_bytes=other_bytes + length_bytes(spec, longest, most_rows),
+    )
+    if memory.max_model_len < spec.max_model_len:
+        text = "a request ends after %d tokens, not %d: %d blocks of %d tokens hold no more"
+        counts = memory.num_blocks - 1, config.block_size
+        logger.warning(text, memory.max_model_len, spec.max_model_len, *counts)
+    return plan_host_memory(spec, memory, host_bytes)
+
+
+def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
+    """What a scheduler works within."""
+    return Limits(
+        max_batch=spec.config.max_batch,
+        num_blocks=memory.num_blocks,
+        block_size=spec.config.block_size,
+        # More than all blocks hold is for the scheduler to tell.
+        max_model_len=spec.max_model_len,
+        prefill_chunk=spec.prefill_chunk,
+        mtp_step=spec.mtp_step,
+        max_in_flight=spec.max_in_flight,
+        host_records=memory.host_records,
+        host_blocks=memory.host_blocks,
+        num_checkpoints=memory.num_checkpoints,
+        shelf_records=memory.shelf_records,
+        shelf_blocks=memory.shelf_blocks,
+        # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
+        prefix_step=spec.config.resume_step,
+        busy_chunk=spec.busy_chunk,
+        least_saved=spec.least_saved,
+        max_pieces=spec.max_pieces,
+    )
+
+
+def cache_shape(spec: EngineSpec) -> CacheShape:
+    """What decides the bytes of a request on this rank."""
+    model, scale_bytes = spec.part, 0 if spec.kv_dtype == spec.dtype else KV_SCALE_BYTES
+    return CacheShape(
+        num_attention_layers=model.num_attention_layers + (spec.mtp_step > 0),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        kv_bytes=spec.kv_dtype.itemsize,
+        num_gdn_layers=model.num_gdn_layers,
+        num_key_heads=model.linear_num_key_heads,
+        num_value_heads=model.linear_num_value_heads,
+        key_head_dim=model.linear_key_head_dim,
+        value_head_dim=model.linear_value_head_dim,
+        conv_dim=model.linear_conv_dim,
+        conv_bytes=spec.dtype.itemsize,
+        ring_length=ring_length(spec.mtp_step, model.conv_kernel),
+        kv_scale_bytes=scale_bytes,
+        sampling_bytes=sampling_bytes(model.vocab_size),
+        hidden_bytes=model.hidden_size * spec.dtype.itemsize,
+    )
 
 
 def plan_memory(
@@ -120,7 +236,7 @@ def plan_memory(
 
     Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
     checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
-    for DEFAULT_PREFIX_CACHE_BYTES, an eighth of what is free, or what is left, whichever is least. Raises
+    for _DEFAULT_PREFIX_CACHE_BYTES, an eighth of what is free, or what is left, whichever is least. Raises
     ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
     fit.
     """
@@ -148,13 +264,14 @@ def plan_memory(
             "num_blocks"
         )
     num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
-    return MemoryPlan(count, rows, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)
+    longest = min(max_model_len, (count - 1) * block_size)
+    return MemoryPlan(count, rows, longest, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)
 
 
 def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
     """How many checkpoints are wanted; without a given size they take nothing that a request needs."""
     if given_bytes is None:
-        share = min(DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
+        share = min(_DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
         return max(min(share, free_bytes - least_bytes), 0) // each_bytes
     if 0 < given_bytes < each_bytes:
         raise ValueError(
@@ -162,14 +279,6 @@ def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: in
             "it, or turn prefix_cache off"
         )
     return given_bytes // each_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HostPlan:
-    """Room in host memory for what leaves the device: rows, and blocks."""
-
-    num_records: int
-    num_blocks: int
 
 
 def check_offload(offload_bytes: int, free_bytes: int) -> None:
@@ -181,8 +290,9 @@ def check_offload(offload_bytes: int, free_bytes: int) -> None:
         )
 
 
-def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> HostPlan:
-    """Return what `offload_bytes` of host memory hold of what `plan` has on the device: at most all of it.
+def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> tuple[int, int]:
+    """Return how many records and blocks `offload_bytes` of host memory hold: at most all that `plan` has on
+    the device.
 
     Half is for rows, as far as they need it. Raises ValueError as `check_offload`; free_bytes is None for a
     number of our own choice.
@@ -191,61 +301,94 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
         check_offload(offload_bytes, free_bytes)
     records = min(plan.num_state_rows - SPARE_SLOTS, offload_bytes // 2 // plan.state_row_bytes)
     blocks = min(plan.num_blocks - 1, (offload_bytes - records * plan.state_row_bytes) // plan.block_bytes)
-    return HostPlan(records, blocks) if records and blocks else HostPlan(0, 0)
+    return (records, blocks) if records and blocks else (0, 0)
 
 
-def plan_shelf(shelf_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> HostPlan:
-    """Return what `shelf_bytes` of host memory hold of chunks of so many blocks: states, and all blocks."""
+def plan_shelf(shelf_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> tuple[int, int]:
+    """Return how many chunks, and blocks of all of them, `shelf_bytes` of host memory hold: of each its state
+    and so many blocks."""
     chunks = shelf_bytes // (plan.checkpoint_bytes + blocks_per_chunk * plan.block_bytes)
-    return HostPlan(chunks, chunks * blocks_per_chunk) if plan.num_checkpoints else HostPlan(0, 0)
+    return (chunks, chunks * blocks_per_chunk) if plan.num_checkpoints else (0, 0)
 
 
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process can take on a CPU host now without swapping or being killed.
+def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> MemoryPlan:
+    """`memory` with this rank's part of the host's: free_bytes, of which what is planned is taken when it is
+    first needed.
 
-    They include the page cache, full after a checkpoint was read, because the kernel gives it back. Every
-    control group from the process's own upwards may limit them. Without a /proc/meminfo: all physical memory.
+    What the prefix cache gives up has what requests leave it, with a warning where that is less than its
+    own share. Raises ValueError if offload_gb is more than there is.
     """
-    try:
-        meminfo = (proc / "meminfo").read_text()
-        room = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([room, *_group_rooms(proc / "self" / "cgroup", cgroups)])
+    config = spec.config
+    share = int(free_bytes * _OFFLOAD_SHARE)
+    if config.offload_gb is None:
+        records, blocks = plan_host(share, memory)
+    else:
+        records, blocks = plan_host(int(config.offload_gb * 2**30) // spec.world, memory, free_bytes)
+    host_bytes = records * memory.state_row_bytes + blocks * memory.block_bytes
+    wanted = shelf_bytes(config, spec.device.type, share, spec.world)
+    left = min(wanted, max(free_bytes - host_bytes, 0))
+    if left < wanted:
+        logger.warning(
+            "host memory for requests that leave (%d MiB, offload_gb) and for the prefix cache (%d MiB) must "
+            "fit the %d MiB that are free: the prefix cache gets %d MiB; lower offload_gb or prefix_cache_gb",
+            host_bytes >> 20,
+            wanted >> 20,
+            free_bytes >> 20,
+            left >> 20,
+        )
+    # A launch's worth of blocks to a state.
+    chunks, shelf_blocks = plan_shelf(
+        left, memory, max(_SHELF_TOKENS, config.resume_step) // config.block_size
+    )
+    shelf_sum = chunks * memory.checkpoint_bytes + shelf_blocks * memory.block_bytes
+    logger.info(
+        "up to %d MiB of the host's memory when they are needed: %d for requests that leave, %d for the "
+        "prefix cache",
+        (host_bytes + shelf_sum) >> 20,
+        host_bytes >> 20,
+        shelf_sum >> 20,
+    )
+    return replace(
+        memory, host_records=records, host_blocks=blocks, shelf_records=chunks, shelf_blocks=shelf_blocks
+    )
 
 
-def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
-    """The bytes left below each limit on the groups that the file `membership` names and on those above."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    rooms = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not path.startswith("/"):
-            continue
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, names = (cgroups / "memory", _GROUP_V1) if controllers else (cgroups, _GROUP_V2)
-        own = PurePosixPath(path).relative_to("/")
-        # In a container the path may be the host's, of which only the root is to be seen.
-        for group in (own, *own.parents):
-            room = _group_room(root / group, *names)
-            rooms += [] if room is None else [room]
-    return rooms
+def prefix_cache_bytes(config: EngineConfig, num_sharing: int = 1) -> int | None:
+    """Bytes for checkpoints of each of the ranks that share a memory; None for the default."""
+    if not config.prefix_cache:
+        return 0
+    return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30) // num_sharing
 
 
-def _group_room(group: Path, limit_name: str, use_name: str, prefix: str) -> int | None:
-    """The bytes left below the limit on one group, or None where it has none."""
-    try:
-        limit = int((group / limit_name).read_text())
-        use = int((group / use_name).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max" is no number
-        return None
-    cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return max(limit - max(use - cached, 0), 0)
+def shelf_bytes(config: EngineConfig, device_type: str, most_bytes: int, world: int = 1) -> int:
+    """Bytes of host memory for what the prefix cache of each of `world` ranks gives up: on GPUs for all as
+    many as checkpoints may take on one, but at most most_bytes each; on a CPU none, which is the same memory.
+    """
+    if device_type == "cpu":
+        return 0
+    given = prefix_cache_bytes(config, world)
+    return min(_DEFAULT_PREFIX_CACHE_BYTES if given is None else given, most_bytes)
+
+
+def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
+    """Bytes of the buffers in which a GPU packs what goes to host memory and comes from there."""
+    block_bytes = shape.block_bytes(config.block_size)
+    segment = blocks_in_segment(block_bytes) * block_bytes
+    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
+    return leaving + (max(shape.checkpoint_bytes(), segment) if config.prefix_cache else 0)
+
+
+def length_bytes(spec: EngineSpec, longest: int, most_rows: int) -> int:
+    """Bytes that grow with the longest request: rotary table, block tables, and on a GPU what attention's
+    splits leave of up to most_rows rows; one layer after the other has that.
+    """
+    config, model = spec.config, spec.part
+    tables = longest * model.rotary_dim * _FLOAT32_BYTES
+    tables += (config.max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
+    if spec.device.type == "cpu":
+        return tables
+    parts = count_splits(longest) * most_rows * model.num_q_heads
+    return tables + parts * (model.head_dim + 2) * _FLOAT32_BYTES
 
 
 def _mib(count: int) -> str:

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
-from compiled_mtp.config import EngineConfig
-from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build
+from compiled_mtp.runner.cache_key import early_key, late_key
+from compiled_mtp.runner.spec import EngineSpec
 from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
 
 logger = logging.getLogger(__name__)
@@ -33,39 +33,23 @@ class _HostBuffer:
 class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
-    `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead
-    of the checkpoint's loader (benchmarks: no weights of that size are at hand). `exchange`: the model is
-    held by several ranks, each of which runs the same plans. `save_to`: a directory that does not exist yet,
-    into which every compiled program is written, for a graph_cache. Raises ValueError while it is created for
-    a checkpoint that does not fit its config.
+    `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead of
+    the checkpoint's loader (benchmarks: no weights of that size are at hand). Of several ranks that hold the
+    model each runs the same plans. `save_to`: a directory that does not exist yet, into which every compiled
+    program is written, for a graph_cache. Raises ValueError while it is created for a checkpoint that does
+    not fit its config.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        num_valid_ids: int,
+        spec: EngineSpec,
         progress: Progress | None = None,
         fill: Fill | None = None,
-        exchange: Exchange | None = None,
+        *,
         save_to: Path | None = None,
     ) -> None:
-        self.config = config
-        self.model_config = model_config
-        assembly = build(config, model_config, num_valid_ids, progress, fill, exchange, save_to)
-        self.device = assembly.device
-        self.max_model_len = assembly.max_model_len
-        self.num_blocks = assembly.num_blocks
-        self.memory = assembly.memory
-        self.host = assembly.host
-        self.shelf = assembly.shelf
-        self.formats = assembly.formats
-        self.step = assembly.step
-        self.programs = assembly.programs
-        self.moves = assembly.moves
-        self.later = assembly.later
-        self.cache_key = assembly.cache_key
-        self.max_in_flight = config.resolve_max_in_flight(self.device.type)
+        self.spec = spec
+        self.memory, self.step, self.programs, self.moves, self.later = build(spec, progress, fill, save_to)
         self.waited_s = 0.0
         # Plans whose launch has succeeded, so far.
         self.num_launched = 0
@@ -76,6 +60,11 @@ class Runner:
         self._masks: dict[int, torch.Tensor] = {}
         # Of each shape, those that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
+
+    def cache_key(self) -> dict[str, Any]:
+        """What a graph_cache of these programs is made for."""
+        programs, num_blocks = self.programs, self.memory.num_blocks
+        return early_key(self.spec) | late_key(self.spec, programs.buckets, num_blocks, programs.graph_mode)
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
@@ -95,7 +84,7 @@ class Runner:
                 raise
             except Exception as error:
                 return self.fail(plan, error)
-        is_due = len(self._launches) > self.max_in_flight or plan is None
+        is_due = len(self._launches) > self.spec.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
     def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
@@ -106,7 +95,7 @@ class Runner:
         once after the launch. Raises ValueError for another shape or kind.
         """
         rows = len(plan.slots) * (plan.shape.verify + 1)
-        shape = (rows, -(-self.model_config.vocab_size // 32))
+        shape = (rows, -(-self.spec.model.vocab_size // 32))
         if plan.kind not in ("first", "accept") or tuple(masks.shape) != shape:
             raise ValueError(
                 f"masks must have shape {shape} for a first or accept plan, got {tuple(masks.shape)} for "
@@ -133,9 +122,9 @@ class Runner:
         self.drop_launches()
         if self.later is not None:
             self.later.close()
-        if self.device.type == "cuda":
+        if self.spec.device.type == "cuda":
             try:
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.spec.device)
             except RuntimeError as error:  # Whoever ran a request has been told already.
                 logger.error("the device failed", exc_info=error)
 
@@ -158,7 +147,7 @@ class Runner:
             output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:
                 return output
-            empty = torch.empty((1, 0), dtype=torch.int64, device=self.device)
+            empty = torch.empty((1, 0), dtype=torch.int64, device=self.spec.device)
             return pack_logprobs(empty if output is None else output, scored)
         masks = self._upload_masks(plan)
         wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
@@ -173,11 +162,11 @@ class Runner:
     def _upload_masks(self, plan: StepPlan) -> torch.Tensor | None:
         """The masks of a plan on the device, None where it has none."""
         masks = self._masks.pop(plan.step_id, None)
-        if masks is None or self.device.type != "cuda":
+        if masks is None or self.spec.device.type != "cuda":
             return masks
         # The caching host allocator keeps a pinned block until the copy that reads it has run.
         staged = torch.empty(masks.shape, dtype=masks.dtype, pin_memory=True).copy_(masks)
-        return staged.to(self.device, non_blocking=True)
+        return staged.to(self.spec.device, non_blocking=True)
 
     def _fetch(self, output: torch.Tensor | None) -> _HostBuffer:
         """Start the copy of `output` to a host buffer that no unread launch uses."""
@@ -191,10 +180,10 @@ class Runner:
         return buffer
 
     def _make_buffer(self, shape: torch.Size | None) -> _HostBuffer:
-        is_cuda = self.device.type == "cuda"
+        is_cuda = self.spec.device.type == "cuda"
         packed = None if shape is None else torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
         # torch.cuda.Event would ask for the current stream in Python, at every step.
-        return _HostBuffer(packed, torch.Event(self.device) if is_cuda else None)
+        return _HostBuffer(packed, torch.Event(self.spec.device) if is_cuda else None)
 
     def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
         is_late = False

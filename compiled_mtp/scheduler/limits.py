@@ -69,15 +69,10 @@ class Limits:
     def fit(self, request: Request) -> None:
         """Set the request's output limit and mtp_step.
 
-        Raises ValueError if it could never run: its prompt leaves no room for a token, in max_model_len or in
-        all blocks.
+        Raises ValueError if it could never run: all blocks have no room for its prompt and a token. That
+        max_model_len has it, the request processor has seen.
         """
         prompt_len = request.prompt_len
-        if prompt_len >= self.max_model_len:
-            raise ValueError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {prompt_len}; "
-                "shorten it or raise max_model_len"
-            )
         pool = f"{self.num_blocks - 1} blocks of {self.block_size} tokens"
         if prompt_len >= self.longest:
             raise ValueError(

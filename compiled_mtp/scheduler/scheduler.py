@@ -42,49 +42,12 @@ class Scheduler:
     A request is admitted when its prompt fits, and what it and all others need for a while (`Admission`).
     When blocks run short the last of all leaves (`Preemption`): to host memory, which holds host_records
     requests and host_blocks blocks, or, where nothing can be copied, to wait and to be replayed (`Replay`).
-    Raises ValueError for a number that is too small. For use from one thread; `limits` and `has_id` from any.
+    For use from one thread; `limits` and `has_id` from any.
     """
 
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        prefill_chunk: int,
-        mtp_step: int,
-        max_in_flight: int,
-        host_records: int = 0,
-        host_blocks: int = 0,
-        num_checkpoints: int = 0,
-        shelf_records: int = 0,
-        shelf_blocks: int = 0,
-        prefix_step: int = 0,
-        busy_chunk: int = 0,
-        least_saved: int = 0,
-        max_pieces: int = 1,
-        depth: Depth | None = None,
-    ) -> None:
-        self.limits = Limits(
-            max_batch=max_batch,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            prefill_chunk=prefill_chunk,
-            mtp_step=mtp_step,
-            max_in_flight=max_in_flight,
-            host_records=host_records,
-            host_blocks=host_blocks,
-            num_checkpoints=num_checkpoints,
-            shelf_records=shelf_records,
-            shelf_blocks=shelf_blocks,
-            prefix_step=prefix_step,
-            busy_chunk=busy_chunk,
-            least_saved=least_saved,
-            max_pieces=max_pieces,
-        )
-        self._holdings = Holdings(self.limits)
+    def __init__(self, limits: Limits, *, depth: Depth | None = None) -> None:
+        self.limits = limits
+        self._holdings = Holdings(limits)
         self._planner = Planner(self._holdings, depth)
         # By id, the choices that have not ended.
         self._live: dict[str, list[Holding]] = {}
@@ -92,17 +55,14 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
 
     def add(self, *choices: Request) -> None:
-        """Queue a request, given as all of its choices; mutates their output limits. Interrupted anywhere it
-        can be called again with the same ones. Raises ValueError if its id is in use or if it could never run
-        (`Limits.fit`).
+        """Queue a request, given as all of its choices, which `Limits.fit` has accepted. Interrupted anywhere
+        it can be called again with the same ones. Raises ValueError if its id is in use.
         """
         name = choices[0].request_id
         holdings = self._live.get(name)
         if holdings is None or holdings[0].request is not choices[0]:
             if self.has_id(name):
                 raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
-            for request in choices:
-                self.limits.fit(request)
             # Known by one store, with all its choices, before any of them stands in line.
             holdings = [Holding(request, next(self._arrivals)) for request in choices]
             self._live[name] = holdings

@@ -257,7 +257,9 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         front.warm_up_grammars()
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
-        service = make_service(engine, front.tokenizer, front.path, engine.runner.max_model_len, config)
+        service = make_service(
+            engine, front.tokenizer, front.path, engine.runner.memory.max_model_len, config
+        )
         settle_interpreter()
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -17,7 +17,7 @@ from tools.page_screenshot import open_browser, set_window
 @pytest.fixture(scope="session")
 def real() -> Iterator[Running]:
     engine = Engine(EngineConfig(device="cpu"))
-    with running(engine, CHECKPOINT, engine.runner.max_model_len, served_model_name=()) as server:
+    with running(engine, CHECKPOINT, engine.runner.memory.max_model_len, served_model_name=()) as server:
         yield server
 
 

@@ -32,12 +32,12 @@ class Letters:
 class FakeFront:
     """Takes prompts of at most 40 characters."""
 
-    limits = SimpleNamespace(max_model_len=40)
+    max_model_len = 40
     path = Path("fake")
     model_config = tiny.tiny_config()
 
     def make_request(self, request_id: str, params: SamplingParams, **prompt: Any) -> None:
-        if len(text_of(prompt)) > self.limits.max_model_len:
+        if len(text_of(prompt)) > self.max_model_len:
             raise ValueError(
                 "prompt must be shorter than max_model_len=40 tokens, got a long one; shorten it"
             )

@@ -66,7 +66,13 @@ def test_matrices_of_other_sizes_stay_and_the_engine_runs(
     assert sum(".mlp." in name for name in kept) == 15
     assert (out / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()
     engine = make_engine(out, mtp_step=2)
-    assert {n.split(".")[-2] for n in engine.runner.formats} == {"qkv", "o_proj", "in_proj", "out_proj"}
+    formats = engine.runner.spec.weight_formats
+    assert {n.split(".")[-2] for n in formats} == {
+        "qkv",
+        "o_proj",
+        "in_proj",
+        "out_proj",
+    }
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     assert len(engine.generate([prompt_of(9, 1, 256)], params)[0].new_token_ids) == 5
 

@@ -17,6 +17,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import EngineSpec
 
 _PATIENCE_S = 120.0
 
@@ -45,16 +46,15 @@ def exchanges(world: int) -> list[ThreadExchange]:
 class ThreadRunner(Runner):
     """Rank 0's runner, with the others' in threads: `followers` once they are built."""
 
-    def __init__(self, config: EngineConfig, *arguments: Any, save_to: Path | None = None) -> None:
-        model, num_valid_ids = arguments[:2]
-        own, *others = exchanges(config.tensor_parallel)
+    def __init__(self, spec: EngineSpec, *_: Any, save_to: Path | None = None) -> None:
+        own, *others = exchanges(spec.config.tensor_parallel)
         self.messages: list[SimpleQueue[tuple[Any, ...]]] = [SimpleQueue() for _ in others]
         self.followers: list[Runner] = []
         self.errors: list[BaseException] = []
 
         def follow(exchange: ThreadExchange, messages: SimpleQueue[tuple[Any, ...]]) -> None:
             try:
-                runner = Runner(config, model, num_valid_ids, exchange=exchange)
+                runner = Runner(spec.of_rank(exchange))
                 self.followers.append(runner)
                 while (message := messages.get())[0] != "close":
                     result = getattr(runner, message[0])(*message[1:])
@@ -69,7 +69,7 @@ class ThreadRunner(Runner):
         ]
         for thread in self._threads:
             thread.start()
-        super().__init__(config, model, num_valid_ids, exchange=own)
+        super().__init__(spec.of_rank(own))
 
     def tell(self, *message: Any) -> None:
         for messages in self.messages:

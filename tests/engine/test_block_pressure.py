@@ -139,7 +139,7 @@ def _interrupt(plan: object) -> None:
 
 def test_what_the_pool_alone_cannot_hold_ends_with_length_and_says_so(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, 6, mtp_step=3, max_in_flight=1, offload_gb=0)
-    assert engine.runner.max_model_len == 80
+    assert engine.runner.memory.max_model_len == 80
     params = SamplingParams(max_tokens=500, ignore_eos=True, seed=1)
     prompt = prompt_of(50, 1, VOCAB)
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_long_requests_starts_with_little_memory(tmp_path: Path)
     before = _resident_bytes()
     engine = Engine(EngineConfig(model=tmp_path, device="cpu"))
     # As far as memory goes: 262,144 tokens of a machine with 2 GiB for them.
-    assert engine.runner.max_model_len > 4096
+    assert engine.runner.memory.max_model_len > 4096
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate([[1, 2, 3]], params)[0].new_token_ids) == 3
     # The rotary table has 64 MiB of it; pages have none before they are written.

@@ -289,14 +289,14 @@ def test_an_fp8_cache_is_refused_where_kernels_cannot_read_it(
     ):
         resolve_kv_dtype("float8_e4m3fn", torch.bfloat16, cuda)
     # The engine asks before it reads weights or plans memory.
-    monkeypatch.setattr("compiled_mtp.runner.settings.resolve_device", lambda name: cuda)
+    monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: cuda)
     with pytest.raises(ValueError, match="kv_dtype must be auto below"):
         Engine(EngineConfig(model=checkpoint, kv_dtype="float8_e4m3fn"))
 
 
 def test_a_graph_cache_is_made_for_one_kv_dtype(checkpoint: Path) -> None:
     keys = [
-        make_engine(checkpoint, mtp_step=0, kv_dtype=d, num_blocks=34).runner.cache_key
+        make_engine(checkpoint, mtp_step=0, kv_dtype=d, num_blocks=34).runner.cache_key()
         for d in ("auto", "float8_e4m3fn")
     ]
     assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"kv_dtype"}

@@ -19,8 +19,9 @@ from compiled_mtp.frontend import processor
 from compiled_mtp.frontend.checkpoint import open_front
 from compiled_mtp.frontend.processor import Front
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.request import SamplingParams
-from compiled_mtp.runner import settings as build_settings
+from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.runner import spec as engine_spec
+from compiled_mtp.scheduler.limits import Limits
 from tests.checkpoints import write_checkpoint
 from tools.synthetic_tokenizer import write_tokenizer
 
@@ -69,13 +70,35 @@ def test_what_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], m
         ask(open_front(EngineConfig(model=checkpoint, **SMALL)), **given)
 
 
-def test_an_engine_goes_on_with_the_front_and_sets_its_limits(checkpoint: Path) -> None:
-    config = EngineConfig(model=checkpoint, **SMALL, num_blocks=9)
-    front = open_front(config)
+def test_an_engine_goes_on_with_the_front_and_knows_its_blocks(checkpoint: Path) -> None:
+    """What all blocks cannot hold is refused before it is queued, by whichever call asks for it."""
+    config = EngineConfig(model=checkpoint, **SMALL | {"max_model_len": 256}, num_blocks=3)
+    front, prompt = open_front(config), [1] * 128
+    ask(front, prompt_token_ids=prompt)
     engine = Engine(config, front=front)
     assert engine.front is front
-    assert front.limits == engine.scheduler.limits
-    assert front.limits.num_blocks == 9
+    message = r"prompt and a token must fit into 2 blocks of 64 tokens, got a prompt of 128; shorten it or"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        engine.add_request(prompt_token_ids=prompt)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        next(engine.stream(prompt_token_ids=prompt))
+    with pytest.raises(ValueError, match=rf"^prompts\[1\]: {message}"):
+        engine.generate([[1], prompt])
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().waiting == 0
+
+
+def test_a_request_is_fitted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[Request] = []
+    fit = Limits.fit
+
+    def note(limits: Limits, request: Request) -> None:
+        fitted.append(request)
+        fit(limits, request)
+
+    monkeypatch.setattr(Limits, "fit", note)
+    Engine(EngineConfig(model=checkpoint, **SMALL)).generate([[1]], SamplingParams(n=2, max_tokens=2))
+    assert len(fitted) == 2
 
 
 def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
@@ -107,7 +130,7 @@ def test_small_models_run_on_one_thread(
     torch.set_num_threads(2)
     assert Engine(EngineConfig(model=checkpoint, **SMALL, num_threads=2)).num_threads == 2
     assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 1
-    monkeypatch.setattr(build_settings, "_LEAST_THREADED_BYTES", 1)
+    monkeypatch.setattr(engine_spec, "_LEAST_THREADED_BYTES", 1)
     torch.set_num_threads(2)
     assert Engine(EngineConfig(model=checkpoint, **SMALL)).num_threads == 2
 
@@ -132,7 +155,7 @@ def front_of(directory: Path, num_ids: int) -> Front:
     write_tokenizer(directory, num_ids)
     front = open_front(EngineConfig())
     model = dataclasses.replace(front.model_config, vocab_size=num_ids, eos_token_ids=(num_ids - 1,))
-    return Front(directory, model, Tokenizer(directory), front.limits)
+    return Front(directory, model, Tokenizer(directory), front.max_model_len)
 
 
 def test_a_large_vocabulary_is_warmed_up_and_its_first_grammar_builds_nothing(

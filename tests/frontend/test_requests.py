@@ -16,20 +16,11 @@ from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.params import choice_seed
 from compiled_mtp.scheduler.inbox import Inbox
-from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 from tests.fake_runner import make_scheduler
 from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER, write_thinking_tokenizer
 
-LIMITS = Limits(
-    max_batch=3,
-    num_blocks=200,
-    block_size=16,
-    max_model_len=2048,
-    prefill_chunk=64,
-    mtp_step=3,
-    max_in_flight=1,
-)
+MAX_MODEL_LEN = 2048
 CONFIG = read_model_config(MODEL)
 TOOL = {
     "type": "function",
@@ -48,7 +39,7 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def front() -> Front:
-    return Front(MODEL, CONFIG, TOKENIZER, LIMITS)
+    return Front(MODEL, CONFIG, TOKENIZER, MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +48,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Front:
     directory = tmp_path_factory.mktemp("thinker")
     write_thinking_tokenizer(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return Front(directory, CONFIG, Tokenizer(directory), LIMITS)
+    return Front(directory, CONFIG, Tokenizer(directory), MAX_MODEL_LEN)
 
 
 def make(front: Front, prompt: str | None = "a", **fields: Any) -> list[Request]:
@@ -118,7 +109,7 @@ def test_a_mistake_is_one_line_that_names_it(front: Front, fields: dict[str, Any
 
 
 def test_without_a_tokenizer_what_needs_one_is_refused() -> None:
-    front = Front(MODEL, CONFIG, None, LIMITS)
+    front = Front(MODEL, CONFIG, None, MAX_MODEL_LEN)
 
     def ask(**fields: Any) -> Request:
         params = SamplingParams(**fields)
@@ -347,7 +338,7 @@ def test_nothing_is_forced_without_being_asked(front: Front) -> None:
 
 
 def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:
-    front = Front(MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, LIMITS)
+    front = Front(MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, MAX_MODEL_LEN)
     guide = make(front, guided_regex="a+")[0].guide
     assert guide is not None
     guide.accept([*TOKENIZER.encode("a"), IM_END])
@@ -355,7 +346,7 @@ def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:
 
 
 def test_a_family_writes_its_own_calls() -> None:
-    front = Front(MODEL, replace(CONFIG, family="qwen3_next"), TOKENIZER, LIMITS)
+    front = Front(MODEL, replace(CONFIG, family="qwen3_next"), TOKENIZER, MAX_MODEL_LEN)
     guide = make(front, tools=[TOOL], tool_choice="required")[0].guide
     assert guide is not None
     ids = TOKENIZER.encode('<tool_call>\n{"name": "add", "arguments": {"x": 5}}\n</tool_call>')

@@ -32,7 +32,7 @@ def test_a_short_uncompiled_tail_has_the_bits_of_a_longer_chunk(
         found = []
         for runner in runners:
             driver = Driver(runner)
-            chunk = runner.config.prefill_chunk
+            chunk = runner.spec.config.prefill_chunk
             assert chunk is not None
             tiny.poison(runner.step)
             driver.start("a", 1, prompt, chunk=chunk)

@@ -60,7 +60,7 @@ def streams(
 
 @torch.no_grad()
 def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    step, device = engine.runner.step, engine.runner.device
+    step, device = engine.runner.step, engine.runner.spec.device
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
     pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]], device=device)
     return step.target.logits(prefill(step, torch.tensor(tokens, device=device), pieces))
@@ -104,7 +104,7 @@ def test_logits_are_those_of_the_weights_multiplied_out(
     monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: False)
     for dtype in ("float32", "bfloat16"):
         engine = gpu_engine(directory, mtp_step=0, dtype=dtype, weight_recipe="w8a16")
-        assert not engine.runner.formats
+        assert not engine.runner.spec.weight_formats
         plain[dtype] = prefill_logits(engine, tokens)
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -6,12 +6,12 @@ import errno
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs import artifacts
 from compiled_mtp.graphs.artifacts import load, machine_key, read_key, save, source_digest
-from compiled_mtp.runner import settings as build_settings
+from compiled_mtp.model_config import NOT_TRACED, ModelConfig
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.runner.cache_key import early_key, traced_paths
+from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -194,19 +197,61 @@ def test_the_digest_follows_code_and_tables(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_what_a_cache_does_not_depend_on_are_settings() -> None:
-    assert set(EngineConfig.model_fields) >= build_settings._CONFIG_APART
+def spec_of(config: EngineConfig) -> EngineSpec:
+    return resolve(config, read_model_config(config.model), 4096)
+
+
+def test_a_field_is_part_of_the_key_until_it_is_marked() -> None:
+    """Of a config, of a model and of the spec."""
+
+    class NewConfig(EngineConfig):
+        new_setting: int = 3
+
+    @dataclass(frozen=True)
+    class NewModel(ModelConfig):
+        new_size: int = 4
+
+    @dataclass(frozen=True)
+    class NewSpec(EngineSpec):
+        new_number: int = 5
+        new_wish: int = field(default=6, metadata=NOT_TRACED)
+
+    config = NewConfig(device="cpu", num_threads=1)
+    spec, model = spec_of(config), read_model_config(config.model)
+    given = {one.name: getattr(spec, one.name) for one in fields(EngineSpec)}
+    sizes = {one.name: getattr(model, one.name) for one in fields(ModelConfig)}
+    key, new = early_key(spec), early_key(NewSpec(**given | {"model": NewModel(**sizes)}))
+    assert key["new_setting"] == 3
+    assert new == key | {"model.new_size": 4, "new_number": 5}
+
+
+def test_the_key_holds_what_became_of_a_setting() -> None:
+    config = EngineConfig(device="cpu", draft_vocab=100, mtp_step=2, seed=1, num_blocks=40)
+    key = json.loads(json.dumps(early_key(spec_of(config))))
+    wanted = {
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "mtp_step": 2,
+        "shapes": [[2, 2]],
+        "prefill_chunk": 512,
+        "exchange": None,
+        "weight_recipe": None,
+        "num_threads": torch.get_num_threads(),
+    }
+    assert {name: key[name] for name in wanted} == wanted
+    assert key["draft_head"]["num_ids"] >= 100
+    apart = {"model", "seed", "num_blocks", "graph_mode", "batch_sizes", "draft_vocab", "compile"}
+    assert not apart & key.keys()
+    assert not {f"model.{name}" for name in ("dtype", "quantized", "eos_token_ids")} & key.keys()
 
 
 def test_the_digest_covers_what_traced_code_imports() -> None:
-    """All but the interface of plans and the errors' words, of which nothing is traced."""
-    package = Path(build_settings.__file__).parents[1]
-    paths = [package / name for name in build_settings._TRACED]
-    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else (path,))]
-    pattern = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)
-    imported = {name for file in files for name in pattern.findall(file.read_text())}
-    named = {path.relative_to(package).parts[0].removesuffix(".py") for path in paths}
-    assert imported - named == {"errors", "plan"}
+    """Rooms below the step, and none that only decides what is launched."""
+    names = [path.name for path in traced_paths()]
+    rooms = ["cache", "communicators", "graphs", "models", "ops", "rounds"]
+    modules = ["errors.py", "model_config.py", "plan.py", "programs.py", "step.py"]
+    assert sorted(names) == sorted(rooms + modules)
 
 
 def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path, tmp_path: Path) -> None:

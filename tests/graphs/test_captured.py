@@ -17,9 +17,10 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.compile import GraphMode, capture
+from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.rounds.catch_up import catch_up
-from compiled_mtp.runner.depth_choice import further_depths
 from compiled_mtp.runner.programs import Programs
+from compiled_mtp.runner.spec import resolve
 from compiled_mtp.step import Step
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -210,8 +211,9 @@ def test_all_depths_but_the_first_are_further_ones(
     mtp_step: int | str, is_compiled: bool, further: tuple[int, ...]
 ) -> None:
     """Without a cache a GPU captures them as they are."""
-    config = EngineConfig(mtp_step=mtp_step, mtp_depths=(0, 1, 3))
-    assert further_depths(config, is_compiled=is_compiled) == further
+    how = "on" if is_compiled else "off"
+    config = EngineConfig(device="cpu", mtp_step=mtp_step, mtp_depths=(0, 1, 3), compile=how)
+    assert resolve(config, read_model_config(config.model), 4096).further_depths == further
 
 
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_depths_from_a_graph_cache(
     with torch.compiler.set_stance("fail_on_recompile"):
         (expected,) = compiled.generate([[1, 2, 3]], PARAMS)
     assert compiled.stats().rounds_by_depth.keys() == {0, 1}
-    save(checkpoint / "cache.zip", checkpoint / "made", compiled.runner.cache_key)
+    save(checkpoint / "cache.zip", checkpoint / "made", compiled.runner.cache_key())
     engine = make_engine(checkpoint, graph_cache=checkpoint / "cache.zip", **OPTIONS)
     with torch.compiler.set_stance("fail_on_recompile"):
         check_that_depths_come(engine, expected.new_token_ids, monkeypatch)

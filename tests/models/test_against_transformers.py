@@ -15,6 +15,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
 
@@ -74,8 +75,8 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith("-kept"):
             patch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
-        runner = Runner(config, model, model.vocab_size)
-    assert bool(runner.formats) == name.endswith("-kept")
+        runner = Runner(resolve(config, model, model.vocab_size))
+    assert bool(runner.spec.weight_formats) == name.endswith("-kept")
     reference = oracle(directory)
     tokens = torch.randint(0, model.vocab_size, (PROMPT_LEN + DECODE_LEN,))
     hidden, logits = reference.target(tokens)

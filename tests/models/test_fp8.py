@@ -34,7 +34,7 @@ def kept_engine(directory: Path, **options: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: True)
         engine = make_engine(directory, **options)
-    assert engine.runner.formats
+    assert engine.runner.spec.weight_formats
     return engine
 
 
@@ -66,7 +66,7 @@ def layer_bytes(engine: Engine) -> int:
 def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None:
     options: dict[str, Any] = {"mtp_step": 0, "weight_recipe": "w8a16"}
     kept, plain = kept_engine(directory, **options), make_engine(directory, **options)
-    assert not plain.runner.formats
+    assert not plain.runner.spec.weight_formats
     tokens = prompt_of(150, 1, 512)
     error = float((prefill_logits(kept, tokens) - prefill_logits(plain, tokens)).abs().max())
     print(f"{directory.name}: {error:.2e}")
@@ -103,7 +103,7 @@ def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: py
     ffn = {"ffn.gate_up", "ffn.down"}
     mixers = ({"mixer.in_proj", "mixer.out_proj"}, {"mixer.qkv", "mixer.o_proj"})
     names = {p + name for p, full in (*layers, ("mtp.layer.", True)) for name in ffn | mixers[full]}
-    formats = engine.runner.formats
+    formats = engine.runner.spec.weight_formats
     assert {n.removesuffix(".weight") for n, form in formats.items() if form.quantizes_rows} == names
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from compiled_mtp.models.row_unit import find_row_unit, weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from tests import tiny
 from tests.checkpoints import write_checkpoint
 
@@ -25,7 +26,7 @@ TOLERANCE = 1e-4
 def runner() -> Runner:
     config = EngineConfig(device="cpu", mtp_step=3, max_batch=2, max_model_len=256, num_blocks=40)
     model = read_model_config(Path(config.model))
-    return Runner(config, model, model.vocab_size)
+    return Runner(resolve(config, model, model.vocab_size))
 
 
 @torch.no_grad()
@@ -78,7 +79,7 @@ def test_only_matrices_that_the_models_hold_are_packed(
 
     monkeypatch.setattr("compiled_mtp.models.packing.pack", pack)
     config = EngineConfig(model=tmp_path, device="cpu", mtp_step=1, max_batch=1, max_model_len=64)
-    step = Runner(config, model, model.vocab_size).step
+    step = Runner(resolve(config, model, model.vocab_size)).step
     assert step.draft is not None
     held = {id(weight) for module in (step.target, step.draft) for weight in module.parameters()}
     assert tried

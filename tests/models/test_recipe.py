@@ -66,7 +66,7 @@ def test_it_is_in_the_key_and_in_the_line_of_a_start(
         caplog.clear()
         with caplog.at_level("INFO", logger="compiled_mtp"):
             engine = make_engine(directory, mtp_step=0, num_blocks=34, weight_recipe=recipe)
-        keys.append(engine.runner.cache_key)
+        keys.append(engine.runner.cache_key())
         assert engine.weight_recipe == keys[-1]["weight_recipe"]
         name = "w8a16" if recipe == "w8a16" else "w8a8"
         wanted = f"MiB of weights (FP8 as {name}, multiplied out), "

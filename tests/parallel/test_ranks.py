@@ -23,12 +23,14 @@ from compiled_mtp.communicators import gloo
 from compiled_mtp.communicators.communicator import ExchangeError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.parallel import leader, ranks
 from compiled_mtp.parallel.leader import LeadRunner, _interrupts_wait
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import exchanges
 from tests.engines import prompt_of
@@ -175,10 +177,8 @@ def test_a_rank_that_is_killed_before_it_meets_the_others_is_named(
 
 
 def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path) -> None:
-    with Engine(config_of(directory, 1)) as engine:
-        model = engine.model_config
     own = leader.fingerprint(directory, has_files=True)
-    alone = Ranks(config_of(directory), model, model.vocab_size, None)
+    alone = Ranks(spec_of(config_of(directory)), None)
     message = f"got rank 1: its torch must be rank 0's, 1.0, got {re.escape(own['torch'])};"
     process = alone._processes._by_rank[1]
     while not alone._processes.hellos:
@@ -210,11 +210,16 @@ def test_other_files_have_another_fingerprint(directory: Path, tmp_path: Path) -
     assert [name for name in one if one[name] != two[name]] == ["checkpoint"]
 
 
+def spec_of(config: EngineConfig, model: ModelConfig | None = None) -> EngineSpec:
+    model = model if model is not None else read_model_config(config.model)
+    return resolve(config, model, model.vocab_size)
+
+
 class AloneRanks(Ranks):
     """Rank 0 without others: what it tells them is kept."""
 
-    def __init__(self, config: EngineConfig, *arguments: Any) -> None:
-        self.world = config.tensor_parallel
+    def __init__(self, spec: EngineSpec, *_: Any) -> None:
+        self.world = spec.config.tensor_parallel
         self.told: list[str] = []
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
@@ -380,14 +385,14 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
         ({1: 7, 2: 6, 3: 7}, 2, "it did not come to an exchange within 7 s"),
         ({1: 7, 2: 7, 3: 7}, 0, "ExchangeError: timed out"),
     ):
-        alone = AloneRanks(config_of(directory, 4))
+        alone = AloneRanks(spec_of(config_of(directory, 4)))
         alone._processes.counts |= counts
         assert alone.lose("ExchangeError: timed out", 7) == Fault(rank, text)
     # What waits on a device for whoever is lost is told to end, since nobody will come.
     exchange, told = exchanges(1)[0], list[str]()
     exchange.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
     exchange.release = lambda: told.append("release")  # type: ignore[method-assign]
-    alone = AloneRanks(config_of(directory))
+    alone = AloneRanks(spec_of(config_of(directory)))
     alone._processes.exchange = exchange
     alone.lose("RuntimeError: bad")
     assert told == ["give_up", "release"]
@@ -534,14 +539,14 @@ def test_what_ranks_on_gpus_cannot_do_is_refused(
     model = replace(read_model_config(directory), **(FITS | {"intermediate_size": 192} | changes))
     given = {name: value for name, value in options.items() if name != "current"}
     with pytest.raises(ValueError, match=message):
-        check_ranks(config_of(directory, device="cuda", **given), model, None)
+        check_ranks(spec_of(config_of(directory, device="cuda", **given), model), None)
 
 
 def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start captures all of them, on every rank."""
     have_gpus(monkeypatch)
     model = replace(read_model_config(directory), **FITS)
-    check_ranks(config_of(directory, device="cuda", mtp_step="auto", compile="on"), model, None)
+    check_ranks(spec_of(config_of(directory, device="cuda", mtp_step="auto", compile="on"), model), None)
 
 
 def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.request import SamplingParams
-from compiled_mtp.runner import assemble as build
+from compiled_mtp.runner import memory
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import ThreadExchange, ThreadRunner, engine_of
 from tests.engines import prompt_of
@@ -150,13 +150,13 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with engine_of(directory, 1) as engine:
         wanted = decode(engine, lengths, 36)
         assert engine.stats().offloads == 0
-    shares, plan = [], build.plan_memory
+    shares, plan = [], memory.plan_memory
 
     def note(*sizes: Any, **given: Any) -> Any:
         shares.append(given["prefix_cache_bytes"])
         return plan(*sizes, **given)
 
-    monkeypatch.setattr(build, "plan_memory", note)
+    monkeypatch.setattr(memory, "plan_memory", note)
     held: list[Lane] = []
     monkeypatch.setattr(Lane, "hold_launches", lambda lane: held.append(lane))
     with engine_of(directory, 2, num_blocks=7, prefix_cache_gb=0.5) as engine:

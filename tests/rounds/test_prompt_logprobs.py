@@ -137,9 +137,9 @@ def test_the_memory_plan_leaves_room_for_a_slice(checkpoint: Path, monkeypatch: 
         return plan_memory(free_bytes, *args, **fields)
 
     monkeypatch.setattr("compiled_mtp.runner.assemble._free_bytes", lambda device: 10**9)
-    monkeypatch.setattr("compiled_mtp.runner.assemble.plan_memory", spy)
+    monkeypatch.setattr("compiled_mtp.runner.memory.plan_memory", spy)
     make_engine(checkpoint, mtp_step=0, offload_gb=0)
-    monkeypatch.setattr("compiled_mtp.runner.assemble.SLICE_ROWS", 0)
+    monkeypatch.setattr("compiled_mtp.runner.memory.SLICE_ROWS", 0)
     make_engine(checkpoint, mtp_step=0, offload_gb=0)
     assert others[0] == others[1] + SLICE_ROWS * VOCAB * 4
 

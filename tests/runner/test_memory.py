@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.runner.cache_sizes import length_bytes, shelf_bytes
-from compiled_mtp.runner.host_memory import plan_host_memory
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import (
     CacheShape,
-    HostPlan,
     MemoryPlan,
-    available_bytes,
+    length_bytes,
+    limits_of,
     plan_host,
+    plan_host_memory,
     plan_memory,
     plan_shelf,
+    resolve_memory,
+    shelf_bytes,
 )
+from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
+from tests.communicators.threads import exchanges
 from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
@@ -99,14 +105,16 @@ def test_given_num_blocks_is_taken_or_refused_with_the_numbers() -> None:
 
 
 def test_host_memory_holds_at_most_what_the_device_does() -> None:
-    plan = MemoryPlan(num_blocks=41, num_state_rows=6, block_bytes=1000, state_row_bytes=3000)
-    assert plan_host(10**6, plan) == HostPlan(4, 40)
+    plan = MemoryPlan(
+        num_blocks=41, num_state_rows=6, max_model_len=100, block_bytes=1000, state_row_bytes=3000
+    )
+    assert plan_host(10**6, plan) == (4, 40)
     # Half for rows, the rest for blocks.
-    assert plan_host(20_000, plan) == HostPlan(3, 11)
-    assert plan_host(6999, plan) == HostPlan(1, 3)
+    assert plan_host(20_000, plan) == (3, 11)
+    assert plan_host(6999, plan) == (1, 3)
     # A request needs both.
-    assert plan_host(5999, plan) == plan_host(0, plan, 0) == HostPlan(0, 0)
-    assert plan_host(6000, plan, 6000).num_records == 1
+    assert plan_host(5999, plan) == plan_host(0, plan, 0) == (0, 0)
+    assert plan_host(6000, plan, 6000)[0] == 1
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 2.00 GiB of host memory .*3.00;"):
         plan_host(3 << 30, plan, 2 << 30)
 
@@ -136,11 +144,12 @@ def _anonymous_bytes() -> int:
 
 
 def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
-    sizes = {"num_blocks": 41, "num_state_rows": 6, "block_bytes": 1000, "state_row_bytes": 3000}
+    sizes = {"num_blocks": 41, "num_state_rows": 6, "max_model_len": 100, "block_bytes": 1000}
+    sizes["state_row_bytes"] = 3000
     plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
-    assert plan_shelf(43_000, plan, 4) == HostPlan(7, 28)
-    assert plan_shelf(5999, plan, 4) == HostPlan(0, 0)
-    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == HostPlan(0, 0)
+    assert plan_shelf(43_000, plan, 4) == (7, 28)
+    assert plan_shelf(5999, plan, 4) == (0, 0)
+    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +170,23 @@ def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], d
     assert shelf_bytes(config, device, 10 << 30, 2) == of_two
 
 
+def spec_of(**given: Any) -> EngineSpec:
+    """That of the checkpoint that ships on a GPU."""
+    config = EngineConfig(device="cpu", **given)
+    spec = resolve(config, read_model_config(config.model), 4096)
+    return replace(spec, device=torch.device("cuda", 0))
+
+
 def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
     gib = 1 << 30
-    plan = MemoryPlan(1001, 9, 1 << 23, 1 << 27, 8, 1 << 26)
+    plan = MemoryPlan(1001, 9, 10**4, 1 << 23, 1 << 27, 8, 1 << 26)
 
     def sizes(**given: Any) -> list[float]:
         caplog.clear()
-        config = EngineConfig(block_size=64, **given)
-        host, shelf = plan_host_memory(config, "cuda", plan, 40 * gib)
-        host_bytes = host.num_records * plan.state_row_bytes + host.num_blocks * plan.block_bytes
-        shelf_sum = shelf.num_records * plan.checkpoint_bytes + shelf.num_blocks * plan.block_bytes
+        full = plan_host_memory(spec_of(block_size=64, **given), plan, 40 * gib)
+        assert full.num_blocks == plan.num_blocks
+        host_bytes = full.host_records * plan.state_row_bytes + full.host_blocks * plan.block_bytes
+        shelf_sum = full.shelf_records * plan.checkpoint_bytes + full.shelf_blocks * plan.block_bytes
         return [host_bytes / gib, shelf_sum / gib]
 
     with caplog.at_level("INFO"):
@@ -184,9 +200,9 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert sizes(offload_gb=38, prefix_cache=False) == [38, 0]
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
-    config, part = EngineConfig(block_size=64, offload_gb=12), EngineConfig(block_size=64, offload_gb=6)
-    places = ("cuda", plan, 20 * gib)
-    assert plan_host_memory(config, *places, world=2) == plan_host_memory(part, *places)
+    spec, part = spec_of(block_size=64, offload_gb=12), spec_of(block_size=64, offload_gb=6)
+    of_two = replace(spec, exchange=exchanges(2)[1])
+    assert plan_host_memory(of_two, plan, 20 * gib) == plan_host_memory(part, plan, 20 * gib)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
 
@@ -215,9 +231,10 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
 def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
     # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
-    config: Any = SimpleNamespace(max_batch=32, block_size=64)
+    config = SimpleNamespace(max_batch=32, block_size=64)
+    spec: Any = SimpleNamespace(config=config, part=model, device=torch.device(device))
     tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
-    assert length_bytes(config, model, device, 2**18, 128) == tables + parts * 258 * 4
+    assert length_bytes(spec, 2**18, 128) == tables + parts * 258 * 4
 
 
 MIB = 2**20
@@ -356,3 +373,20 @@ def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
         plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
     with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):
         plan_memory(2 << 34, SHAPE_27B, prefix_cache_bytes=1000, **numbers)
+
+
+def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
+    """And no other: of each field of Limits the number is found in one of the two, by its name."""
+    spec = spec_of(max_batch=3, max_model_len=4096, num_blocks=20)
+    plan = resolve_memory(spec, free_bytes=1 << 30, host_bytes=1 << 30, draft_head_bytes=0, most_rows=24)
+    limits = limits_of(spec, plan)
+    assert (limits.max_model_len, limits.longest, plan.max_model_len) == (4096, 19 * 64, 19 * 64)
+    assert (limits.prefix_step, limits.mtp_step, limits.max_pieces) == (64, spec.mtp_step, spec.max_pieces)
+    both = {"max_model_len", "prefix_step"}
+    for one in fields(limits):
+        if one.name not in both:
+            places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]
+            assert getattr(limits, one.name) == getattr(places[0], one.name), one.name
+    assert limits.num_checkpoints > 0
+    assert limits.shelf_records > 0
+    assert limits.host_records > 0

@@ -12,9 +12,17 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.artifacts import KEY_NAME
-from compiled_mtp.runner.graph_choice import choose_compiled, choose_graph_mode
+from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode, resolve
 
 SMALL, LARGE = 10 << 20, 2 << 30
+
+
+def spec_of(monkeypatch: pytest.MonkeyPatch, device: str, **options: Any) -> EngineSpec:
+    """The spec of the checkpoint that ships on a device that need not be there."""
+    monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: torch.device(device))
+    config = EngineConfig(**options)
+    return resolve(config, read_model_config(config.model), 4096)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +45,9 @@ SMALL, LARGE = 10 << 20, 2 << 30
     ],
 )
 def test_the_form_follows_the_config_and_then_the_model(
-    options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str, weight_bytes: int, mode: str | None
 ) -> None:
-    config, place = EngineConfig(**options), torch.device(device)
-    is_compiled = choose_compiled(config, place)
-    assert choose_graph_mode(config, place, weight_bytes, is_compiled=is_compiled) == mode
+    assert choose_graph_mode(spec_of(monkeypatch, device, **options), weight_bytes) == mode
 
 
 @pytest.mark.parametrize(
@@ -55,15 +61,37 @@ def test_the_form_follows_the_config_and_then_the_model(
         ({"graph_cache": Path("made.zip"), "compile": "off"}, "cpu", False),
     ],
 )
-def test_a_cpu_compiles_only_when_told_to(options: dict[str, Any], device: str, is_compiled: bool) -> None:
-    assert choose_compiled(EngineConfig(**options), torch.device(device)) is is_compiled
+def test_a_cpu_compiles_only_when_told_to(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str, is_compiled: bool
+) -> None:
+    assert spec_of(monkeypatch, device, **options).is_compiled is is_compiled
 
 
 @pytest.mark.parametrize("made_for", ["replay", "reduce-overhead"])
-def test_auto_is_what_the_cache_was_made_for(tmp_path: Path, made_for: str) -> None:
+def test_auto_is_what_the_cache_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_for: str
+) -> None:
     file = tmp_path / "graphs.zip"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(KEY_NAME, json.dumps({"graph_mode": made_for}))
-    config, place = EngineConfig(graph_cache=file), torch.device("cuda")
+    spec = spec_of(monkeypatch, "cuda", graph_cache=file)
     for weight_bytes in (SMALL, LARGE):
-        assert choose_graph_mode(config, place, weight_bytes, is_compiled=True) == made_for
+        assert choose_graph_mode(spec, weight_bytes) == made_for
+
+
+def test_to_resolve_sets_nothing_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_to: list[Any] = []
+    monkeypatch.setattr("torch.set_num_threads", set_to.append)
+    monkeypatch.setattr("compiled_mtp.runner.spec.use_reference", set_to.append)
+    with caplog.at_level("INFO"):
+        spec = spec_of(monkeypatch, "cpu", num_threads=1, reference_ops="sample", graph_mode="replay")
+        assert (set_to, caplog.messages) == ([], [])
+        apply(spec)
+    assert set_to == [1, ("sample",)]
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "running uncompiled",
+        "on their reference",
+    ]
+    assert resolve(spec.config, spec.model, 4096) == spec

@@ -37,7 +37,7 @@ def expected() -> dict[tuple[str, int, int], list[int]]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     engine = Engine(EngineConfig(device="cpu"))
-    with running(engine, CHECKPOINT, engine.runner.max_model_len, drain_timeout_s=60) as found:
+    with running(engine, CHECKPOINT, engine.runner.memory.max_model_len, drain_timeout_s=60) as found:
         yield found
 
 
@@ -131,5 +131,5 @@ def test_a_signal_in_the_middle_loses_no_finished_token(expected: dict[Any, list
             server.server.should_exit = True
             return await asyncio.gather(*tasks)
 
-    with running(engine, CHECKPOINT, engine.runner.max_model_len, drain_timeout_s=60) as server:
+    with running(engine, CHECKPOINT, engine.runner.memory.max_model_len, drain_timeout_s=60) as server:
         assert asyncio.run(run(server)) == list(expected.values())[:10]

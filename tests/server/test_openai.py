@@ -54,7 +54,7 @@ def alone() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Running]:
     engine = Engine(EngineConfig(device="cpu", mtp_step=3))
-    with running(engine, CHECKPOINT, engine.runner.max_model_len) as server:
+    with running(engine, CHECKPOINT, engine.runner.memory.max_model_len) as server:
         yield server
 
 

@@ -6,6 +6,7 @@ import gc
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class FakeEngine:
     num_threads = None
 
     def __init__(self, config: EngineConfig, *, front: Any) -> None:
-        self.runner = type("FakeRunner", (), {"max_model_len": 99})
+        self.runner = SimpleNamespace(memory=SimpleNamespace(max_model_len=99))
 
 
 @pytest.fixture

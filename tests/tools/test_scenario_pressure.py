@@ -50,7 +50,7 @@ def test_nothing_is_printed_for_other_tokens_on_a_short_pool(
 
     def wrong(engine: Any, options: Any, seed: int) -> Any:
         streams, line = run(engine, options, seed)
-        streams[1][-1] ^= engine.runner.num_blocks == 4
+        streams[1][-1] ^= engine.runner.memory.num_blocks == 4
         return streams, line
 
     monkeypatch.setattr(tool, "decode", wrong)

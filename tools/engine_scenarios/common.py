@@ -16,7 +16,8 @@ from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.frontend.checkpoint import make_front, open_front
+from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.processor import Front
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
 
@@ -122,7 +123,7 @@ def open_engine(
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)
-    front = make_front(config, folder or flags.model, model, tokenizer)
+    front = Front(folder or flags.model, model, tokenizer, config.resolve_max_model_len(model))
     return kind(config, front=front, fill=fill_same)
 
 
@@ -139,5 +140,5 @@ def in_turn(ways: Sequence[T], turn: int) -> list[T]:
 
 def device_name(engine: Engine) -> str:
     """The GPU's name, or cpu."""
-    device = engine.runner.device
+    device = engine.runner.spec.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

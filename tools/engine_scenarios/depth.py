@@ -39,7 +39,9 @@ from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.spec import resolve
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from engine_scenarios import common
@@ -105,7 +107,8 @@ class Bench:
     def __init__(self, config: EngineConfig, shape: str | None, clock: Callable[[], float]) -> None:
         model = common.shape_config(shape) if shape is not None else read_model_config(config.model)
         fill = None if shape is None else common.fill_same
-        self.runner = Runner(config, model, model.vocab_size, fill=fill)
+        spec = resolve(config, model, model.vocab_size, is_checkpoint=fill is None)
+        self.runner = Runner(spec, fill=fill)
         depths, first = config.depths, first_depth(config.depths)
         buckets = self.runner.programs.buckets
         sizes = [b.groups for b in buckets if b.shape == (first, first)]
@@ -113,16 +116,16 @@ class Bench:
         self.clock = clock
         self.policy = DepthPolicy(depths, sizes, clock)
         self.way = AUTO
-        self.scheduler = Scheduler(
+        limits = Limits(
             max_batch=config.max_batch,
-            num_blocks=self.runner.num_blocks,
+            num_blocks=self.runner.memory.num_blocks,
             block_size=config.block_size,
-            max_model_len=self.runner.max_model_len,
-            prefill_chunk=config.resolve_prefill_chunk("cuda", self.runner.model_config),
-            mtp_step=self.runner.step.mtp_step,
-            max_in_flight=self.runner.max_in_flight,
-            depth=self._choose,
+            max_model_len=self.runner.memory.max_model_len,
+            prefill_chunk=spec.prefill_chunk,
+            mtp_step=spec.mtp_step,
+            max_in_flight=spec.max_in_flight,
         )
+        self.scheduler = Scheduler(limits, depth=self._choose)
         self.requests: list[Request] = []
         self._num_tokens = 0
         self._rate: float | None = config.synthetic_acceptance
@@ -146,6 +149,7 @@ class Bench:
         for index, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=index)
             self.requests.append(Request(f"{index}", list(prompt), params))
+            self.scheduler.limits.fit(self.requests[-1])
             self.scheduler.add(self.requests[-1])
         while len(self.scheduler.running) < len(self.requests):
             self._step()

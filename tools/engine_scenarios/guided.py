@@ -113,7 +113,7 @@ class Bench:
         self.engine = open_engine(flags, folder)
         self.start_s = time.perf_counter() - begin
         self.temperature = flags.temperature
-        self.max_tokens = self.engine.runner.max_model_len - flags.context
+        self.max_tokens = self.engine.runner.memory.max_model_len - flags.context
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         texts = [make_prompt(number, 8 * flags.context) for number in range(max(flags.batch))]

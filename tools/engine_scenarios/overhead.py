@@ -259,7 +259,7 @@ def serving(engine: Engine, model: Path) -> Iterator[int]:
     """Serve the engine from a thread of its own; yields the port."""
     assert engine.tokenizer is not None
     config = ServerConfig(served_model_name="m", prompt_workers=1, drain_timeout_s=1.0)
-    service = make_service(engine, engine.tokenizer, model, engine.runner.max_model_len, config)
+    service = make_service(engine, engine.tokenizer, model, engine.runner.memory.max_model_len, config)
     server = Server(service)
     switch_interval_s = sys.getswitchinterval()
     settle_interpreter()

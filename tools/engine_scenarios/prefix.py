@@ -119,7 +119,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         max_batch=1,
         num_blocks=(2 + flags.repeats) * -(-longest // 64) + 1,
     )
-    chunk = engine.config.resolve_prefill_chunk(engine.runner.device.type, engine.model_config)
+    chunk = engine.runner.spec.prefill_chunk
     params = SamplingParams(max_tokens=flags.max_tokens, temperature=0.8, seed=1, ignore_eos=True)
     rng, vocab_size = random.Random(0), engine.model_config.vocab_size
     prompts = common.draw_prompts(rng, flags.repeats, length, vocab_size)
@@ -143,6 +143,6 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "snapshot_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
         "mtp_step": flags.mtp_step,
         "prefill_chunk": chunk,
-        "device": str(engine.runner.device),
+        "device": str(engine.runner.spec.device),
         "repeats": flags.repeats,
     }

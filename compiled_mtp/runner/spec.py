@@ -1,0 +1,273 @@
+"""EngineSpec: what follows from an engine's configs and its device before anything is loaded, named once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from compiled_mtp.cache.kv_cache import resolve_kv_dtype
+from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import fail
+from compiled_mtp.graphs.artifacts import read_key
+from compiled_mtp.graphs.buckets import RoundShape, piece_limit
+from compiled_mtp.graphs.compile import GraphMode
+from compiled_mtp.model_config import NOT_TRACED, ModelConfig
+from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.draft_head import DraftHeadPlan
+from compiled_mtp.models.draft_vocabulary import choose_draft_ids
+from compiled_mtp.models.shards import with_prompt_rows
+from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
+from compiled_mtp.models.weights import read_formats
+from compiled_mtp.ops.fp8 import converts_fp8
+from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.spec.depth import first_depth
+
+logger = logging.getLogger(__name__)
+
+# Of stored weights. Below, waiting for each other at every operator costs threads more than they save: the
+# checkpoint that ships, of 22 MB, decodes at 1.6 times the speed with one thread as with two on two idle
+# cores, and on busy ones at many times.
+_LEAST_THREADED_BYTES = 64 << 20
+# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
+# a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
+_LEAST_TREE_BYTES = 1 << 30
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _format_names(formats: Formats) -> Mapping[str, str]:
+    return {name: form.name for name, form in sorted(formats.items())}
+
+
+def _draft_rows(plan: DraftHeadPlan) -> Mapping[str, int | bool | None]:
+    return {"num_ids": plan.num_ids, "is_fp8": plan.is_fp8}
+
+
+def _kind(exchange: Exchange | None) -> str | None:
+    return None if exchange is None else exchange.kind
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What every part of an engine reads in the place of its configs; see `resolve`.
+
+    part: what this rank holds of `model`. shapes: of the rounds that will run, the last the deepest. cache:
+    the graph_cache that is used. num_threads: None for those that torch has. max_model_len: before memory
+    bounds it. prefill_chunk: the most tokens of a prompt in a launch, busy_chunk while rounds wait for it.
+    least_saved: tokens that a checkpoint near a prompt's end must save the prompt when it comes again.
+    exchange: the way to the other ranks, if any.
+
+    A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata says how.
+    """
+
+    config: EngineConfig = field(metadata=NOT_TRACED)
+    model: ModelConfig = field(metadata=NOT_TRACED)
+    part: ModelConfig = field(metadata=NOT_TRACED)
+    device: torch.device = field(metadata=NOT_TRACED)
+    dtype: torch.dtype = field(metadata={"traced": _dtype_name})
+    kv_dtype: torch.dtype = field(metadata={"traced": _dtype_name})
+    weight_recipe: Recipe | None
+    weight_formats: Formats = field(metadata={"traced": _format_names})
+    shapes: tuple[RoundShape, ...]
+    draft_head: DraftHeadPlan = field(metadata={"traced": _draft_rows})
+    num_valid_ids: int
+    max_model_len: int
+    prefill_chunk: int
+    busy_chunk: int = field(metadata=NOT_TRACED)
+    least_saved: int = field(metadata=NOT_TRACED)
+    max_in_flight: int = field(metadata=NOT_TRACED)
+    num_threads: int | None = field(metadata=NOT_TRACED)
+    is_compiled: bool = field(metadata=NOT_TRACED)
+    has_graphs: bool = field(metadata=NOT_TRACED)
+    cache: Path | None = field(metadata=NOT_TRACED)
+    exchange: Exchange | None = field(default=None, metadata={"traced": _kind})
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether what runs has fixed shapes, made ready at the start: compiled, captured or both."""
+        return self.is_compiled or self.has_graphs
+
+    @property
+    def mtp_step(self) -> int:
+        """The most drafts of a round."""
+        return self.shapes[-1].chain
+
+    @property
+    def further_depths(self) -> tuple[int, ...]:
+        """The depths that a start does not compile: 0 first, since nothing is slower than it."""
+        depths = self.config.depths
+        if self.config.mtp_step != "auto" or not self.is_compiled:
+            return ()
+        return tuple(depth for depth in depths if depth != first_depth(depths))
+
+    @property
+    def max_pieces(self) -> int:
+        """The most prompts of a launch."""
+        return piece_limit(self.prefill_chunk, self.config.max_batch)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return 0 if self.exchange is None else self.exchange.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return 1 if self.exchange is None else self.exchange.world
+
+    @property
+    def prompt_rows(self) -> bool:
+        """Whether a rank also holds some rows of what is cut by columns."""
+        return self.exchange is not None and self.exchange.keeps_prompt_rows
+
+    def own_folder(self, folder: Path) -> Path:
+        """Where this rank's saved programs are, those of one rank alone being in `folder`."""
+        if self.exchange is None:
+            return folder
+        return folder.with_name(f"{folder.name}_{self.rank}_of_{self.world}")
+
+    def agree(self, value: int) -> int:
+        """The least `value` of all ranks: what follows from it must be the same on each."""
+        return value if self.exchange is None else self.exchange.least(value)
+
+    def of_rank(self, exchange: Exchange) -> EngineSpec:
+        """The spec of one of the ranks that `exchange` connects, from that of the whole engine."""
+        is_cuda, formats = self.device.type == "cuda", self.weight_formats
+        return replace(
+            self,
+            exchange=exchange,
+            device=torch.device("cuda", exchange.rank) if is_cuda else self.device,
+            part=self.model.shard(exchange.rank, exchange.world),
+            weight_formats=with_prompt_rows(formats) if exchange.keeps_prompt_rows else formats,
+        )
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, num_valid_ids: int, *, is_checkpoint: bool = True
+) -> EngineSpec:
+    """Settle what the configs leave open, for an engine of one process; `of_rank` for one of several.
+
+    is_checkpoint: weights come from the checkpoint's files, whose headers are read. Sets nothing: that is
+    `apply`'s. Raises ValueError for what does not fit.
+    """
+    device = resolve_device(config.device)
+    kind, path = device.type, config.model if is_checkpoint else None
+    dtype = getattr(torch, config.resolve_dtype(kind, model))
+    recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
+    shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
+    num_threads = config.num_threads
+    if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
+        num_threads = 1
+    return EngineSpec(
+        config=config,
+        model=model,
+        part=model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
+        weight_recipe=recipe,
+        weight_formats=read_formats(model, path, device, recipe),
+        shapes=shapes,
+        draft_head=_plan_draft_head(config, model, num_valid_ids, device),
+        num_valid_ids=num_valid_ids,
+        max_model_len=config.resolve_max_model_len(model),
+        prefill_chunk=config.resolve_prefill_chunk(kind, model),
+        busy_chunk=config.resolve_busy_chunk(kind, model),
+        least_saved=config.resolve_least_saved(kind),
+        max_in_flight=config.resolve_max_in_flight(kind),
+        num_threads=num_threads,
+        is_compiled=_chooses_compiled(config, kind),
+        has_graphs=_has_graphs(config, kind),
+        cache=None if config.compile == "off" else config.graph_cache,
+    )
+
+
+def apply(spec: EngineSpec) -> None:
+    """Set threads and operators of the process, and say what the config may not have meant."""
+    config = spec.config
+    if not spec.is_compiled and config.compile == "auto":
+        # A caller who chose a graph mode or shapes to compile wanted compiled code.
+        is_wanted = config.graph_mode not in ("auto", "off") or config.batch_sizes is not None
+        logger.log(
+            logging.WARNING if is_wanted else logging.INFO,
+            "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
+        )
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
+    use_reference(config.reference_ops)
+    if config.reference_ops:
+        logger.warning("on their reference: %s", ", ".join(config.reference_ops))
+    if spec.cache is not config.graph_cache:
+        logger.warning("running uncompiled: with compile=off graph_cache is not used")
+
+
+def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
+    """How steps become CUDA graphs; None where they do not.
+
+    "auto" is what a graph_cache was made for; without one torch's CUDA-graph trees, where a step is long
+    enough to hide what they do between two of them. What is not compiled is captured by hand, and so is what
+    several ranks run: trees would capture, or not, on each rank as they see fit.
+    """
+    mode = spec.config.graph_mode
+    if not spec.has_graphs:
+        return None
+    if not spec.is_compiled or spec.exchange is not None:
+        return "replay"
+    if mode != "auto":
+        assert mode != "off"
+        return mode
+    if spec.cache is not None:
+        stored: GraphMode | None = read_key(spec.cache).get("graph_mode", "replay")
+        return stored
+    return "reduce-overhead" if weight_bytes >= _LEAST_TREE_BYTES else "replay"
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `name` stands for. Raises ValueError for a GPU that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _chooses_compiled(config: EngineConfig, device_type: str) -> bool:
+    """Whether steps are compiled: a newcomer's first run on a CPU starts at once, uncompiled."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    return device_type != "cpu" or config.graph_cache is not None
+
+
+def _has_graphs(config: EngineConfig, device_type: str) -> bool:
+    """Whether steps become CUDA graphs, compiled or not.
+
+    An operator's reference may read values on the host, which no graph can: "auto" leaves graphs out then.
+    """
+    if config.graph_mode == "auto" and config.reference_ops:
+        return False
+    return device_type != "cpu" and config.graph_mode != "off"
+
+
+def _plan_draft_head(
+    config: EngineConfig, model: ModelConfig, num_valid_ids: int, device: torch.device
+) -> DraftHeadPlan:
+    """Which head drafts read. Raises ValueError for a file of ids that does not fit, and for FP8 on a GPU
+    that cannot convert it."""
+    ids = choose_draft_ids(config.draft_vocab, num_valid_ids, model.eos_token_ids)
+    is_fp8 = config.draft_head_dtype != "auto"
+    if is_fp8 and device.type == "cuda" and not converts_fp8(device):
+        remedy = "its kernels need compute capability 8.9, pass auto"
+        raise fail("draft_head_dtype", "be auto on this GPU", config.draft_head_dtype, remedy)
+    return DraftHeadPlan(ids, is_fp8) if config.depths[-1] else DraftHeadPlan(None, False)
+
+
+def _is_small(path: Path) -> bool:
+    """Whether threads cost more than they save."""
+    return sum(weight.num_bytes for weight in read_stored(path).values()) < _LEAST_THREADED_BYTES
