@@ -62,14 +62,17 @@ def traced_settings(config: EngineConfig) -> Mapping[str, Any]:
 
 
 def traced_paths() -> list[Path]:
-    """The rooms of this package that saved programs were traced from: all that their module imports."""
+    """The rooms of this package that saved programs were traced from: all that their modules import."""
     package = Path(__file__).parents[1]
-    found, waiting = set[Path](), {package / "runner" / "programs.py"}
+    runner = package / "runner"
+    roots = {runner / name for name in ("programs.py", "program_maker.py", "static_inputs.py")}
+    found, waiting = set[Path](), set(roots)
     while waiting:
         path = waiting.pop()
         found.add(path)
         for file in path.rglob("*.py") if path.is_dir() else (path,):
             rooms = [package / name for name in _IMPORTED.findall(file.read_text(encoding="utf-8"))]
             waiting |= {room if room.is_dir() else room.with_suffix(".py") for room in rooms}
-        waiting -= found
+        # What else the runner's room holds decides what is launched, and no traced code.
+        waiting -= found | {runner}
     return sorted(found)

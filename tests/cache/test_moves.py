@@ -282,7 +282,7 @@ def test_memory_for_the_host_tier_of_a_cpu_is_planned(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compiled_mtp.runner.assemble.available_bytes", lambda: 1 << 29)
-    assert make_runner(checkpoint, offload_gb=0.3).num_blocks == 4 * BLOCKS_EACH + 1
+    assert make_runner(checkpoint, offload_gb=0.3).memory.num_blocks == 4 * BLOCKS_EACH + 1
     with pytest.raises(ValueError, match=r"^free memory must hold .* of caches"):
         make_runner(checkpoint, offload_gb=0.5)
 

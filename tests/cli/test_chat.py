@@ -31,7 +31,7 @@ class Talker:
 
     num_threads = None
     weight_recipe = None
-    limits = types.SimpleNamespace(max_model_len=100)
+    max_model_len = 100
 
     def __init__(self) -> None:
         self.script: list[str] = []

@@ -352,9 +352,7 @@ def test_depths_phases_and_moves(directories: dict[str, Path], graph_mode: str, 
 def test_phases_become_graphs_after_their_first_run(graph_mode: str) -> None:
     """Grammars and log probabilities, in company and alone, give the tokens of uncompiled rounds."""
     params = [
-        SamplingParams(
-            max_tokens=COUNT, temperature=0.8, seed=1, guided_regex="([a-z]+ = [0-9]+\n){99}"
-        ),
+        SamplingParams(max_tokens=COUNT, temperature=0.8, seed=1, guided_regex="([a-z]+ = [0-9]+\n){99}"),
         SamplingParams(max_tokens=COUNT, temperature=0.8, seed=2, ignore_eos=True, logprobs=3),
         SamplingParams(max_tokens=COUNT, temperature=0.0, seed=3, ignore_eos=True),
     ]

@@ -249,8 +249,9 @@ def test_the_key_holds_what_became_of_a_setting() -> None:
 def test_the_digest_covers_what_traced_code_imports() -> None:
     """Rooms below the step, and none that only decides what is launched."""
     names = [path.name for path in traced_paths()]
-    rooms = ["cache", "communicators", "graphs", "models", "ops", "rounds"]
-    modules = ["errors.py", "model_config.py", "plan.py", "programs.py", "step.py"]
+    rooms = ["cache", "communicators", "gguf", "graphs", "models", "ops", "rounds"]
+    modules = ["errors.py", "model_config.py", "plan.py", "step.py", "step_output.py"]
+    modules += ["program_maker.py", "programs.py", "static_inputs.py"]
     assert sorted(names) == sorted(rooms + modules)
 
 

@@ -40,13 +40,13 @@ QUICKLY = """
 import gc
 gc.disable()
 import torch._inductor.config as inductor
-from compiled_mtp.runner import programs
-save = programs.save_program
+from compiled_mtp.runner import program_maker
+save = program_maker.save_program
 def save_quickly(function, *rest):
     as_called = {"fallback_by_default": function.__name__ != "decode"}
     with inductor.patch(as_called if hasattr(inductor, "fallback_by_default") else {}):
         save(function, *rest)
-programs.save_program = save_quickly
+program_maker.save_program = save_quickly
 """
 # Every rank does it.
 FIRST_PROCESS = f"""

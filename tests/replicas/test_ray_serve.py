@@ -366,8 +366,11 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
 def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> Any:
     return SimpleNamespace(
         num_threads=num_threads,
-        runner=SimpleNamespace(device=SimpleNamespace(type="cpu"), max_model_len=9),
-        front=SimpleNamespace(path=model, limits=SimpleNamespace(longest=longest)),
+        runner=SimpleNamespace(
+            spec=SimpleNamespace(device=SimpleNamespace(type="cpu")), memory=SimpleNamespace(max_model_len=9)
+        ),
+        scheduler=SimpleNamespace(limits=SimpleNamespace(longest=longest)),
+        front=SimpleNamespace(path=model),
     )
 
 
