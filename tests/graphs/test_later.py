@@ -84,7 +84,7 @@ def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest
     patches = {
         "runner.assemble.check_key": lambda file, key: None,
         "runner.assemble.read_key": lambda file: {},
-        "runner.spec.read_key": lambda file: {},
+        "runner.memory.read_key": lambda file: {},
         "runner.assemble.load": lambda file: checkpoint / "unpacked",
         "runner.program_maker.load_program": load,
         "graphs.later.load_program": load,
