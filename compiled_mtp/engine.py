@@ -14,8 +14,8 @@ import torch
 
 from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.errors import check_type
-from compiled_mtp.frontend.checkpoint import open_front
-from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.checkpoint import open_frontend
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.plan import StepPlan, StepResult
@@ -95,10 +95,10 @@ class Engine:
     `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
     are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. In the place of an
     EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
-    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `front` is what `open_front`
-    gave for the same config; it is the engine's from then on. `fill` writes the weights in the place of the
-    checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine at its
-    end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
+    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `frontend` is what
+    `open_frontend` gave for the same config; it is the engine's from then on. `fill` writes the weights in
+    the place of the checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine
+    at its end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
         config: EngineConfig | str | Path | None = None,
         *,
         progress: Progress | None = None,
-        front: Front | None = None,
+        frontend: RequestProcessor | None = None,
         fill: Fill | None = None,
         save_to: Path | None = None,
         **settings: Any,
@@ -117,13 +117,13 @@ class Engine:
             from compiled_mtp.parallel.follower import follow_rank_0
 
             follow_rank_0()
-        self.front = front if front is not None else open_front(config)
+        self.frontend = frontend if frontend is not None else open_frontend(config)
         if config.tensor_parallel > 1:
             # Ranks wait for rank 0: the first grammar must not hold them up in the middle of rounds.
-            self.front.warm_up_grammars()
-        self.model_config = self.front.model_config
-        self.config = config.settle(self.model_config, self.front.path)
-        self.tokenizer = self.front.tokenizer
+            self.frontend.warm_up_grammars()
+        self.model_config = self.frontend.model_config
+        self.config = config.settle(self.model_config, self.frontend.path)
+        self.tokenizer = self.frontend.tokenizer
         vocab_size = self.model_config.vocab_size
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         make_runner: type[Runner] = Runner
@@ -190,7 +190,7 @@ class Engine:
         self, request_id: str, params: SamplingParams | None, given: Mapping[str, Any], priority: int = 0
     ) -> list[Request]:
         """The choices of a request that can run; `given` is its prompt, in one of three forms."""
-        choices = self.front.make_request(request_id, params, priority=priority, **given)
+        choices = self.frontend.make_request(request_id, params, priority=priority, **given)
         for request in choices:
             self.scheduler.limits.fit(request)
         return choices
@@ -234,9 +234,11 @@ class Engine:
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
-        for piece in plan.pieces:
-            if piece.prompt_len > self.runner.spec.prefill_chunk:
-                self._progress("prefill", piece.start + len(piece.token_ids), piece.prompt_len)
+        for prompt_chunk in plan.prompt_chunks:
+            if prompt_chunk.prompt_len > self.runner.spec.prefill_chunk:
+                self._progress(
+                    "prefill", prompt_chunk.start + len(prompt_chunk.token_ids), prompt_chunk.prompt_len
+                )
 
     def _run_next(self) -> StepPlan | None:
         """Take what has come, plan, launch and read; return the plan."""
@@ -428,8 +430,8 @@ class Engine:
         """What the engine holds now, and sums over finished requests. May be called from any thread."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory = self.runner.memory
-        checkpoints_bytes = prefix.index.num_checkpoints_used * memory.checkpoint_bytes
-        shelf_bytes = prefix.shelf.num_records_used * memory.checkpoint_bytes
+        checkpoints_bytes = prefix.index.num_checkpoints_used * memory.snapshot_bytes
+        prefix_tier_bytes = prefix.prefix_host.num_records_used * memory.snapshot_bytes
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self._inbox),
@@ -446,9 +448,9 @@ class Engine:
             prefix_evictions=prefix.index.num_evictions,
             prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
             prefix_host_hits=prefix.num_host_hits,
-            prefix_host_bytes=shelf_bytes + prefix.shelf.num_blocks_used * memory.block_bytes,
+            prefix_host_bytes=prefix_tier_bytes + prefix.prefix_host.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
-            withdrawals=self.scheduler.num_withdrawn,
+            withdrawals=self.scheduler.num_recomputed,
         )
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ class Place(NamedTuple):
     left does: in a checkpoint of the device or a record of the host's shelf.
     """
 
-    tier: Literal["slot", "checkpoint", "host", "shelf"]
+    tier: Literal["slot", "snapshot", "host", "prefix_host"]
     number: int
 
 
@@ -114,7 +114,7 @@ class BlockUpdate(NamedTuple):
     block_id: int
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """What a prefill launch takes of one prompt: token_ids stand at positions start, start + 1, ... of a
     prompt of prompt_len tokens.
 
@@ -130,7 +130,7 @@ class Piece(NamedTuple):
     prompt_len: int
     is_last: bool = False
     next_ids: tuple[int, ...] = ()
-    mark: int = 0
+    snapshot_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class StepPlan:
     """One launch: pieces of prompts, a decode round of several requests or one phase of it, or moves alone.
 
     Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
-    prefill: `pieces`, one a slot; those with is_last also emit a first token and leave shape.chain drafts.
-    first: the first token of one request, and shape.chain drafts, after all pieces of its prompt without
-    is_last: where the token needs a mask or its log probability is wanted.
+    prefill: `prompt_chunks`, one a slot; those with is_last also emit a first token and leave shape.chain
+    drafts. first: the first token of one request, and shape.chain drafts, after all pieces of its prompt
+    without is_last: where the token needs a mask or its log probability is wanted.
     decode: every slot is verified on shape.verify + 1 rows and shape.chain new drafts are left. num_drafts of
     those that are verified were made as drafts; behind them stands id 0.
     verify, accept: the two phases of such a round, with other launches between them if need be; verify ends
@@ -164,7 +164,7 @@ class StepPlan:
     shape: RoundShape = NO_DRAFTS
     num_drafts: int = 0
     catches_up: bool = False
-    pieces: tuple[Piece, ...] = ()
+    prompt_chunks: tuple[PromptChunk, ...] = ()
     moves: tuple[Move, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
     logprobs: int = -1
@@ -176,12 +176,12 @@ class StepPlan:
     @property
     def ended(self) -> list[int]:
         """Of a prefill, the indices of those in `slots` whose first token it emits."""
-        return [index for index, piece in enumerate(self.pieces) if piece.is_last]
+        return [index for index, prompt_chunk in enumerate(self.prompt_chunks) if prompt_chunk.is_last]
 
     @property
     def next_ids(self) -> tuple[int, ...]:
         """Of a prefill, those of a piece that goes alone."""
-        return self.pieces[0].next_ids if len(self.pieces) == 1 else ()
+        return self.prompt_chunks[0].next_ids if len(self.prompt_chunks) == 1 else ()
 
 
 class RowLogprobs(NamedTuple):

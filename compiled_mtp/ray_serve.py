@@ -20,11 +20,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.replicas.config import (
     ReplicaConfig,
-    check_door,
+    check_access,
     check_proxy,
     check_seed,
     find_inert,
@@ -138,9 +138,9 @@ class EngineReplica:
         config = EngineConfig(**engine_fields)
         # Before anything of it is read: the front reads files too.
         files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
-        front = open_front(config)
-        engine = Engine(config, front=front)
-        front.warm_up_grammars()
+        frontend = open_frontend(config)
+        engine = Engine(config, frontend=frontend)
+        frontend.warm_up_grammars()
         metrics = Metrics()
         metrics.set_stats(engine.stats())
         self._replica_id = _import_ray("ray.serve").get_replica_context().replica_id.unique_id
@@ -206,7 +206,7 @@ class Ingress:
         self._settings = ReplicaConfig(**settings_fields)
         self._engine_config = EngineConfig(**engine_fields)
         self._server = name_model(ServerConfig(**server_fields), self._engine_config)
-        check_door(self._server)
+        check_access(self._server)
         if has_keys and not self._server.read_keys():
             # It is not among the arguments, which Ray shows.
             raise ValueError(
@@ -231,9 +231,9 @@ class Ingress:
         settings, config, server = self._settings, self._engine_config, self._server
         told = await asyncio.to_thread(_count_replicas)
         check_seed(config, told["Ingress"])
-        front = open_front(config)
-        if front.tokenizer is None:
-            raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
+        frontend = open_frontend(config)
+        if frontend.tokenizer is None:
+            raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download it whole")
         described = await self._engines.describe.remote()
         streaming = self._engines.options(method_name="decode", stream=True)
         self._engine = ReplicatedEngine(
@@ -242,13 +242,13 @@ class Ingress:
             RelayLimits(settings.max_failovers, settings.start_timeout_s, settings.silence_timeout_s),
             seed=config.seed,
             # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
-            chunk=config.resolve_prefill_chunk("cpu", front.model_config),
+            chunk=config.resolve_prefill_chunk("cpu", frontend.model_config),
             num_chunks=settings.prefix_chunks,
             max_open=server.max_open,
             stream_buffer=server.stream_buffer,
         )
         service = assemble_service(
-            self._engine, self._metrics, front.tokenizer, front.path, described["max_model_len"], server
+            self._engine, self._metrics, frontend.tokenizer, frontend.path, described["max_model_len"], server
         )
         _set_bounds(told, self._engine, service.prompts, server.max_open)
         period_s = settings.stats_period_s

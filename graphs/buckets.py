@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
-from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
 
 PREFILL_MULTIPLE = 64
 """Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
@@ -114,18 +114,18 @@ def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
     return tuple(count * PREFILL_MULTIPLE for count in _doubling(prefill_chunk // PREFILL_MULTIPLE))
 
 
-def piece_limit(length: int, max_batch: int) -> int:
+def prompt_chunk_limit(length: int, max_batch: int) -> int:
     """Return how many pieces of prompts a launch of `length` rows holds: what is short has little time for
     pieces that are not there.
     """
-    return max(min(length // _LEAST_ROWS_EACH, max_batch, MAX_PIECES), 1)
+    return max(min(length // _LEAST_ROWS_EACH, max_batch, MAX_PROMPT_CHUNKS), 1)
 
 
 def lay_out(counts: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Return the first rows of pieces of `counts` tokens side by side, and the row behind the last."""
     first_rows, end = [], 0
     for count in counts:
-        first_rows.append(-(-end // PIECE_MULTIPLE) * PIECE_MULTIPLE)
+        first_rows.append(-(-end // PROMPT_CHUNK_MULTIPLE) * PROMPT_CHUNK_MULTIPLE)
         end = first_rows[-1] + count
     return tuple(first_rows), end
 
@@ -137,9 +137,9 @@ def pick_prefill_length(lengths: Sequence[int], num_rows: int, num_pieces: int, 
     """
     _check("num_rows", num_rows, 1)
     for length in lengths:
-        if length >= num_rows and piece_limit(length, max_batch) >= num_pieces:
+        if length >= num_rows and prompt_chunk_limit(length, max_batch) >= num_pieces:
             return length
-    most = (lengths[-1], piece_limit(lengths[-1], max_batch))
+    most = (lengths[-1], prompt_chunk_limit(lengths[-1], max_batch))
     raise ValueError(
         f"num_rows and num_pieces must be at most {most[0]} and {most[1]}, got {num_rows} and {num_pieces}; "
         "prefill them in chunks"

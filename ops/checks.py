@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.pieces import MAX_PIECES
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
 
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
@@ -50,5 +50,5 @@ def wrong_layout(name: str, tensor: torch.Tensor, is_contiguous: bool) -> ValueE
 
 def check_pieces(count: int) -> None:
     """Raise ValueError for a number of pieces of prompts that no launch has."""
-    if not 1 <= count <= MAX_PIECES:
-        raise fail("pieces", f"be 1 to {MAX_PIECES}", count, "share them out among launches")
+    if not 1 <= count <= MAX_PROMPT_CHUNKS:
+        raise fail("pieces", f"be 1 to {MAX_PROMPT_CHUNKS}", count, "share them out among launches")

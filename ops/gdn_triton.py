@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.pieces import MAX_PIECES
-from compiled_mtp.ops.pieces_triton import pieces_of_rows
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
+from compiled_mtp.ops.prompt_chunks_triton import pieces_of_rows
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -185,7 +185,7 @@ def launch_gated_norm(
         out, z, norm_weight, length, first_row, y, z.stride(0), pairs,
         0 if first_row is None else first_row.shape[0], eps,
         NV=heads, DV=width, PAIRS=NORM_PAIRS, SIGMOID=gate_activation == "sigmoid", PDL=has_pdl,
-        RESIDENT=resident, MOST=MAX_PIECES, num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
+        RESIDENT=resident, MOST=MAX_PROMPT_CHUNKS, num_warps=NORM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     return y
 

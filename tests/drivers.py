@@ -20,9 +20,9 @@ from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
     Move,
-    Piece,
     Place,
     PlanKind,
+    PromptChunk,
     Release,
     SlotSampling,
     StepPlan,
@@ -162,7 +162,7 @@ class Driver:
         for begin in range(0, len(prompt), chunk):
             token_ids = tuple(prompt[begin : begin + chunk])
             is_last = begin + chunk >= len(prompt) and not is_first_apart
-            pieces = (Piece(token_ids, begin, len(prompt), is_last),)
+            prompt_chunks = (PromptChunk(token_ids, begin, len(prompt), is_last),)
             shape = RoundShape(0, chain if is_last else 0)
             self.run(
                 "prefill",
@@ -170,7 +170,7 @@ class Driver:
                 moves=moves,
                 block_updates=updates,
                 shape=shape,
-                pieces=pieces,
+                prompt_chunks=prompt_chunks,
             )
             moves, updates = (), ()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.cache.lane import Lane, _UnderWay
+from compiled_mtp.cache.copy_stream import CopyStream, _UnderWay
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
@@ -43,7 +43,7 @@ def make_engine(
         # Blocks that several hold, or are kept for others, have what a request resumes from.
         pool = engine.scheduler.pool
         # What the prefix cache gives up leaves before it is written.
-        spills = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "shelf")
+        spills = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "prefix_host")
         failed = carry_out(replace(plan, moves=spills, block_updates=()))
         poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
         return failed + carry_out(replace(plan, moves=plan.moves[len(spills) :]))
@@ -52,7 +52,7 @@ def make_engine(
     return engine
 
 
-class LateLane(Lane):
+class LateCopyStream(CopyStream):
     """Reports every copy some results late, as a stream of a GPU does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,9 @@ def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = la
     # After a launch was lost a plan says again which blocks are owned: those hold keys already.
     table, block_size = step.slots.block_table, step.kv_cache.block_size
     # What a prompt resumes behind stays, even if the cache gives it up in the same plan.
-    starts = {slot: piece.start for slot, piece in zip(plan.slots, plan.pieces, strict=False)}
+    starts = {
+        slot: prompt_chunk.start for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=False)
+    }
     own = [u for u in plan.block_updates if u.column * block_size >= starts.get(u.slot, 0)]
     changed = [u.block_id for u in own if int(table[u.slot, u.column]) != u.block_id]
     new = [block for block in changed if not is_shared(block)]
@@ -120,7 +122,7 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
                 following = stream[done + k] if done + k < len(stream) else 0
                 drafts.append(following if k < right else (following + 1) % step.num_valid_ids)
                 step.slots.drafts[slot, k] = drafts[-1]
-            engine.scheduler._holdings.owners[slot].drafts = drafts
+            engine.scheduler._resources.owners[slot].drafts = drafts
 
     def forced_decode(slots: tuple[int, ...], shape: RoundShape) -> torch.Tensor:
         force(slots, shape.verify)

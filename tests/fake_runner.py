@@ -13,8 +13,8 @@ from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
     Draft,
-    Piece,
     Place,
+    PromptChunk,
     Release,
     RowLogprobs,
     StepPlan,
@@ -52,7 +52,7 @@ class Row:
     marks: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
-    def mark(self, position: int) -> int:
+    def snapshot_offset(self, position: int) -> int:
         """What a launch of this row writes at a position: of a prompt it depends on all up to there."""
         for token_id in self.prompt[len(self.marks) :]:
             self.marks.append(hash((self.marks[-1] if self.marks else None, token_id)))
@@ -176,7 +176,7 @@ class FakeRunner:
     def _save(self, copy: Copy) -> None:
         row = self.rows[copy.source]
         assert row.pos == len(row.prompt), "a checkpoint is of another position than its slot"
-        assert copy.target.tier == "checkpoint"
+        assert copy.target.tier == "snapshot"
         self.rows[copy.target] = Row(None, None, list(row.prompt), row.pos)
 
     def _resume(self, copy: Copy) -> None:
@@ -184,14 +184,14 @@ class FakeRunner:
         assert row.seed is not None, "a slot is filled before its request is admitted"
         assert not row.prompt
         row.prompt, row.pos = list(saved.prompt), saved.pos
-        coming = [spill for spill, _ in self.spills.values()]
-        assert copy.source not in [spill.target for spill in coming if spill.has_rows]
+        coming = [eviction for eviction, _ in self.spills.values()]
+        assert copy.source not in [eviction.target for eviction in coming if eviction.has_rows]
         for block, target in copy.blocks:
-            assert block not in [pair[1] for spill in coming for pair in spill.blocks]
-            self.kv["slot", target] = dict(self.kv["shelf", block])
+            assert block not in [pair[1] for eviction in coming for pair in eviction.blocks]
+            self.kv["slot", target] = dict(self.kv["prefix_host", block])
 
-    def _spill(self, copy: Copy) -> None:
-        assert copy.source.tier == "checkpoint"
+    def _evict(self, copy: Copy) -> None:
+        assert copy.source.tier == "snapshot"
         if self.fails_spills:
             self.failed_copies.append(copy.copy_id)
             return
@@ -199,18 +199,18 @@ class FakeRunner:
             source = self.rows[copy.source]
             self.rows[copy.target] = Row(None, None, list(source.prompt), source.pos)
         for block, target in copy.blocks:
-            self.kv["shelf", target] = dict(self.kv["slot", block])
+            self.kv["prefix_host", target] = dict(self.kv["slot", block])
         self.spills[copy.copy_id] = (copy, self.copy_delay)
 
     def _install(self, plan: StepPlan) -> None:
         for move in plan.moves:
-            if isinstance(move, Copy) and move.target.tier == "shelf":
-                self._spill(move)
+            if isinstance(move, Copy) and move.target.tier == "prefix_host":
+                self._evict(move)
                 continue
-            if isinstance(move, Copy) and move.target.tier == "checkpoint":
+            if isinstance(move, Copy) and move.target.tier == "snapshot":
                 self._save(move)
                 continue
-            if isinstance(move, Copy) and move.source.tier in ("checkpoint", "shelf"):
+            if isinstance(move, Copy) and move.source.tier in ("snapshot", "prefix_host"):
                 self._resume(move)
                 continue
             if isinstance(move, Copy):
@@ -272,10 +272,10 @@ class FakeRunner:
         assert copy.source not in busy
         assert copy.target not in busy
         # Nobody is told that a record is free.
-        free = self.scheduler._holdings._free_records
+        free = self.scheduler._resources._free_records
         for place in [place for place in self.rows if place.tier == "host" and place.number in free]:
             del self.rows[place]
-        holders = [one for one in self.scheduler._holdings.moving if one.transfer is not None]
+        holders = [one for one in self.scheduler._resources.moving if one.transfer is not None]
         is_own = [one.transfer.target for one in holders if one.transfer].count(copy.target) == 1
         if copy.target.tier == "host" and is_own:
             self.rows.pop(copy.target, None)
@@ -304,7 +304,7 @@ class FakeRunner:
         """The slots of the round whose accept is still to come; none if all its requests have ended."""
         if self.open_round is None:
             return set()
-        owners = self.scheduler._holdings.owners
+        owners = self.scheduler._resources.owners
         pairs = zip(self.open_round.slots, self.open_round.generations, strict=True)
         is_live = any(slot in owners and owners[slot].generation == generation for slot, generation in pairs)
         return {Place("slot", slot) for slot in self.open_round.slots} if is_live else set()
@@ -331,45 +331,50 @@ class FakeRunner:
             assert block > 0, f"{position} is not reserved"
             assert block not in busy, f"block {block} belongs to a copy"
             assert block not in shared, f"block {block} is written, and others read it"
-            self.kv.setdefault(("slot", block), {})[position % block_size] = row.mark(position)
+            self.kv.setdefault(("slot", block), {})[position % block_size] = row.snapshot_offset(position)
 
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
         # A launch in flight may go beyond the end of a request; nothing is written there.
         for position in range(min(end, self.scheduler.limits.longest)):
             block = self.kv[("slot", row.blocks[position // block_size])]
-            assert block[position % block_size] == row.mark(position), f"{position} was lost"
+            assert block[position % block_size] == row.snapshot_offset(position), f"{position} was lost"
 
     def _prefill(self, plan: StepPlan) -> StepResult:
         limits = self.scheduler.limits
-        assert 1 <= len(plan.pieces) == len(plan.slots) <= limits.max_pieces
-        assert lay_out([len(piece.token_ids) for piece in plan.pieces])[1] <= limits.prefill_chunk
-        assert len(plan.pieces) == 1 or not any(piece.next_ids for piece in plan.pieces)
-        assert sum(piece.mark > 0 for piece in plan.pieces) <= 1
+        assert 1 <= len(plan.prompt_chunks) == len(plan.slots) <= limits.max_prompt_chunks
+        assert (
+            lay_out([len(prompt_chunk.token_ids) for prompt_chunk in plan.prompt_chunks])[1]
+            <= limits.prefill_chunk
+        )
+        assert len(plan.prompt_chunks) == 1 or not any(
+            prompt_chunk.next_ids for prompt_chunk in plan.prompt_chunks
+        )
+        assert sum(prompt_chunk.snapshot_offset > 0 for prompt_chunk in plan.prompt_chunks) <= 1
         self.rows.pop(Place("slot", limits.max_batch + 1), None)
-        for slot, piece in zip(plan.slots, plan.pieces, strict=True):
-            self._process(slot, piece, plan.shape.chain if piece.is_last else 0)
+        for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=True):
+            self._process(slot, prompt_chunk, plan.shape.chain if prompt_chunk.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
         self.last_chunks |= dict.fromkeys(plan.slots, plan)
         return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
 
-    def _process(self, slot: int, piece: Piece, chain: int) -> None:
-        row, end = self.rows[Place("slot", slot)], piece.start + len(piece.token_ids)
-        request = self.scheduler._holdings.owners[slot].request
-        assert row.prompt == request.prompt_token_ids[: piece.start], "another prompt's state"
-        assert piece.start == len(row.prompt)
-        assert piece.start % self.scheduler.limits.resume_step == 0
-        assert piece.token_ids
-        assert (end == piece.prompt_len == request.prompt_len) or not piece.is_last
-        row.prompt += piece.token_ids
-        if piece.mark:
-            assert piece.mark % self.scheduler.limits.resume_step == 0
-            assert 0 < piece.mark < len(piece.token_ids)
-            marked = row.prompt[: piece.start + piece.mark]
+    def _process(self, slot: int, prompt_chunk: PromptChunk, chain: int) -> None:
+        row, end = self.rows[Place("slot", slot)], prompt_chunk.start + len(prompt_chunk.token_ids)
+        request = self.scheduler._resources.owners[slot].request
+        assert row.prompt == request.prompt_token_ids[: prompt_chunk.start], "another prompt's state"
+        assert prompt_chunk.start == len(row.prompt)
+        assert prompt_chunk.start % self.scheduler.limits.resume_step == 0
+        assert prompt_chunk.token_ids
+        assert (end == prompt_chunk.prompt_len == request.prompt_len) or not prompt_chunk.is_last
+        row.prompt += prompt_chunk.token_ids
+        if prompt_chunk.snapshot_offset:
+            assert prompt_chunk.snapshot_offset % self.scheduler.limits.resume_step == 0
+            assert 0 < prompt_chunk.snapshot_offset < len(prompt_chunk.token_ids)
+            marked = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
             place = Place("slot", self.scheduler.limits.max_batch + 1)
             self.rows[place] = Row(None, None, marked, len(marked))
-        self._read(row, piece.start)
-        self._write(row, piece.start, end - 1 + chain)
+        self._read(row, prompt_chunk.start)
+        self._write(row, prompt_chunk.start, end - 1 + chain)
         row.pos = end
 
     def _first(self, plan: StepPlan) -> StepResult:
@@ -380,7 +385,7 @@ class FakeRunner:
         assert {one.kind for one in since} <= {"first"}, "a launch came between a prompt and its first token"
         assert plan.generations == chunk.generations[at : at + 1]
         row = self.rows[Place("slot", slot)]
-        assert row.pos == chunk.pieces[at].prompt_len == len(row.prompt)
+        assert row.pos == chunk.prompt_chunks[at].prompt_len == len(row.prompt)
         self._write(row, row.pos, row.pos - 1 + plan.shape.chain)
         return self._emit(plan, [0])
 
@@ -435,7 +440,7 @@ class FakeRunner:
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
             row = self.rows[Place("slot", slot)]
-            if plan.pieces and not plan.pieces[index].is_last:
+            if plan.prompt_chunks and not plan.prompt_chunks[index].is_last:
                 token_ids.append([])
                 continue
             is_first = plan.kind in ("prefill", "first")
@@ -539,7 +544,7 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
 def send_away(scheduler: Scheduler, name: str) -> bool:
     """As where blocks run short: a request leaves, to the host if there is room; False where none would."""
     planner, choices = scheduler._planner, scheduler._live.get(name, [])
-    leaving = [one for one in choices if one in scheduler._holdings.staying() and one.transfer is None]
+    leaving = [one for one in choices if one in scheduler._resources.staying() and one.transfer is None]
     if planner._open_round is not None or not leaving:
         return False
     planner._preempt(leaving[0])

@@ -51,11 +51,11 @@ ROOMS = (
 NO_TORCH_ROOMS = ("errors", "default_model", "plan", "model_config", "config", "request", "scheduler")
 NO_TORCH = (
     *(f"compiled_mtp.{room}" for room in NO_TORCH_ROOMS),
-    "compiled_mtp.ops.pieces",
+    "compiled_mtp.ops.prompt_chunks",
     "compiled_mtp.graphs.buckets",
     "compiled_mtp.cache.block_pool",
     "compiled_mtp.cache.prefix_index",
-    "compiled_mtp.cache.prefix_shelf",
+    "compiled_mtp.cache.prefix_host_tier",
     *(f"compiled_mtp.sampling.{name}" for name in ("params", "sampling_params", "logprobs", "stop_strings")),
     *(
         f"compiled_mtp.sampling.{name}"

@@ -18,7 +18,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.rows import PrefillRows, place_pieces
+from compiled_mtp.models.rows import PrefillRows, place_prompt_chunks
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.rounds.catch_up import catch_up as catch_up_step
 from compiled_mtp.rounds.first_token import first_token
@@ -174,12 +174,14 @@ def install(
 
 def prefill_rows(step: Step, slot: int, start: int, count: int) -> PrefillRows:
     """Those of a prompt's piece that goes alone: `count` rows from position `start` on."""
-    piece = torch.tensor([[start], [count], [0]], device=step.slots.pos.device)
+    prompt_chunk = torch.tensor([[start], [count], [0]], device=step.slots.pos.device)
     table = step.slots.block_table[slot : slot + 1]
-    _, _, positions, kv_slots = place_pieces(count, tuple(piece), table, step.kv_cache.block_size)
-    index, (begin, length, first_row) = piece.new_tensor([slot], dtype=torch.int32), piece
+    _, _, positions, kv_slots = place_prompt_chunks(
+        count, tuple(prompt_chunk), table, step.kv_cache.block_size
+    )
+    index, (begin, length, first_row) = prompt_chunk.new_tensor([slot], dtype=torch.int32), prompt_chunk
     at = (positions, positions, kv_slots, table, index, begin)
-    return PrefillRows(*at, length=length, first_row=first_row, mark=torch.zeros_like(length))
+    return PrefillRows(*at, length=length, first_row=first_row, snapshot_offset=torch.zeros_like(length))
 
 
 @torch.no_grad()
@@ -189,8 +191,8 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, chain: in
     index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
         part = torch.tensor(prompt[start : start + chunk], device=device)
-        pieces = torch.tensor([[slot], [start], [len(part)], [0], [0]], device=device)
-        prefill_step(step, part, pieces)
+        prompt_chunks = torch.tensor([[slot], [start], [len(part)], [0], [0]], device=device)
+        prefill_step(step, part, prompt_chunks)
     packed = first_token(step, index, step.mtp_step if chain is None else chain)
     return StepOutput.unpack(packed, 1)[0].tokens[0]
 

@@ -460,7 +460,7 @@ def config_of(
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
         tensor_parallel=ranks,
-        exchange=arguments.exchange if ranks > 1 else "auto",
+        communicator=arguments.communicator if ranks > 1 else "auto",
     )
 
 

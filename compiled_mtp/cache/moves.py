@@ -15,9 +15,9 @@ from itertools import groupby
 
 import torch
 
+from compiled_mtp.cache.copy_stream import CopyStream
 from compiled_mtp.cache.host_tier import HostTier, copy_out
 from compiled_mtp.cache.kv_cache import KVCache
-from compiled_mtp.cache.lane import Lane
 from compiled_mtp.cache.row_layout import RowLayout
 from compiled_mtp.cache.slot_sampling import write_sampling
 from compiled_mtp.cache.slot_tensors import SlotTensors
@@ -50,14 +50,14 @@ class Moves:
         self._block_layout = RowLayout(kv_cache.block_tensors())
         # Of host memory, by the name of the tier. A request that leaves takes longer than a hit may wait.
         self._tiers: dict[str, HostTier] = {}
-        self._lanes = {name: Lane(block_table.device) for name in ("host", "shelf")}
+        self._copy_streams = {name: CopyStream(block_table.device) for name in ("host", "prefix_host")}
         # An engine may be dropped and not closed: the device's memory goes to others at once, those of its
         # pages and rows that a lane still reads or writes too. At the interpreter's end as well.
-        weakref.finalize(self, _wait_for_all, tuple(self._lanes.values()))
+        weakref.finalize(self, _wait_for_all, tuple(self._copy_streams.values()))
         self._record_layout = RowLayout({})
         # What checkpoints hold [checkpoints, row_bytes] uint8.
-        self._checkpoint_layout = RowLayout({})
-        self.checkpoints = torch.empty((0, 0), dtype=torch.uint8)
+        self._snapshot_layout = RowLayout({})
+        self.snapshots = torch.empty((0, 0), dtype=torch.uint8)
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
@@ -69,16 +69,16 @@ class Moves:
         sizes = (self._record_layout.row_bytes, self._block_layout.row_bytes)
         self._tiers["host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
-    def allocate_checkpoints(self, count: int) -> None:
+    def allocate_snapshots(self, count: int) -> None:
         """Make the device's checkpoints anew: the rows, of what is registered now, that chunks leave."""
-        self._checkpoint_layout = self._layout(is_checkpoint=True)
-        shape = (count, self._checkpoint_layout.row_bytes)
-        self.checkpoints = torch.empty(shape, dtype=torch.uint8, device=self.block_table.device)
+        self._snapshot_layout = self._layout(is_checkpoint=True)
+        shape = (count, self._snapshot_layout.row_bytes)
+        self.snapshots = torch.empty(shape, dtype=torch.uint8, device=self.block_table.device)
 
-    def allocate_shelf(self, num_records: int, num_blocks: int) -> None:
+    def allocate_prefix_host(self, num_records: int, num_blocks: int) -> None:
         """Make the host tier of checkpoints anew, as `allocate_host` does: so many of them, and blocks."""
-        sizes = (self._checkpoint_layout.row_bytes, self._block_layout.row_bytes)
-        self._tiers["shelf"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
+        sizes = (self._snapshot_layout.row_bytes, self._block_layout.row_bytes)
+        self._tiers["prefix_host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
     @property
     def host_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Moves:
 
     def _layout(self, *, is_checkpoint: bool = False) -> RowLayout:
         """Of what is registered now, or of that of it which is in a checkpoint."""
-        entries = [entry for entry in self.slot_tensors if entry.is_in_checkpoint or not is_checkpoint]
+        entries = [entry for entry in self.slot_tensors if entry.is_in_snapshot or not is_checkpoint]
         return RowLayout({entry.name: entry.tensor for entry in entries})
 
     def carry_out(self, plan: StepPlan) -> tuple[int, ...]:
@@ -114,18 +114,29 @@ class Moves:
         those of earlier plans which took longer. Of a plan of moves alone all are waited for.
         """
         own = [move for move in plan.moves if isinstance(move, Copy) and move.copy_id not in failed]
-        at_once = [copy.copy_id for copy in own if (lane := self._lane(copy)) is None or not lane.is_apart]
-        lanes, waits = self._lanes.values(), plan.kind == "move"
-        return (*at_once, *(done for lane in lanes for done in lane.take_done(plan.step_id, waits=waits)))
+        at_once = [
+            copy.copy_id
+            for copy in own
+            if (copy_stream := self._copy_stream(copy)) is None or not copy_stream.is_apart
+        ]
+        copy_streams, waits = self._copy_streams.values(), plan.kind == "move"
+        return (
+            *at_once,
+            *(
+                done
+                for copy_stream in copy_streams
+                for done in copy_stream.take_done(plan.step_id, waits=waits)
+            ),
+        )
 
     def wait(self, plan: StepPlan | None = None) -> None:
         """Wait for all copies, and forget that those of `plan` are under way; of None: any."""
-        for lane in self._lanes.values():
-            lane.wait(None if plan is None else plan.step_id)
+        for copy_stream in self._copy_streams.values():
+            copy_stream.wait(None if plan is None else plan.step_id)
 
-    def _lane(self, copy: Copy) -> Lane | None:
+    def _copy_stream(self, copy: Copy) -> CopyStream | None:
         """Where a copy to or from host memory runs."""
-        return self._lanes.get(copy.target.tier) or self._lanes.get(copy.source.tier)
+        return self._copy_streams.get(copy.target.tier) or self._copy_streams.get(copy.source.tier)
 
     def _carry_out(self, kind: type[Move], moves: Sequence[Move], step_id: int, failed: list[int]) -> None:
         if kind is Release:
@@ -137,9 +148,9 @@ class Moves:
             self._draft([move for move in moves if isinstance(move, Draft)])
         else:
             copies = [move for move in moves if isinstance(move, Copy)]
-            for is_spill, group in groupby(copies, lambda copy: copy.target.tier == "shelf"):
-                if is_spill:
-                    failed += self._spill(list(group), step_id)
+            for is_eviction, group in groupby(copies, lambda copy: copy.target.tier == "prefix_host"):
+                if is_eviction:
+                    failed += self._evict(list(group), step_id)
                 else:
                     failed += [copy.copy_id for copy in group if not self._copy(copy, step_id)]
 
@@ -159,34 +170,34 @@ class Moves:
         """Queue a copy; False if there is no memory for it."""
         if not self._is_possible(copy):
             return False
-        lane = self._lane(copy)
-        if lane is None:
+        copy_stream = self._copy_stream(copy)
+        if copy_stream is None:
             self._copy_rows(copy)
             return True
-        with lane.queue():
+        with copy_stream.queue():
             self._copy_rows(copy)
-            self._copy_blocks(copy, lane)
-            lane.record(step_id, copy.copy_id)
-        if copy.source.tier == "shelf" or self._holds_launches:
-            lane.hold_launches()
+            self._copy_blocks(copy, copy_stream)
+            copy_stream.record(step_id, copy.copy_id)
+        if copy.source.tier == "prefix_host" or self._holds_launches:
+            copy_stream.hold_launches()
         return True
 
-    def _spill(self, copies: Sequence[Copy], step_id: int) -> list[int]:
+    def _evict(self, copies: Sequence[Copy], step_id: int) -> list[int]:
         """Queue copies to the shelf, whose sources others have from now on; return those without memory.
 
         The plan's launch writes blocks and waits for them; checkpoints are written behind it.
         """
         possible = [copy for copy in copies if self._is_possible(copy)]
-        lane = self._lanes["shelf"]
-        with lane.queue():
+        copy_stream = self._copy_streams["prefix_host"]
+        with copy_stream.queue():
             for copy in possible:
-                self._copy_blocks(copy, lane)
-        lane.hold_launches()
-        with lane.queue():
+                self._copy_blocks(copy, copy_stream)
+        copy_stream.hold_launches()
+        with copy_stream.queue():
             for copy in possible:
                 if copy.has_rows:
                     self._copy_rows(copy)
-                lane.record(step_id, copy.copy_id)
+                copy_stream.record(step_id, copy.copy_id)
         return [copy.copy_id for copy in copies if copy not in possible]
 
     def _is_possible(self, copy: Copy) -> bool:
@@ -198,24 +209,26 @@ class Moves:
     def _copy_rows(self, copy: Copy) -> None:
         source, target = copy.source, copy.target
         tiers = (source.tier, target.tier)
-        if tiers == ("slot", "checkpoint"):
+        if tiers == ("slot", "snapshot"):
             # What it held may still be on its way to the shelf.
-            self._lanes["shelf"].hold_launches()
-            self._checkpoint_layout.pack(source.number, self.checkpoints[target.number])
-        elif tiers == ("checkpoint", "slot"):
-            self._checkpoint_layout.unpack(target.number, self.checkpoints[source.number])
+            self._copy_streams["prefix_host"].hold_launches()
+            self._snapshot_layout.pack(source.number, self.snapshots[target.number])
+        elif tiers == ("snapshot", "slot"):
+            self._snapshot_layout.unpack(target.number, self.snapshots[source.number])
         elif tiers == ("slot", "host"):
             pack = partial(self._record_layout.pack, source.number)
-            self._lanes["host"].staging.store(pack, self._tiers["host"].pieces(target.number))
-        elif tiers == ("checkpoint", "shelf"):
-            copy_out(self.checkpoints[source.number], self._tiers["shelf"].pieces(target.number))
+            self._copy_streams["host"].staging.store(pack, self._tiers["host"].pieces(target.number))
+        elif tiers == ("snapshot", "prefix_host"):
+            copy_out(self.snapshots[source.number], self._tiers["prefix_host"].pieces(target.number))
         else:
-            assert tiers in (("host", "slot"), ("shelf", "slot")), tiers
-            layout = self._record_layout if source.tier == "host" else self._checkpoint_layout
+            assert tiers in (("host", "slot"), ("prefix_host", "slot")), tiers
+            layout = self._record_layout if source.tier == "host" else self._snapshot_layout
             unpack = partial(layout.unpack, target.number)
-            self._lanes[source.tier].staging.load(self._tiers[source.tier].pieces(source.number), unpack)
+            self._copy_streams[source.tier].staging.load(
+                self._tiers[source.tier].pieces(source.number), unpack
+            )
 
-    def _copy_blocks(self, copy: Copy, lane: Lane) -> None:
+    def _copy_blocks(self, copy: Copy, copy_stream: CopyStream) -> None:
         """Blocks to or from host memory."""
         is_leaving, layout = copy.target.tier in self._tiers, self._block_layout
         device_ids = [pair[0 if is_leaving else 1] for pair in copy.blocks]
@@ -224,19 +237,19 @@ class Moves:
         for indices, memory in tier.runs(host_ids):
             rows, pieces = self._indices(device_ids[index] for index in indices), [memory.view(-1)]
             if is_leaving:
-                lane.staging.store(partial(layout.pack_many, rows), pieces)
+                copy_stream.staging.store(partial(layout.pack_many, rows), pieces)
             else:
-                lane.staging.load(pieces, partial(layout.unpack_many, rows))
+                copy_stream.staging.load(pieces, partial(layout.unpack_many, rows))
 
     def _reserve(self, copy: Copy) -> bool:
         record, block_ids = (
             copy.target.number if copy.has_rows else None,
             [target for _, target in copy.blocks],
         )
-        tier, lane = self._tiers[copy.target.tier], self._lanes[copy.target.tier]
+        tier, copy_stream = self._tiers[copy.target.tier], self._copy_streams[copy.target.tier]
         try:
             # All that later copies need too, on their way back among them.
-            lane.reserve(tier.most_bytes_at_once)
+            copy_stream.reserve(tier.most_bytes_at_once)
             tier.reserve(record, block_ids)
         except (MemoryError, RuntimeError) as error:
             logger.warning(
@@ -256,8 +269,8 @@ class Moves:
             least, most = 1, self.block_table.shape[0] - 1
         elif host is not None:
             least, most, blocks = 0, host.num_records - 1, range(host.num_blocks)
-        elif tier == "checkpoint" and len(self.checkpoints):
-            least, most = 0, len(self.checkpoints) - 1
+        elif tier == "snapshot" and len(self.snapshots):
+            least, most = 0, len(self.snapshots) - 1
         else:
             raise ValueError(
                 f"{name} must lie in a tier that was allocated, got {tier!r}; give the runner room for it"
@@ -287,6 +300,6 @@ class Moves:
         return host
 
 
-def _wait_for_all(lanes: Iterable[Lane]) -> None:
-    for lane in lanes:
-        lane.wait()
+def _wait_for_all(copy_streams: Iterable[CopyStream]) -> None:
+    for copy_stream in copy_streams:
+        copy_stream.wait()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.cache.prefix_shelf import PrefixShelf
+from compiled_mtp.cache.prefix_host_tier import PrefixHostTier
 
 LONGEST_LIFE = 64
 """Prompts for which an end or a branching point is kept, unless a prompt takes it up again."""
@@ -35,15 +35,15 @@ def _digest(content: bytes) -> bytes:
 class Chunk:
     """A chunk of a prompt with all that stands before it, which its key names; the first has number 1.
 
-    checkpoint: where the state at its end lies, None if it was not kept. last_use counts prompts. is_rest:
-    its end is where the last prompt that came by resumed, or would if it came again. It is entered once it
-    can be found.
+    checkpoint: where the state at its end lies, None if it was not kept. last_use counts prompts.
+    is_resume_point: its end is where the last prompt that came by resumed, or would if it came again. It is
+    entered once it can be found.
     """
 
     key: bytes
     number: int
-    is_rest: bool = False
-    checkpoint: int | None = None
+    is_resume_point: bool = False
+    snapshot: int | None = None
     last_use: int = 0
     parent: Chunk | None = None
     block_ids: tuple[int, ...] = ()
@@ -56,7 +56,11 @@ class Chunk:
         lives 2^k prompts, so that a long prompt gives up its own before those of others.
         """
         is_way = self.num_children == 1 or not self.is_entered
-        return min(self.number & -self.number, LONGEST_LIFE) if is_way and not self.is_rest else LONGEST_LIFE
+        return (
+            min(self.number & -self.number, LONGEST_LIFE)
+            if is_way and not self.is_resume_point
+            else LONGEST_LIFE
+        )
 
 
 class PrefixIndex:
@@ -67,13 +71,13 @@ class PrefixIndex:
     time ago: for blocks the leaves, those that no request holds first; for checkpoints `Chunk.life` counts
     too. A place of a checkpoint may be taken from a chunk that is not entered yet, which then has none.
     num_evictions counts checkpoints given up for others, or with their blocks. What is given up goes to
-    `shelf`.
+    `prefix_host`.
     """
 
-    def __init__(self, num_checkpoints: int, blocks_per_chunk: int, shelf: PrefixShelf) -> None:
-        self.num_checkpoints = num_checkpoints
+    def __init__(self, num_snapshots: int, blocks_per_chunk: int, prefix_host: PrefixHostTier) -> None:
+        self.num_snapshots = num_snapshots
         self.blocks_per_chunk = blocks_per_chunk
-        self.shelf = shelf
+        self.prefix_host = prefix_host
         self.num_evictions = 0
         self.clock = 0
         # How often what can be found has changed.
@@ -89,7 +93,7 @@ class PrefixIndex:
         self._leaves: dict[Chunk, None] = {}
         # Who has which checkpoint, entered or not.
         self._holders: dict[int, Chunk] = {}
-        self._free_places = list(range(self.num_checkpoints - 1, -1, -1))
+        self._free_places = list(range(self.num_snapshots - 1, -1, -1))
 
     @property
     def num_checkpoints_used(self) -> int:
@@ -98,7 +102,7 @@ class PrefixIndex:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another one whenever `count_held` may have another answer."""
+        """Another one whenever `count_shared` may have another answer."""
         return self._num_changes, self._pool.num_turns
 
     def find(self, key: bytes) -> Chunk | None:
@@ -116,7 +120,7 @@ class PrefixIndex:
             known.append(chunk)
         return known
 
-    def count_held(self, keys: Sequence[bytes]) -> int:
+    def count_shared(self, keys: Sequence[bytes]) -> int:
         """Blocks, held by requests, of the row of chunks that a prompt of these keys would resume behind."""
         count = held = 0
         for key in keys:
@@ -124,7 +128,7 @@ class PrefixIndex:
             if chunk is None:
                 break
             count += sum(map(self._pool.is_held, chunk.block_ids))
-            held = count if chunk.checkpoint is not None else held
+            held = count if chunk.snapshot is not None else held
         return held
 
     def use(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -144,20 +148,20 @@ class PrefixIndex:
                 return False
             self.num_evictions += 1
             self._give_up(worst)
-        chunk.checkpoint = self._free_places.pop()
-        self._holders[chunk.checkpoint] = chunk
+        chunk.snapshot = self._free_places.pop()
+        self._holders[chunk.snapshot] = chunk
         return True
 
     def enter(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], chunks: Collection[Chunk], rest: int
+        self, keys: Sequence[bytes], block_ids: Sequence[int], chunks: Collection[Chunk], resume_end: int
     ) -> None:
         """Let the chunks of a prompt be found from now on: `chunks` are those for which a place was taken.
 
         keys are those of all its chunks, block_ids begin with their blocks, which whoever brings them holds.
-        It would resume behind chunk number `rest`. Of two equal chunks the first stays, and takes a
+        It would resume behind chunk number `resume_end`. Of two equal chunks the first stays, and takes a
         checkpoint that it lacks.
         """
-        fresh = {chunk.number: chunk for chunk in chunks if chunk.checkpoint is not None}
+        fresh = {chunk.number: chunk for chunk in chunks if chunk.snapshot is not None}
         parent = None
         for number, key in enumerate(keys[: max(fresh, default=0)], start=1):
             brought = fresh.get(number)
@@ -169,7 +173,7 @@ class PrefixIndex:
             elif brought is not None:
                 self._merge(chunk, brought)
             chunk.last_use = self.clock
-            chunk.is_rest = number == rest
+            chunk.is_resume_point = number == resume_end
             parent = chunk
 
     def forget(self, chunks: Collection[Chunk]) -> None:
@@ -206,16 +210,16 @@ class PrefixIndex:
         one of `pending`, every chunk has a parent and blocks of its own, and no leaf lacks a checkpoint.
         """
         places = sorted([*self._free_places, *self._holders])
-        assert places == list(range(self.num_checkpoints)), f"checkpoints must be free or had once: {places}"
-        assert all(chunk.checkpoint == place for place, chunk in self._holders.items())
-        holders = {id(c) for c in (*self._chunks.values(), *pending) if c.checkpoint is not None}
+        assert places == list(range(self.num_snapshots)), f"checkpoints must be free or had once: {places}"
+        assert all(chunk.snapshot == place for place, chunk in self._holders.items())
+        holders = {id(c) for c in (*self._chunks.values(), *pending) if c.snapshot is not None}
         assert holders == {id(chunk) for chunk in self._holders.values()}, "a checkpoint is lost"
         children: dict[int, int] = {}
         kept: list[int] = []
         for key, chunk in self._chunks.items():
             assert chunk.key == key
             assert chunk.is_entered
-            assert chunk.checkpoint is not None or chunk.num_children, "a chunk is of no use"
+            assert chunk.snapshot is not None or chunk.num_children, "a chunk is of no use"
             assert len(chunk.block_ids) == self.blocks_per_chunk
             kept += chunk.block_ids
             if (parent := chunk.parent) is not None:
@@ -239,9 +243,9 @@ class PrefixIndex:
 
     def _merge(self, chunk: Chunk, brought: Chunk) -> None:
         """An equal chunk is entered already."""
-        place = brought.checkpoint
-        if chunk.checkpoint is None and place is not None:
-            chunk.checkpoint, brought.checkpoint = place, None
+        place = brought.snapshot
+        if chunk.snapshot is None and place is not None:
+            chunk.snapshot, brought.snapshot = place, None
             self._holders[place] = chunk
             self._num_changes += 1
         self._free_place(brought)
@@ -249,15 +253,15 @@ class PrefixIndex:
     def _give_up(self, chunk: Chunk) -> None:
         """Take a chunk's checkpoint back, and remove what is of no use without it."""
         self._num_changes += 1
-        if chunk.is_entered and chunk.checkpoint is not None:
-            state = (chunk.checkpoint, _worth(chunk))
-            self.shelf.spill(chunk.key, chunk.number, chunk.last_use, state)
+        if chunk.is_entered and chunk.snapshot is not None:
+            state = (chunk.snapshot, _worth(chunk))
+            self.prefix_host.eviction(chunk.key, chunk.number, chunk.last_use, state)
         self._free_place(chunk)
         last: Chunk | None = chunk
-        while last is not None and last.is_entered and not last.num_children and last.checkpoint is None:
+        while last is not None and last.is_entered and not last.num_children and last.snapshot is None:
             del self._chunks[last.key], self._leaves[last]
             last.is_entered = False
-            self.shelf.spill(last.key, last.number, last.last_use, block_ids=last.block_ids)
+            self.prefix_host.eviction(last.key, last.number, last.last_use, block_ids=last.block_ids)
             self._pool.drop(last.block_ids)
             last = last.parent
             if last is not None:
@@ -266,10 +270,10 @@ class PrefixIndex:
                     self._leaves[last] = None
 
     def _free_place(self, chunk: Chunk) -> None:
-        if chunk.checkpoint is not None:
-            del self._holders[chunk.checkpoint]
-            self._free_places.append(chunk.checkpoint)
-            chunk.checkpoint = None
+        if chunk.snapshot is not None:
+            del self._holders[chunk.snapshot]
+            self._free_places.append(chunk.snapshot)
+            chunk.snapshot = None
 
 
 def _worth(chunk: Chunk) -> int:

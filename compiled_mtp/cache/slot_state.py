@@ -104,7 +104,7 @@ class SlotState(nn.Module):
         slots = self.pos.shape[0]
         for name, tensor in self.named_buffers():
             if name != "block_table" and tensor.shape[0] == slots:
-                yield SlotTensor(name, tensor, _INITIAL.get(name), is_in_checkpoint=name == "last_hidden")
+                yield SlotTensor(name, tensor, _INITIAL.get(name), is_in_snapshot=name == "last_hidden")
 
     def clear_padding_row(self) -> None:
         """Zero what warming up has left in row 0, which every padding request reads."""

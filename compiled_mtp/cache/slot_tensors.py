@@ -13,13 +13,13 @@ class SlotTensor:
     """`tensor` [slots, ...]; `initial` is what every element of a row becomes at admission.
 
     None: the row is left as it is, since nothing reads it before it is written, or because it is a parameter
-    that the admission itself brings. is_in_checkpoint: a later chunk of the prompt reads what a chunk leaves.
+    that the admission itself brings. is_in_snapshot: a later chunk of the prompt reads what a chunk leaves.
     """
 
     name: str
     tensor: torch.Tensor
     initial: float | None = None
-    is_in_checkpoint: bool = False
+    is_in_snapshot: bool = False
 
 
 class SlotTensors:

@@ -89,4 +89,4 @@ class StateCache(nn.Module):
         """
         for name, tensor in self._stacks.items():
             is_read = name in ("state", "conv_ring")
-            yield SlotTensor(f"gdn.{name}", tensor.transpose(0, 1), is_in_checkpoint=is_read)
+            yield SlotTensor(f"gdn.{name}", tensor.transpose(0, 1), is_in_snapshot=is_read)

@@ -73,14 +73,14 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
         # In every locale: a message that is no UTF-8 is refused by name, and the others go on.
         sys.stdin.reconfigure(errors="surrogateescape")
     with leaving():
-        from compiled_mtp.frontend.checkpoint import open_front
+        from compiled_mtp.frontend.checkpoint import open_frontend
 
-    front = open_front(config)
-    params = SamplingParams(**({"max_tokens": front.max_model_len} | sampling))
+    frontend = open_frontend(config)
+    params = SamplingParams(**({"max_tokens": frontend.max_model_len} | sampling))
     system = [] if flags["system"] is None else [{"role": "system", "content": flags["system"]}]
     probe = [*system, {"role": "user", "content": "x"}]
-    front.make_request("", params, prompt=None, prompt_token_ids=None, messages=probe)
-    with start_engine(config, front) as engine:
+    frontend.make_request("", params, prompt=None, prompt_token_ids=None, messages=probe)
+    with start_engine(config, frontend) as engine:
         talk = Conversation(engine, params, system, stdout, interrupts)
         if sys.stdin.isatty():
             say(_HELP)

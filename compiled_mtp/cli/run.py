@@ -32,7 +32,7 @@ from compiled_mtp.terminal.signals import leaving
 
 if TYPE_CHECKING:  # What they come from waits for torch.
     from compiled_mtp.engine import Engine
-    from compiled_mtp.frontend.processor import Front
+    from compiled_mtp.frontend.processor import RequestProcessor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,17 +120,17 @@ def decode(
     can be known, if the config, the checkpoint or a job is wrong.
     """
     with leaving():
-        from compiled_mtp.frontend.checkpoint import open_front
+        from compiled_mtp.frontend.checkpoint import open_frontend
 
-    front = open_front(config)
-    config = config.settle(front.model_config, front.path)
+    frontend = open_frontend(config)
+    config = config.settle(frontend.model_config, frontend.path)
     if is_compared:
         _check_drafts(config)
     requests = [job for job in jobs if job.choice == 0]
     if printer is not None:
         for job in requests:
-            _check(job, front)
-    engine = start_engine(config, front)
+            _check(job, frontend)
+    engine = start_engine(config, frontend)
     for job in requests:
         try:
             engine.add_request(params=job.params, request_id=str(job.request), **job.prompt)
@@ -162,11 +162,11 @@ def _check_drafts(config: EngineConfig) -> None:
     check(config.depths[-1] > 0, "mtp_step", "be at least 1 with --compare", 0, remedy)
 
 
-def _check(job: Job, front: Front) -> None:
+def _check(job: Job, frontend: RequestProcessor) -> None:
     """Raise ValueError for a job that the engine will refuse."""
     prompt = {"prompt": None, "prompt_token_ids": None, "messages": None} | job.prompt
     try:
-        front.make_request("", job.params, **prompt)
+        frontend.make_request("", job.params, **prompt)
     except ValueError as error:
         raise ValueError(f"{job.where}: {error}") from None
 

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
-from compiled_mtp.communicators.gloo import GlooExchange
+from compiled_mtp.communicators.communicator import Communicator
+from compiled_mtp.communicators.gloo import GlooCommunicator
 
 
-def join(kind: str, rank: int, world: int, folder: Path, device_type: str) -> Exchange:
+def join(kind: str, rank: int, world: int, folder: Path, device_type: str) -> Communicator:
     """Join the other ranks in `folder`, as `rank` on its device; `kind` is EngineConfig.exchange.
 
     Ranks on GPUs have the one of their number, which becomes the process' current one.
     """
     if device_type == "cpu":
-        return GlooExchange(rank, world, folder)
+        return GlooCommunicator(rank, world, folder)
     torch.cuda.set_device(rank)
     if kind == "nccl":
-        from compiled_mtp.communicators.nccl import NcclExchange
+        from compiled_mtp.communicators.nccl import NcclCommunicator
 
-        return NcclExchange(rank, world, folder)
-    from compiled_mtp.communicators.symmetric import SymmetricExchange
+        return NcclCommunicator(rank, world, folder)
+    from compiled_mtp.communicators.symmetric import SymmetricCommunicator
 
-    return SymmetricExchange(rank, world, folder, torch.device("cuda", rank))
+    return SymmetricCommunicator(rank, world, folder, torch.device("cuda", rank))

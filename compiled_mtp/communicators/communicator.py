@@ -22,7 +22,7 @@ from compiled_mtp.ops.shares import add_tree
 
 # An operator's arguments are tensors and numbers: the number of an exchange stands for it. As registration
 # is process-wide in torch, so is this.
-_LIVE: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+_LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 # In the place of a number in programs that are saved, which other processes run: the exchange of the caller.
 _OF_CALLER = -1
@@ -33,11 +33,11 @@ _LIBRARY.define("exchange_parts(Tensor parts, int world, int number) -> Tensor")
 _LIBRARY.define("exchange_sum(Tensor parts, ScalarType dtype, int number) -> Tensor")
 
 
-class ExchangeError(RuntimeError):
+class CommunicatorError(RuntimeError):
     """A rank is gone, or did not come in time."""
 
 
-class Exchange(ABC):
+class Communicator(ABC):
     """The way between `world` ranks, of which this process is `rank`.
 
     Every rank calls `gather` equally often, with tensors of one shape: a rank that does not leaves the others
@@ -66,9 +66,9 @@ class Exchange(ABC):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[world, *x.shape]: x of every rank, in their order; an operator that no compiler looks into.
 
-        Raises ExchangeError where a rank is gone or does not come.
+        Raises CommunicatorError where a rank is gone or does not come.
         """
-        gathered: torch.Tensor = torch.ops.compiled_mtp.exchange(x, self.world, self._number)
+        gathered: torch.Tensor = torch.ops.compiled_mtp.communicator(x, self.world, self._number)
         return gathered
 
     def gather_parts(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,11 +112,11 @@ class Exchange(ABC):
 
         def call(*arguments: Any) -> Any:
             before = getattr(_CALLER, "exchange", None)
-            _CALLER.exchange = self
+            _CALLER.communicator = self
             try:
                 return program(*arguments)
             finally:
-                _CALLER.exchange = before
+                _CALLER.communicator = before
 
         return call
 
@@ -133,7 +133,7 @@ class Exchange(ABC):
         return False
 
     def check(self) -> None:  # noqa: B027 - a host raises where it waits
-        """Raise ExchangeError if a rank did not come to an exchange on the device."""
+        """Raise CommunicatorError if a rank did not come to an exchange on the device."""
 
     def give_up(self) -> None:  # noqa: B027 - a host is told by its peers' end
         """End what waits for a rank on the device, from any thread."""
@@ -162,27 +162,27 @@ class Exchange(ABC):
         return add_tree(self._gather_sums(parts)).to(dtype)
 
 
-def _find(number: int) -> Exchange:
+def _find(number: int) -> Communicator:
     if number != _OF_CALLER:
         return _LIVE[number]
-    found: Exchange = _CALLER.exchange
+    found: Communicator = _CALLER.communicator
     return found
 
 
-def _exchange(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _communicator(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return _find(number)._come(x)
 
 
 def _exchange_parts(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    exchange = _find(number)
-    exchange.count += 1
-    return exchange._gather_sums(parts.contiguous())
+    communicator = _find(number)
+    communicator.count += 1
+    return communicator._gather_sums(parts.contiguous())
 
 
 def _exchange_sum(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
-    exchange = _find(number)
-    exchange.count += 1
-    return exchange._add(parts.contiguous(), dtype)
+    communicator = _find(number)
+    communicator.count += 1
+    return communicator._add(parts.contiguous(), dtype)
 
 
 def _exchange_parts_fake(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _exchange_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
 
 
 for _name, _call, _fake in (
-    ("exchange", _exchange, _exchange_fake),
+    ("exchange", _communicator, _exchange_fake),
     ("exchange_parts", _exchange_parts, _exchange_parts_fake),
     ("exchange_sum", _exchange_sum, _exchange_sum_fake),
 ):

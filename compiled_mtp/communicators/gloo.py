@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
-from compiled_mtp.communicators.communicator import Exchange, ExchangeError
+from compiled_mtp.communicators.communicator import Communicator, CommunicatorError
 
 # While ranks load and compile, each at its own pace, and then within a step, which all do alike. The second
 # counts while rank 0 runs: it looks at the clock. By itself a wait in a step does not end, since rank 0 may
@@ -20,7 +20,7 @@ ENDLESS_S = 365 * 86_400.0
 _CONNECT_S = 60.0
 
 
-class GlooExchange(Exchange):
+class GlooCommunicator(Communicator):
     """A process group of its own, which the torch.distributed of the caller's program knows nothing about.
 
     folder: where the ranks, all on this machine, find each other; private to them. Raises RuntimeError if
@@ -53,7 +53,7 @@ class GlooExchange(Exchange):
         try:
             self._group._allgather_base(out, x).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise ExchangeError(str(error)) from None
+            raise CommunicatorError(str(error)) from None
         finally:
             self.is_waiting = False
         return out.unflatten(0, (self.world, x.shape[0]))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, GlooExchange
+from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, GlooCommunicator
 
 # At the end of the process, for NCCL to let go of what was given up.
 _EXIT_S = 5.0
 
 
-class NcclExchange(GlooExchange):
+class NcclCommunicator(GlooCommunicator):
     """Between the current GPU of each rank; what lies on hosts goes by gloo.
 
     Parts are gathered and added in the tree's order, never reduced in NCCL's own. Raises ImportError where

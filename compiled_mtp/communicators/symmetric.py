@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 
-from compiled_mtp.communicators.communicator import ExchangeError
-from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, STEP_S, GlooExchange
+from compiled_mtp.communicators.communicator import CommunicatorError
+from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, STEP_S, GlooCommunicator
 from compiled_mtp.ops.device import device_of
 
 # Programs of a launch, and the words of 32 bits that each sends: what is longer goes in several launches.
@@ -31,7 +31,7 @@ _TURNS = 4096
 # A key of torch's rendezvous: what it is about, the number of the exchange, and a rank or what belongs to it.
 _NUMBERED = re.compile(r"(.+?)/(\d+)((?:/[^/]*)?)")
 # Exchanges that were given up, until `release`: for good where their device has failed.
-_GIVEN_UP: set[SymmetricExchange] = set()
+_GIVEN_UP: set[SymmetricCommunicator] = set()
 # From so many rows on, each rank adds up its share of the sums: of parts in float32 every rank would get all.
 _MANY_ROWS = 64
 
@@ -71,7 +71,7 @@ class CountedAnew(Store):
         self._kept.wait(own) if timeout is None else self._kept.wait(own, timeout)
 
 
-class SymmetricExchange(GlooExchange):
+class SymmetricCommunicator(GlooCommunicator):
     """Between `device` of each rank; what lies on hosts goes by gloo. At most 8 ranks.
 
     Raises RuntimeError where the GPUs cannot reach each other's memory.
@@ -123,9 +123,9 @@ class SymmetricExchange(GlooExchange):
         fault = int(self._control[0])
         if fault > 0:
             limit = STEP_S if self.has_steps else START_S
-            raise ExchangeError(f"rank {fault - 1} did not come to an exchange within {limit:.0f} s")
+            raise CommunicatorError(f"rank {fault - 1} did not come to an exchange within {limit:.0f} s")
         if fault < 0:
-            raise ExchangeError("the exchange was given up")
+            raise CommunicatorError("the exchange was given up")
 
     def give_up(self) -> None:
         """As `Exchange.give_up`: kernels look at the host's memory while they wait."""

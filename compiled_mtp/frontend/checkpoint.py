@@ -7,7 +7,7 @@ from pathlib import Path
 
 from compiled_mtp.config import HEAD_REMEDY, EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
-from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer, has_tokenizer
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.request import SamplingParams
@@ -15,7 +15,7 @@ from compiled_mtp.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-def open_front(config: EngineConfig) -> Front:
+def open_frontend(config: EngineConfig) -> RequestProcessor:
     """Find the checkpoint of `config`, download it if it must be, and return the front of its engine.
 
     It refuses the requests that the engine would, except one that all blocks cannot hold: how many there are
@@ -32,4 +32,4 @@ def open_front(config: EngineConfig) -> Front:
     # A default out of range is found before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
     tokenizer = Tokenizer(path) if has_tokenizer(path) else None
-    return Front(path, model_config, tokenizer, config.resolve_max_model_len(model_config))
+    return RequestProcessor(path, model_config, tokenizer, config.resolve_max_model_len(model_config))

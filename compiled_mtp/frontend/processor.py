@@ -20,7 +20,7 @@ from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_gr
 _LARGE_VOCABULARY = 50_000
 
 
-class Front:
+class RequestProcessor:
     """Tokenises, validates and makes requests. It holds no state: any thread may call it.
 
     `path` is the checkpoint's, for the texts of errors; without a tokenizer prompts are token ids.

@@ -64,21 +64,21 @@ class Linear(nn.Module):
         self.quantizes_rows = make.format_of("weight").quantizes_rows
         self.is_before_norm = is_before_norm
         self.is_float32 = make.dtype == torch.float32
-        self.exchange = exchange = make.exchange
+        self.communicator = communicator = make.communicator
         # What decides bits is looked up by the whole weight's rows.
-        self.whole_n = 0 if exchange is None or is_before_norm else out_features * exchange.world
-        self.has_prompt_rows = exchange is not None and is_before_norm and exchange.keeps_prompt_rows
-        if exchange is not None and self.has_prompt_rows:
-            shape = (out_features // exchange.world, in_features * exchange.world)
+        self.whole_n = 0 if communicator is None or is_before_norm else out_features * communicator.world
+        self.has_prompt_rows = communicator is not None and is_before_norm and communicator.keeps_prompt_rows
+        if communicator is not None and self.has_prompt_rows:
+            shape = (out_features // communicator.world, in_features * communicator.world)
             make.add_weight(self, "prompt_weight", *shape, like="weight")
         # Of quantised rows a GPU adds up a prompt's products without shares.
         self.has_prompt_order = make.device.type != "cpu"
-        self.whole_k = in_features * exchange.world if exchange is not None and is_before_norm else 0
+        self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
         self.num_parts, self.num_large_m_parts = self._part_counts()
         # `settle_resident` decides. An exchange between ranks counts on a fence. So does a draft's layer,
         # which reads positions and slots early that were made just before: fc is that fence.
-        self.may_be_resident = may_be_resident and exchange is None
+        self.may_be_resident = may_be_resident and communicator is None
         self.is_gated = is_gated
         self.resident = False
 
@@ -93,12 +93,12 @@ class Linear(nn.Module):
         """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
         quantised rows on a GPU the sum. Of several ranks' parts each is what one makes.
         """
-        is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
+        is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
         weight, factors, whole_k = self.weight, self.weight_scale, self.whole_k
         # Ranks have a program for each number of rows.
-        is_stacked = self._is_stacked and not is_prefill and exchange is None
+        is_stacked = self._is_stacked and not is_prefill and communicator is None
         if self.quantizes_rows:
             if is_prefill and self.has_prompt_order:
                 return self(x, rows)
@@ -112,7 +112,7 @@ class Linear(nn.Module):
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             how = (is_prefill, is_stacked, self.resident and not is_prefill)
             parts = linear_parts(x, weight, factors, count, 0, whole_k, *how)
-        return parts if exchange is None else exchange.gather_parts(parts, dtype)
+        return parts if communicator is None else communicator.gather_parts(parts, dtype)
 
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""
@@ -133,18 +133,20 @@ class Linear(nn.Module):
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
-        exchange, weight, factors = self.exchange, self.prompt_weight, self.prompt_weight_scale
-        assert exchange is not None
+        communicator, weight, factors = self.communicator, self.prompt_weight, self.prompt_weight_scale
+        assert communicator is not None
         if not self.quantizes_rows:
-            whole = exchange.gather_columns(as_they_are(x))
-            whole_n = weight.shape[0] * exchange.world
+            whole = communicator.gather_columns(as_they_are(x))
+            whole_n = weight.shape[0] * communicator.world
             sums = linear_parts(whole, weight, factors, 1, whole_n, 0, True)[0]
         elif self.has_prompt_order:
-            sums = linear_w8a8(*exchange.gather_quantized(*quantized(x)), weight, factors, self.is_float32)
+            sums = linear_w8a8(
+                *communicator.gather_quantized(*quantized(x)), weight, factors, self.is_float32
+            )
         else:
-            rows = exchange.gather_quantized(*quantized(x))
+            rows = communicator.gather_quantized(*quantized(x))
             sums = linear_w8a8_parts(*rows, weight, factors, 1, 0, self.is_float32)[0]
-        return exchange.gather_columns(sums)[None]
+        return communicator.gather_columns(sums)[None]
 
 
 class RMSNorm(nn.Module):
@@ -226,7 +228,7 @@ class Attention(nn.Module):
         qkv, q = self.write_keys(x, rows, kv, cos_sin)
         query_and_gate = qkv[:, : 2 * self.num_q_heads * self.head_dim]
         gate = query_and_gate.view(-1, self.num_q_heads, 2, self.head_dim)[:, :, 1]
-        pieces = (rows.first_row, rows.length) if isinstance(rows, PrefillRows) else (None, None)
+        prompt_chunks = (rows.first_row, rows.length) if isinstance(rows, PrefillRows) else (None, None)
         y = paged_attention(
             q,
             gate,
@@ -236,7 +238,7 @@ class Attention(nn.Module):
             rows.causal_positions,
             self.head_dim**-0.5,
             self.first_key,
-            *pieces,
+            *prompt_chunks,
         )
         return self.o_proj.parts(y, rows)
 
@@ -286,10 +288,10 @@ class GatedDeltaNet(nn.Module):
         if isinstance(rows, PrefillRows):
             if self.ba_proj is not None:
                 ba = self.ba_proj(x, rows)
-            pieces = (rows.start, rows.length, rows.first_row)
-            q, k, v, g, beta = conv_prefill(*inputs, *pieces, *self.heads, rows.mark, ba)
-            state = (cache.state, rows.state_index, *pieces)
-            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last, rows.mark)
+            prompt_chunks = (rows.start, rows.length, rows.first_row)
+            q, k, v, g, beta = conv_prefill(*inputs, *prompt_chunks, *self.heads, rows.snapshot_offset, ba)
+            state = (cache.state, rows.state_index, *prompt_chunks)
+            y = gdn_prefill(q, k, v, g, beta, z, self.norm_weight, *state, *last, rows.snapshot_offset)
         else:
             assert isinstance(rows, DecodeRows)
             if self.ba_proj is not None:

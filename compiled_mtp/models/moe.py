@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.activations import Activations, as_they_are, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
@@ -58,15 +58,15 @@ class MoE(nn.Module):
         experts, width, hidden = config.num_experts + 1, config.moe_intermediate_size, config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
-        self.exchange = exchange = make.exchange
-        world = 1 if exchange is None else exchange.world
-        self.whole_width = 0 if exchange is None else width * world
+        self.communicator = communicator = make.communicator
+        world = 1 if communicator is None else communicator.world
+        self.whole_width = 0 if communicator is None else width * world
         self.router = Router(make.part("router"), config)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
         some_rows = (experts, hidden // world, width * world)
         make.add_weight(self, "down", *(some_rows if self.quantizes_rows else (experts, hidden, width)))
-        keeps_prompt_rows = exchange is not None and exchange.keeps_prompt_rows
+        keeps_prompt_rows = communicator is not None and communicator.keeps_prompt_rows
         self.has_prompt_rows = keeps_prompt_rows and not self.quantizes_rows
         if self.has_prompt_rows:
             make.add_weight(self, "prompt_down", *some_rows, like="down")
@@ -75,24 +75,24 @@ class MoE(nn.Module):
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
         weights, ids = moe_router(self.router(as_they_are(x), rows), self.top_k, self.renormalize)
         stacks, scales = (self.gate_up, self.down), (self.gate_up_scale, self.down_scale)
-        is_prefill, exchange = isinstance(rows, PrefillRows), self.exchange
-        if self.quantizes_rows and exchange is None:
+        is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
+        if self.quantizes_rows and communicator is None:
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
-        if exchange is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
-            return exchange.gather_columns(self._some_sums(x, weights, ids, exchange))
+        if communicator is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
+            return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
         x = as_they_are(x)
         y = moe_experts(x, weights, ids, *stacks, *scales, is_prefill, self.whole_width)
-        return y if exchange is None else exchange.gather_parts(y[None], x.dtype)
+        return y if communicator is None else communicator.gather_parts(y[None], x.dtype)
 
     def _some_sums(
-        self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, exchange: Exchange
+        self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
     ) -> torch.Tensor:
         """[M, hidden / world]: of the hidden values of all ranks, what this one's rows of down make."""
         gate_up, scale = self.gate_up, self.gate_up_scale
         if self.quantizes_rows:
             hidden = moe_hidden_w8a8(*quantized(x), ids, gate_up, scale, self.is_float32)
-            values, factors = exchange.gather_quantized(*hidden)
+            values, factors = communicator.gather_quantized(*hidden)
             down = (self.down, self.down_scale)
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
-        whole = exchange.gather_columns(moe_hidden(as_they_are(x), ids, gate_up, scale))
+        whole = communicator.gather_columns(moe_hidden(as_they_are(x), ids, gate_up, scale))
         return moe_sums(whole, weights, ids, self.prompt_down, self.prompt_down_scale)

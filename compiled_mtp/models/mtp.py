@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVLayer
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.resident import settle_resident
@@ -26,8 +26,8 @@ class DraftModel(nn.Module):
     that of those rows alone. `table` is the target's embedding, `hidden` of a first pass the target's after
     its final norm. Writes the pairs' keys and values into `kv`.
     Embeddings [M, H] may come in place of token ids: as the table, with 0 .. M-1 as the ids. `formats` are
-    those of the parameters by their full names; those of this model begin 'mtp.'. `exchange` is the way to
-    the other ranks where `config` is that of one of several.
+    those of the parameters by their full names; those of this model begin 'mtp.'. `communicator` is the way
+    to the other ranks where `config` is that of one of several.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class DraftModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         formats: Formats = NO_FORMATS,
-        exchange: Exchange | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
-        make = ParameterFactory(dtype, device, formats, "mtp.", exchange)
+        make = ParameterFactory(dtype, device, formats, "mtp.", communicator)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Linear(make.part("fc").whole(), 2 * size, size)
         self.norm_embedding = RMSNorm(make.part("norm_embedding"), size, eps)

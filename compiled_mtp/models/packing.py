@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.mtp import DraftModel
@@ -26,7 +26,7 @@ def pack_weights(
     draft: DraftModel | None,
     config: ModelConfig,
     formats: Formats,
-    exchange: Exchange | None,
+    communicator: Communicator | None,
 ) -> None:
     """Pack what `ops.packed_weight.pack` takes of the products of both models; the weights stay as they are.
 
@@ -36,7 +36,7 @@ def pack_weights(
     """
     models = [target] if draft is None else [target, draft]
     whole: list[nn.Module] = [*models]
-    if exchange is not None:
+    if communicator is not None:
         meta = (torch.float32, torch.device("meta"), formats)
         whole = [type(model)(config, *meta) for model in models]
     found = zip(_products(models), _products(whole), strict=True)
@@ -45,13 +45,13 @@ def pack_weights(
         for (weight, _), (of, count) in found
         if may_pack(weight, of.numel())
     ]
-    exponents = _most([largest_exponent(weight) for weight, _ in products], exchange)
+    exponents = _most([largest_exponent(weight) for weight, _ in products], communicator)
     failed = [
         int(not pack(weight, shares, exponent))
         for (weight, shares), exponent in zip(products, exponents, strict=True)
     ]
     packed = 0
-    for (weight, _), has_failed in zip(products, _most(failed, exchange), strict=True):
+    for (weight, _), has_failed in zip(products, _most(failed, communicator), strict=True):
         if has_failed:
             unpack(weight)
         else:
@@ -71,9 +71,9 @@ def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]
             yield model.head_weight, 1
 
 
-def _most(values: list[int], exchange: Exchange | None) -> list[int]:
+def _most(values: list[int], communicator: Communicator | None) -> list[int]:
     """The largest of all ranks' values, one by one."""
-    if exchange is None or not values:
+    if communicator is None or not values:
         return values
-    most: list[int] = exchange.gather(torch.tensor(values)).amax(0).tolist()
+    most: list[int] = communicator.gather(torch.tensor(values)).amax(0).tolist()
     return most

@@ -8,7 +8,7 @@ from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.resident import settle_resident
@@ -35,9 +35,9 @@ class TargetModel(nn.Module):
     hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
     `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype, which for
     a round a kernel of torch must have made behind what its rows' positions come from (`Launch`). `formats`
-    are those of the parameters by their full names; embedding and head are always plain. `exchange` is the
-    way to the other ranks where `config` is that of one of several: each has its rows of the head, and all
-    have the logits.
+    are those of the parameters by their full names; embedding and head are always plain. `communicator` is
+    the way to the other ranks where `config` is that of one of several: each has its rows of the head, and
+    all have the logits.
     """
 
     tied_head: torch.Tensor
@@ -48,11 +48,11 @@ class TargetModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         formats: Formats = NO_FORMATS,
-        exchange: Exchange | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
-        make = ParameterFactory(dtype, device, formats, exchange=exchange)
-        self.exchange = exchange
+        make = ParameterFactory(dtype, device, formats, communicator=communicator)
+        self.communicator = communicator
         self.embed = Embedding(make.part("embed"), config)
         self.layers = nn.ModuleList(
             DecoderLayer(make.part(f"layers.{i}"), config, is_full_attention=is_full_attention)
@@ -62,9 +62,9 @@ class TargetModel(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(make.part("lm_head"), config.hidden_size, config.head_vocab_size)
         self.is_tied = config.tie_word_embeddings
-        if exchange is not None and self.is_tied:
+        if communicator is not None and self.is_tied:
             # One tensor for good: a CPU keeps what it packs with it.
-            own = self.embed.weight.chunk(exchange.world)[exchange.rank]
+            own = self.embed.weight.chunk(communicator.world)[communicator.rank]
             self.register_buffer("tied_head", own, persistent=False)
         self.vocab_size = config.vocab_size
         settle_resident(self)
@@ -74,18 +74,18 @@ class TargetModel(nn.Module):
         """The output head shared by target and draft, [vocab_size, hidden_size], or a rank's rows of it."""
         if not self.is_tied:
             return self.lm_head.weight
-        if self.exchange is not None:
+        if self.communicator is not None:
             return self.tied_head
         weight: torch.Tensor = self.embed.weight
         return weight
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, hidden_size] of the whole head, for ids [n] int64; every rank must ask for the same."""
-        if self.exchange is None:
+        if self.communicator is None:
             return self.head_weight[ids]
         size = self.head_weight.shape[0]
-        own = self.head_weight[(ids - self.exchange.rank * size).clamp(0, size - 1)]
-        return self.exchange.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
+        own = self.head_weight[(ids - self.communicator.rank * size).clamp(0, size - 1)]
+        return self.communicator.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
 
     def logits(
         self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
@@ -94,10 +94,12 @@ class TargetModel(nn.Module):
 
         head, scale: the output head in another format, cut as `head_weight` is.
         """
-        head, exchange = self.head_weight if head is None else head, self.exchange
-        if exchange is None:
+        head, communicator = self.head_weight if head is None else head, self.communicator
+        if communicator is None:
             return linear(hidden, head, scale, True)
-        return exchange.gather_columns(linear(hidden, head, scale, True, False, len(head) * exchange.world))
+        return communicator.gather_columns(
+            linear(hidden, head, scale, True, False, len(head) * communicator.world)
+        )
 
     def forward(
         self,

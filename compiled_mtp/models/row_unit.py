@@ -33,7 +33,7 @@ def shares_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     for module in modules:
         if not isinstance(module, Linear) or not module.is_before_norm:
             continue
-        weight, world = module.weight, 1 if module.exchange is None else module.exchange.world
+        weight, world = module.weight, 1 if module.communicator is None else module.communicator.world
         count = share_count if module.quantizes_rows else cpu_share_count
         if find_packed(weight) is None:
             shares.append(weight[:, : weight.shape[1] * world // count(weight.shape[1] * world)])

@@ -45,17 +45,17 @@ class DecodeRows(Rows):
 class PrefillRows(Rows):
     """Rows of pieces of prompts, side by side: request b has the length[b] rows from first_row[b] on.
 
-    All [B] int64; first_row holds multiples of PIECE_MULTIPLE and never falls, and what has no rows comes
-    last. Rows of nobody lie in between and behind. The GDN state after the first mark[b] rows is kept in the
-    last slot; 0 for no such place.
+    All [B] int64; first_row holds multiples of PROMPT_CHUNK_MULTIPLE and never falls, and what has no rows
+    comes last. Rows of nobody lie in between and behind. The GDN state after the first mark[b] rows is kept
+    in the last slot; 0 for no such place.
     """
 
     length: torch.Tensor
     first_row: torch.Tensor
-    mark: torch.Tensor
+    snapshot_offset: torch.Tensor
 
 
-def place_pieces(
+def place_prompt_chunks(
     num_rows: int, rows: tuple[torch.Tensor, ...], block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the rows of pieces lie, given start, length and first_row, and their rows of the block table.
@@ -66,10 +66,10 @@ def place_pieces(
     """
     start, length, first_row = rows
     row = torch.arange(num_rows, device=start.device)
-    piece = (first_row <= row[:, None]).to(torch.int64).sum(dim=1) - 1
-    before = row - first_row[piece]
-    positions = start[piece] + torch.minimum(before, (length[piece] - 1).clamp(min=0))
-    blocks = block_table[piece, positions // block_size].to(torch.int64)
-    is_written = (before < length[piece]) & (blocks > 0)
+    prompt_chunk = (first_row <= row[:, None]).to(torch.int64).sum(dim=1) - 1
+    before = row - first_row[prompt_chunk]
+    positions = start[prompt_chunk] + torch.minimum(before, (length[prompt_chunk] - 1).clamp(min=0))
+    blocks = block_table[prompt_chunk, positions // block_size].to(torch.int64)
+    is_written = (before < length[prompt_chunk]) & (blocks > 0)
     slots = torch.where(is_written, blocks * block_size + positions % block_size, -1)
-    return piece, before, positions, slots
+    return prompt_chunk, before, positions, slots

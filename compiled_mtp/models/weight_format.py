@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import fp8
 from compiled_mtp.ops.device import shared_bytes_of
@@ -171,7 +171,7 @@ class ParameterFactory:
     device: torch.device
     formats: Formats
     name: str = ""
-    exchange: Exchange | None = None
+    communicator: Communicator | None = None
 
     def part(self, name: str) -> ParameterFactory:
         """The factory of the part `name` of this module."""
@@ -179,7 +179,7 @@ class ParameterFactory:
 
     def whole(self) -> ParameterFactory:
         """The factory of a module that every rank holds as it is."""
-        return replace(self, exchange=None)
+        return replace(self, communicator=None)
 
     def format_of(self, name: str) -> WeightFormat:
         """The format of this module's parameter `name`."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.communicators.choose import join
-from compiled_mtp.communicators.communicator import Exchange, ExchangeError
+from compiled_mtp.communicators.communicator import Communicator, CommunicatorError
 from compiled_mtp.communicators.gloo import START_S
 from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
@@ -69,7 +69,7 @@ def carry_out(order: RankOrder) -> int:
     """Build the rank's piece and follow plans until rank 0 says close; then 0, and 1 for what went wrong,
     which has been reported."""
     try:
-        runner, exchange = _build(order)
+        runner, communicator = _build(order)
     except ValueError as error:
         _report(order.report, kind="error", text=str(error)[:_LONGEST_TEXT], is_refusal=True)
         return 1
@@ -77,10 +77,10 @@ def carry_out(order: RankOrder) -> int:
         _report_failure(order, error)
         return 1
     try:
-        with _saying_alive(order.report, runner, exchange):
+        with _saying_alive(order.report, runner, communicator):
             _report(order.report, kind="ready")
-            _follow(runner, exchange, PlanReader(order.rank, order.plans, order.wake))
-    except ExchangeError:
+            _follow(runner, communicator, PlanReader(order.rank, order.plans, order.wake))
+    except CommunicatorError:
         # Rank 0 knows which rank it is, or is itself the one, and ends this process; it may be paused.
         time.sleep(START_S)
         return 1
@@ -90,24 +90,24 @@ def carry_out(order: RankOrder) -> int:
     return 0
 
 
-def _build(order: RankOrder) -> tuple[Runner, Exchange]:
+def _build(order: RankOrder) -> tuple[Runner, Communicator]:
     """The rank's runner, ready, and its way to the others."""
     order.settings.apply()
     _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
-    exchange = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
+    communicator = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
     spec = resolve(order.config, order.model, order.num_valid_ids, is_checkpoint=order.fill is None)
-    runner = Runner(spec.of_rank(exchange), None, order.fill, save_to=order.save_to)
-    exchange.expect_steps()
-    return runner, exchange
+    runner = Runner(spec.of_rank(communicator), None, order.fill, save_to=order.save_to)
+    communicator.expect_steps()
+    return runner, communicator
 
 
-def _follow(runner: Runner, exchange: Exchange, plans: PlanReader) -> None:
+def _follow(runner: Runner, communicator: Communicator, plans: PlanReader) -> None:
     """Do what rank 0 does, until it says close."""
     while True:
         name, *arguments = plans.receive()
         if name == "run":
             result = runner.run(StepPlan(*arguments))
-            exchange.check()
+            communicator.check()
             if result is None:
                 continue
             if result.error is not None:
@@ -166,14 +166,14 @@ def _end_with_rank_0(folder: Path, parent: int) -> None:
 
 
 @contextmanager
-def _saying_alive(to: int, runner: Runner, exchange: Exchange) -> Iterator[None]:
+def _saying_alive(to: int, runner: Runner, communicator: Communicator) -> Iterator[None]:
     """Report every second how far this rank is, from a thread of its own."""
     is_over = threading.Event()
 
     def report() -> None:
         while not is_over.wait(ALIVE_S):
             try:
-                _report(to, kind="alive", count=exchange.count, launched=runner.num_launched)
+                _report(to, kind="alive", count=communicator.count, launched=runner.num_launched)
             except OSError:
                 os._exit(1)
 

@@ -56,8 +56,8 @@ class LeadRunner(Runner):
                 progress(what, done, total)
 
         try:
-            exchange = self._ranks.connect(fingerprint(spec.config.model, has_files=fill is None))
-            super().__init__(spec.of_rank(exchange), told, fill, save_to=save_to)
+            communicator = self._ranks.connect(fingerprint(spec.config.model, has_files=fill is None))
+            super().__init__(spec.of_rank(communicator), told, fill, save_to=save_to)
             self._ranks.wait_until_ready()
         except (ValueError, KeyboardInterrupt):
             self._ranks.end()
@@ -65,10 +65,10 @@ class LeadRunner(Runner):
         except BaseException as error:
             fault = self._ranks.lose(f"{type(error).__name__}: {error}")
             raise fault.error(spec.config.tensor_parallel) from error
-        self._exchange = exchange
+        self._communicator = communicator
         # What every rank has been told of torch's settings.
         self._settings: NumericSettings | None = None
-        exchange.expect_steps()
+        communicator.expect_steps()
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """As `Runner.run`, on every rank. Raises RankError where one is lost."""
@@ -79,7 +79,7 @@ class LeadRunner(Runner):
             result = super().run(plan)
             # An exchange on the device that was given up may have ended without a word.
             self._ranks.check()
-            self._exchange.check()
+            self._communicator.check()
             if result is not None and result.error is not None:
                 raise _LaunchError(result.error)
         return result
@@ -107,7 +107,7 @@ class LeadRunner(Runner):
         """As `Runner.close`, and end the ranks."""
         with self._ranks.limited(self.num_launched):
             super().close()
-        if self._exchange.waits_for_graphs:
+        if self._communicator.waits_for_graphs:
             self.programs.drop()
         self._ranks.end()
 
@@ -130,8 +130,8 @@ class LeadRunner(Runner):
             yield
         except BaseException as error:
             cause = str(error) if isinstance(error, _LaunchError) else f"{type(error).__name__}: {error}"
-            fault = self._ranks.lose(cause, self._exchange.count)
-            if self._exchange.waits_for_graphs:
+            fault = self._ranks.lose(cause, self._communicator.count)
+            if self._communicator.waits_for_graphs:
                 self.programs.drop()
             if not isinstance(error, Exception):
                 raise

@@ -77,13 +77,13 @@ class PlanWriter(_Ring):
                 check()
                 time.sleep(_PAUSE_S)
                 continue
-            piece, left = left[:room], left[room:]
+            prompt_chunk, left = left[:room], left[room:]
             done = 0
-            for span in self._spans(written, len(piece)):
+            for span in self._spans(written, len(prompt_chunk)):
                 size = span.stop - span.start
-                self._memory[span] = piece[done : done + size]
+                self._memory[span] = prompt_chunk[done : done + size]
                 done += size
-            self._set_word(0, written + len(piece))
+            self._set_word(0, written + len(prompt_chunk))
             for rank in self.readers:
                 if self._word(_MOST_RANKS + rank):
                     self._set_word(_MOST_RANKS + rank, 0)
@@ -124,10 +124,10 @@ class PlanReader(_Ring):
         taken = bytearray()
         while len(taken) < size:
             there = self._wait() - self._read
-            piece = min(there, size - len(taken))
-            for span in self._spans(self._read, piece):
+            prompt_chunk = min(there, size - len(taken))
+            for span in self._spans(self._read, prompt_chunk):
                 taken += self._memory[span]
-            self._read += piece
+            self._read += prompt_chunk
             self._set_word(self._rank, self._read)
         return bytes(taken)
 

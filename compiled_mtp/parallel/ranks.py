@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.communicators.choose import join
-from compiled_mtp.communicators.communicator import Exchange, ExchangeError
+from compiled_mtp.communicators.communicator import Communicator, CommunicatorError
 from compiled_mtp.communicators.gloo import STEP_S
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.errors import escape, fail
@@ -110,7 +110,7 @@ class Ranks:
 
     def __init__(self, spec: EngineSpec, save_to: Path | None, fill: Fill | None = None) -> None:
         self.world = spec.config.tensor_parallel
-        self._exchange_kind, self._device_type = spec.config.exchange, spec.device.type
+        self._communicator_kind, self._device_type = spec.config.exchange, spec.device.type
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:
@@ -119,7 +119,7 @@ class Ranks:
             self._end()
             raise
 
-    def connect(self, own: Mapping[str, str]) -> Exchange:
+    def connect(self, own: Mapping[str, str]) -> Communicator:
         """Wait for the ranks, which must say what `own` says of this process, and join them."""
         processes = self._processes
         self._wait_for(processes.hellos, _HELLO_S, "did not start")
@@ -129,9 +129,9 @@ class Ranks:
                     text = f"its {name} must be rank 0's, {value}, got {hello.get(name)}"
                     processes.give_up(Fault(rank, text))
         self.check()
-        exchange = join(self._exchange_kind, 0, self.world, processes.folder, self._device_type)
-        processes.exchange = exchange
-        return exchange
+        communicator = join(self._communicator_kind, 0, self.world, processes.folder, self._device_type)
+        processes.communicator = communicator
+        return communicator
 
     def wait_until_ready(self) -> None:
         """Wait until every rank follows plans."""
@@ -189,11 +189,11 @@ class Ranks:
     def lose(self, error: str, count: int = 0) -> Fault:
         """End the ranks since rank 0 has left a step with `error`; returns the cause.
 
-        Where that is an ExchangeError, the cause lies elsewhere and may be found a little later: a
+        Where that is an CommunicatorError, the cause lies elsewhere and may be found a little later: a
         rank's end, or one that has come to exchanges less often than this one, which has `count` times.
         """
         fault, processes = Fault(0, error), self._processes
-        if error.startswith(ExchangeError.__name__):
+        if error.startswith(CommunicatorError.__name__):
             clock = RunningClock()
             while processes.fault is None and clock.look() < _CAUSE_S:
                 time.sleep(0.02)
@@ -234,7 +234,7 @@ class _Processes:
         self._comes: tuple[float, int] = (0.0, -1)
         self.is_closing = False
         # Once there is one.
-        self.exchange: Exchange | None = None
+        self.communicator: Communicator | None = None
         self.plans = PlanWriter(world)
         # Removed by `end` alone: a TemporaryDirectory removes itself in a fork of this process too.
         self.folder = Path(tempfile.mkdtemp(prefix="compiled_mtp_ranks_"))
@@ -308,7 +308,7 @@ class _Processes:
                     if now - self._heard[rank] > SILENCE_S and not self.is_closing:
                         process = self._by_rank[rank].pid
                         self.give_up(Fault(rank, f"process {process} was not heard of for {SILENCE_S:.0f} s"))
-                self._limit_exchange(now)
+                self._limit_communicator(now)
                 self._limit_wait(now)
 
     def missing(self, count: int) -> Fault | None:
@@ -318,23 +318,23 @@ class _Processes:
             return None
         return Fault(rank, f"it did not come to an exchange within {STEP_S:.0f} s")
 
-    def _limit_exchange(self, now: float) -> None:
-        exchange = self.exchange
-        if exchange is None or not (exchange.has_steps and exchange.is_waiting):
+    def _limit_communicator(self, now: float) -> None:
+        communicator = self.communicator
+        if communicator is None or not (communicator.has_steps and communicator.is_waiting):
             self._comes = (now, -1)
-        elif exchange.count != self._comes[1]:
-            self._comes = (now, exchange.count)
+        elif communicator.count != self._comes[1]:
+            self._comes = (now, communicator.count)
         elif now - self._comes[0] > STEP_S:
             text = f"an exchange was not done within {STEP_S:.0f} s, though every rank has come"
-            self.give_up(self.missing(exchange.count) or Fault(0, text))
+            self.give_up(self.missing(communicator.count) or Fault(0, text))
 
     def _limit_wait(self, now: float) -> None:
         waits = self.waits
         if waits is None or now - waits[0] < min(STEP_S, DEVICE_S):
             return
-        if self.exchange is not None:
+        if self.communicator is not None:
             # Its kernels know more.
-            self.exchange.name_missing()
+            self.communicator.name_missing()
         if now - waits[0] < DEVICE_S:
             return
         # What they said a second ago, while the device waited for ever.
@@ -398,8 +398,8 @@ class _Processes:
                 logger.error("%s", fault.error(self.world))
         for process in self._by_rank.values():
             _kill(process)
-        if self.exchange is not None:
-            self.exchange.give_up()
+        if self.communicator is not None:
+            self.communicator.give_up()
         return self.fault
 
     def wait(self, seconds: float) -> None:
@@ -431,8 +431,8 @@ class _Processes:
         for report in self._reports.values():
             os.close(report)
         self.plans.close()
-        if self.exchange is not None:
-            self.exchange.release()
+        if self.communicator is not None:
+            self.communicator.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -113,7 +113,7 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
             raise ValueError(f"args must name settings only, got {shown(name)}; known are {known}")
         fields[owner][name] = value
     server = ServerConfig(**fields[ServerConfig])
-    check_door(server)
+    check_access(server)
     settings, engine = ReplicaConfig(**fields[ReplicaConfig]), EngineConfig(**fields[EngineConfig])
     check_seed(engine, settings.ingress_replicas)
     return settings, server, engine
@@ -128,7 +128,7 @@ def check_seed(engine: EngineConfig, num_ingresses: int) -> None:
         )
 
 
-def check_door(server: ServerConfig) -> None:
+def check_access(server: ServerConfig) -> None:
     """Raise ValueError unless whoever calls the service by another name than the loopback's needs a key."""
     others = server.hosts() - set(LOOPBACK_NAMES)
     if others and not server.read_keys() and not server.allow_anyone:

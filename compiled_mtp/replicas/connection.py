@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from compiled_mtp.server.guard import App, Message, Receive, Scope, Send
+from compiled_mtp.server.auth import App, Message, Receive, Scope, Send
 
 # Unsent bytes at which a connection is full.
 _MOST_BYTES = 64 * 1024

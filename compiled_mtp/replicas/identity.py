@@ -66,7 +66,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
     from compiled_mtp.runner.numeric_settings import NumericSettings
 
-    _check_unchanged(engine.front.path, loaded)
+    _check_unchanged(engine.frontend.path, loaded)
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
     # On a GPU the threads of the CPU, which are those of the machine, decide nothing.
     told = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
@@ -74,7 +74,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     what += [torch.__config__.show(), told, [_version(name) for name in _LIBRARIES]]
     what += [compiled_mtp.__version__, sources, config.model_dump_json()]
     what += [engine.scheduler.limits.longest, engine.runner.memory.max_model_len, digest_files(loaded)]
-    _check_unchanged(engine.front.path, loaded)
+    _check_unchanged(engine.frontend.path, loaded)
     return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 

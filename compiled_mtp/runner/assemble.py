@@ -78,7 +78,7 @@ def build(
         check_key(spec.cache, stored | key)
     target, draft = _load(spec, progress, fill)
     if spec.device.type == "cpu":
-        pack_weights(target, draft, spec.model, spec.weight_formats, spec.exchange)
+        pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     config = spec.config
     buckets = ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
     memory = resolve_memory(
@@ -127,10 +127,10 @@ def _make_programs(
         is_compiled=spec.is_compiled,
         graph_mode=graph_mode,
         plain_depths=() if saved is not None else further,
-        exchange=spec.exchange,
+        communicator=spec.communicator,
     )
     # Ranks would adopt what comes later each at its own time.
-    later = further if saved is not None and spec.exchange is None else ()
+    later = further if saved is not None and spec.communicator is None else ()
     if spec.has_shapes:
         first = first_depth(spec.config.depths) if later else None
         told = None if progress is None else partial(progress, "compiled shapes")
@@ -145,10 +145,10 @@ def _make_moves(spec: EngineSpec, memory: MemoryPlan, step: Step) -> Moves:
     moves = Moves(*tensors, holds_launches=spec.rank > 0)
     if memory.host_records:
         moves.allocate_host(memory.host_records, memory.host_blocks)
-    if memory.num_checkpoints:
-        moves.allocate_checkpoints(memory.num_checkpoints)
-        if memory.shelf_records:
-            moves.allocate_shelf(memory.shelf_records, memory.shelf_blocks)
+    if memory.num_snapshots:
+        moves.allocate_snapshots(memory.num_snapshots)
+        if memory.prefix_host_records:
+            moves.allocate_prefix_host(memory.prefix_host_records, memory.prefix_host_blocks)
     elif spec.config.prefix_cache:
         logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
     return moves
@@ -182,7 +182,7 @@ def _load(
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
         )
-    place = (spec.part, spec.dtype, spec.device, spec.weight_formats, spec.exchange)
+    place = (spec.part, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     family = FAMILIES[spec.model.family]
     target = family.target(*place)
     draft = family.draft(*place) if spec.mtp_step else None

@@ -25,7 +25,7 @@ _CACHE_SHARE = 0.85
 # number.
 _OFFLOAD_SHARE = 0.1
 # Of a prompt, for each state that the prefix cache keeps in host memory.
-_SHELF_TOKENS = 512
+_PREFIX_HOST_TOKENS = 512
 _INT32_BYTES = 4
 _FLOAT32_BYTES = 4
 # Of what is packed into flat memory, as `RowLayout` does it.
@@ -75,7 +75,7 @@ class CacheShape:
         rings = self.num_gdn_layers * self.ring_length * record * _FLOAT32_BYTES
         return self._prefill_state_bytes() + rings + self.sampling_bytes
 
-    def checkpoint_bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
         """Bytes of what a prefill chunk leaves to the next: states, conv inputs and a hidden state."""
         flat = self._prefill_state_bytes() + self.hidden_bytes
         return -(-flat // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
@@ -89,10 +89,10 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What to create: num_blocks counts block 0 and num_state_rows SPARE_SLOTS, which belong to nobody.
-    max_model_len: of one request, as far as num_blocks hold it. num_checkpoints are those of the prefix
+    max_model_len: of one request, as far as num_blocks hold it. num_snapshots are those of the prefix
     cache. other_bytes: what the engine takes on the device beside them and the weights. host_records and
-    host_blocks: room in host memory for requests that leave the device; shelf_records and shelf_blocks: for
-    what the prefix cache gives up there.
+    host_blocks: room in host memory for requests that leave the device; prefix_host_records and
+    prefix_host_blocks: for what the prefix cache gives up there.
     """
 
     num_blocks: int
@@ -100,13 +100,13 @@ class MemoryPlan:
     max_model_len: int
     block_bytes: int
     state_row_bytes: int
-    num_checkpoints: int = 0
-    checkpoint_bytes: int = 0
+    num_snapshots: int = 0
+    snapshot_bytes: int = 0
     other_bytes: int = 0
     host_records: int = 0
     host_blocks: int = 0
-    shelf_records: int = 0
-    shelf_blocks: int = 0
+    prefix_host_records: int = 0
+    prefix_host_blocks: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -115,12 +115,12 @@ class MemoryPlan:
         """
         rows_bytes = self.num_state_rows * self.state_row_bytes
         blocks_bytes = self.num_blocks * self.block_bytes
-        return blocks_bytes + rows_bytes + self.num_checkpoints * self.checkpoint_bytes + self.other_bytes
+        return blocks_bytes + rows_bytes + self.num_snapshots * self.snapshot_bytes + self.other_bytes
 
     def describe(self) -> str:
         """The plan in a line, for a log."""
         counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - SPARE_SLOTS} slots"
-        rest = f"{self.num_checkpoints} checkpoints and what else a step needs"
+        rest = f"{self.num_snapshots} checkpoints and what else a step needs"
         return f"{self.total_bytes >> 20} MiB for {counts}, {rest}"
 
 
@@ -185,14 +185,14 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         max_in_flight=spec.max_in_flight,
         host_records=memory.host_records,
         host_blocks=memory.host_blocks,
-        num_checkpoints=memory.num_checkpoints,
-        shelf_records=memory.shelf_records,
-        shelf_blocks=memory.shelf_blocks,
+        num_snapshots=memory.num_snapshots,
+        prefix_host_records=memory.prefix_host_records,
+        prefix_host_blocks=memory.prefix_host_blocks,
         # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
         prefix_step=spec.config.resume_step,
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
-        max_pieces=spec.max_pieces,
+        max_prompt_chunks=spec.max_prompt_chunks,
     )
 
 
@@ -244,7 +244,7 @@ def plan_memory(
     free_bytes -= other_bytes + host_bytes
     rows = max_batch + SPARE_SLOTS
     block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
-    each_bytes = shape.checkpoint_bytes()
+    each_bytes = shape.snapshot_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
     wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
     count = num_blocks
@@ -253,19 +253,19 @@ def plan_memory(
         count = max(min(room, max_batch * -(-max_model_len // block_size) + 1), _LEAST_BLOCKS)
     needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
     if needed > free_bytes:
-        checkpoints = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
+        snapshots = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
         others = [(host_bytes, "those who leave"), (other_bytes, "a step")]
         beside = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
         beside = f", beside {beside}" if beside else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{checkpoints}){beside}, got {_mib(all_bytes)}; lower "
+            f"{count} blocks of {_mib(block_bytes)}{snapshots}){beside}, got {_mib(all_bytes)}; lower "
             f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
             "num_blocks"
         )
-    num_checkpoints = min(wanted, (count - 1) // blocks_per_chunk)
+    num_snapshots = min(wanted, (count - 1) // blocks_per_chunk)
     longest = min(max_model_len, (count - 1) * block_size)
-    return MemoryPlan(count, rows, longest, block_bytes, row_bytes, num_checkpoints, each_bytes, other_bytes)
+    return MemoryPlan(count, rows, longest, block_bytes, row_bytes, num_snapshots, each_bytes, other_bytes)
 
 
 def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
@@ -304,11 +304,11 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
     return (records, blocks) if records and blocks else (0, 0)
 
 
-def plan_shelf(shelf_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> tuple[int, int]:
-    """Return how many chunks, and blocks of all of them, `shelf_bytes` of host memory hold: of each its state
-    and so many blocks."""
-    chunks = shelf_bytes // (plan.checkpoint_bytes + blocks_per_chunk * plan.block_bytes)
-    return (chunks, chunks * blocks_per_chunk) if plan.num_checkpoints else (0, 0)
+def plan_prefix_host(prefix_tier_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> tuple[int, int]:
+    """Return how many chunks, and blocks of all of them, `prefix_tier_bytes` of host memory hold: of each its
+    state and so many blocks."""
+    chunks = prefix_tier_bytes // (plan.snapshot_bytes + blocks_per_chunk * plan.block_bytes)
+    return (chunks, chunks * blocks_per_chunk) if plan.num_snapshots else (0, 0)
 
 
 def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> MemoryPlan:
@@ -325,7 +325,7 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
     else:
         records, blocks = plan_host(int(config.offload_gb * 2**30) // spec.world, memory, free_bytes)
     host_bytes = records * memory.state_row_bytes + blocks * memory.block_bytes
-    wanted = shelf_bytes(config, spec.device.type, share, spec.world)
+    wanted = prefix_tier_bytes(config, spec.device.type, share, spec.world)
     left = min(wanted, max(free_bytes - host_bytes, 0))
     if left < wanted:
         logger.warning(
@@ -337,10 +337,10 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
             left >> 20,
         )
     # A launch's worth of blocks to a state.
-    chunks, shelf_blocks = plan_shelf(
-        left, memory, max(_SHELF_TOKENS, config.resume_step) // config.block_size
+    chunks, prefix_host_blocks = plan_prefix_host(
+        left, memory, max(_PREFIX_HOST_TOKENS, config.resume_step) // config.block_size
     )
-    shelf_sum = chunks * memory.checkpoint_bytes + shelf_blocks * memory.block_bytes
+    shelf_sum = chunks * memory.snapshot_bytes + prefix_host_blocks * memory.block_bytes
     logger.info(
         "up to %d MiB of the host's memory when they are needed: %d for requests that leave, %d for the "
         "prefix cache",
@@ -349,7 +349,11 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
         shelf_sum >> 20,
     )
     return replace(
-        memory, host_records=records, host_blocks=blocks, shelf_records=chunks, shelf_blocks=shelf_blocks
+        memory,
+        host_records=records,
+        host_blocks=blocks,
+        prefix_host_records=chunks,
+        prefix_host_blocks=prefix_host_blocks,
     )
 
 
@@ -360,7 +364,7 @@ def prefix_cache_bytes(config: EngineConfig, num_sharing: int = 1) -> int | None
     return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30) // num_sharing
 
 
-def shelf_bytes(config: EngineConfig, device_type: str, most_bytes: int, world: int = 1) -> int:
+def prefix_tier_bytes(config: EngineConfig, device_type: str, most_bytes: int, world: int = 1) -> int:
     """Bytes of host memory for what the prefix cache of each of `world` ranks gives up: on GPUs for all as
     many as checkpoints may take on one, but at most most_bytes each; on a CPU none, which is the same memory.
     """
@@ -375,7 +379,7 @@ def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
     block_bytes = shape.block_bytes(config.block_size)
     segment = blocks_in_segment(block_bytes) * block_bytes
     leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
-    return leaving + (max(shape.checkpoint_bytes(), segment) if config.prefix_cache else 0)
+    return leaving + (max(shape.snapshot_bytes(), segment) if config.prefix_cache else 0)
 
 
 def length_bytes(spec: EngineSpec, longest: int, most_rows: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.graphs.compile import (
     GraphMode,
     Inputs,
@@ -69,14 +69,14 @@ class ProgramMaker:
         is_compiled: bool,
         graph_mode: GraphMode | None,
         plain_depths: Collection[int],
-        exchange: Exchange | None,
+        communicator: Communicator | None,
     ) -> None:
         self.step = step
         self.is_compiled = is_compiled
         self.graph_mode = graph_mode
         self.plain_depths = plain_depths
         self.capture_s = 0.0
-        self._exchange = exchange
+        self._communicator = communicator
         self._save_to: Path | None = None
         # The memory pool of the CUDA graphs.
         self._pool: Any = None
@@ -160,7 +160,7 @@ class ProgramMaker:
             saved = self._save_to
         if saved is not None:
             program = load_program(saved / shape.name, self.step)
-            return program if self._exchange is None else self._exchange.calls(program)
+            return program if self._communicator is None else self._communicator.calls(program)
         return compile_program(partial(shape.function, self.step), shape.name, self.graph_mode)
 
     def _save_shape(self, shape: Shape, directory: Path) -> None:
@@ -168,5 +168,5 @@ class ProgramMaker:
         layout = directory / _LAYOUT_NAME
         if not layout.exists():
             layout.write_text(json.dumps(self.layout()))
-        with nullcontext() if self._exchange is None else self._exchange.left_open():
+        with nullcontext() if self._communicator is None else self._communicator.left_open():
             save_program(shape.function, self.step, shape.inputs, directory / shape.name)

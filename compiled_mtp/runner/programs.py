@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.graphs.buckets import (
     NO_DRAFTS,
     PREFILL_MULTIPLE,
@@ -20,13 +20,13 @@ from compiled_mtp.graphs.buckets import (
     lay_out,
     pick,
     pick_prefill_length,
-    piece_limit,
     prefill_lengths,
+    prompt_chunk_limit,
     sharing,
 )
 from compiled_mtp.graphs.compile import GraphMode, Program, without_collector
 from compiled_mtp.ops.row_logprobs import RowLogprobs
-from compiled_mtp.plan import SPARE_SLOTS, Piece
+from compiled_mtp.plan import SPARE_SLOTS, PromptChunk
 from compiled_mtp.rounds.catch_up import catch_up
 from compiled_mtp.rounds.first_token import conclude_first, first_filtered, first_logits, first_token
 from compiled_mtp.rounds.logprobs import add_logprobs
@@ -61,7 +61,7 @@ class Programs:
         is_compiled: bool,
         graph_mode: GraphMode | None,
         plain_depths: Collection[int] = (),
-        exchange: Exchange | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
@@ -74,14 +74,14 @@ class Programs:
             is_compiled=is_compiled,
             graph_mode=graph_mode,
             plain_depths=plain_depths,
-            exchange=exchange,
+            communicator=communicator,
         )
         self.device = step.slots.pos.device
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
-        self.most_pieces = piece_limit(self.lengths[-1], self.max_batch)
+        self.most_prompt_chunks = prompt_chunk_limit(self.lengths[-1], self.max_batch)
         sizes = {bucket.groups for bucket in self.buckets}
-        self._sharing = sharing(sizes if exchange is None else ())
-        self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_pieces)
+        self._sharing = sharing(sizes if communicator is None else ())
+        self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_prompt_chunks)
         self.two_phase = TwoPhaseRound(step)
         # Slots and shape of the round whose first phase has run and whose second phase has not.
         self._verified: tuple[tuple[int, ...], RoundShape] | None = None
@@ -105,7 +105,7 @@ class Programs:
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, plain(MethodType(prefill, step)))
         # By the length of the chain and the number of prompts, one or the most.
         self._first_token: dict[tuple[int, int], Program] = dict.fromkeys(
-            sorted({(b.shape.chain, n) for b in self.buckets for n in (1, self.most_pieces)}),
+            sorted({(b.shape.chain, n) for b in self.buckets for n in (1, self.most_prompt_chunks)}),
             plain(MethodType(first_token, step)),
         )
         # A catch-up has the shape of the deepest round.
@@ -198,28 +198,28 @@ class Programs:
         packed = conclude_first(step, state_index, logits, positions, chain, masks)
         return add_logprobs(step, packed, state_index, logits, filtered) if with_logprobs else packed
 
-    def prefill(self, slots: Sequence[int], pieces: Sequence[Piece]) -> RowLogprobs | None:
+    def prefill(self, slots: Sequence[int], prompt_chunks: Sequence[PromptChunk]) -> RowLogprobs | None:
         """Process the next pieces of the prompts in `slots`.
 
         A piece with next_ids, the ids that follow its tokens, goes alone; returns their log probabilities,
         then undefined rows up to a multiple of SLICE_ROWS. Raises ValueError for more rows or pieces than a
         launch has.
         """
-        first_rows, end = lay_out([len(piece.token_ids) for piece in pieces])
-        length = pick_prefill_length(self.lengths, end, len(pieces), self.max_batch)
+        first_rows, end = lay_out([len(prompt_chunk.token_ids) for prompt_chunk in prompt_chunks])
+        length = pick_prefill_length(self.lengths, end, len(prompt_chunks), self.max_batch)
         if self.has_shapes:
-            rows, count = length, piece_limit(length, self.max_batch)
+            rows, count = length, prompt_chunk_limit(length, self.max_batch)
         else:
             # No padding after the last piece, except to the least rows of a launch on a GPU.
             least = PREFILL_MULTIPLE if self.device.type == "cuda" else 0
-            rows, count = max(end, least), len(pieces)
-        tokens = self.inputs.write_tokens(length, rows, pieces, first_rows)
-        table = self.inputs.write_pieces(count, slots, pieces, first_rows, end)
+            rows, count = max(end, least), len(prompt_chunks)
+        tokens = self.inputs.write_tokens(length, rows, prompt_chunks, first_rows)
+        table = self.inputs.write_pieces(count, slots, prompt_chunks, first_rows, end)
         hidden = self._prefill[length](tokens, table)
-        next_ids = pieces[0].next_ids
+        next_ids = prompt_chunks[0].next_ids
         if not next_ids:
             return None
-        assert len(pieces) == 1
+        assert len(prompt_chunks) == 1
         chosen = self.inputs.zeros(-(-len(next_ids) // SLICE_ROWS) * SLICE_ROWS, torch.int64)
         self.inputs.upload(chosen[: len(next_ids)], next_ids)
         return score_rows(self.step.target, hidden, chosen, self.step.num_valid_ids)
@@ -231,7 +231,7 @@ class Programs:
         Raises ValueError for a chain that no program was made for.
         """
         self._check_chain(chain)
-        kind = 1 if len(slots) == 1 else self.most_pieces
+        kind = 1 if len(slots) == 1 else self.most_prompt_chunks
         ended = self.inputs.write_ended(kind if self.has_shapes else len(slots), slots)
         return self._first_token[chain, kind](ended, chain)
 
@@ -328,7 +328,10 @@ class Programs:
     def _every_shape(self) -> Iterator[Shape]:
         inputs = self.inputs
         for length in reversed(self.lengths):
-            chunk = (inputs.token_ids[length], inputs.pieces[piece_limit(length, self.max_batch)])
+            chunk = (
+                inputs.token_ids[length],
+                inputs.prompt_chunks[prompt_chunk_limit(length, self.max_batch)],
+            )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):
             name, depth = "{}_to_{}_drafts".format(*bucket.shape), max(bucket.shape)

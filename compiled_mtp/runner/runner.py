@@ -142,7 +142,7 @@ class Runner:
         if plan.kind == "decode":
             return programs.decode(plan.slots, plan.shape)
         if plan.kind == "prefill":
-            scored = programs.prefill(plan.slots, plan.pieces)
+            scored = programs.prefill(plan.slots, plan.prompt_chunks)
             ended = [plan.slots[index] for index in plan.ended]
             output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:

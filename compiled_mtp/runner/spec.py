@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import fail
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape, piece_limit
+from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -50,8 +50,8 @@ def _draft_rows(plan: DraftHeadPlan) -> Mapping[str, int | bool | None]:
     return {"num_ids": plan.num_ids, "is_fp8": plan.is_fp8}
 
 
-def _kind(exchange: Exchange | None) -> str | None:
-    return None if exchange is None else exchange.kind
+def _kind(communicator: Communicator | None) -> str | None:
+    return None if communicator is None else communicator.kind
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class EngineSpec:
     is_compiled: bool = field(metadata=NOT_TRACED)
     has_graphs: bool = field(metadata=NOT_TRACED)
     cache: Path | None = field(metadata=NOT_TRACED)
-    exchange: Exchange | None = field(default=None, metadata={"traced": _kind})
+    communicator: Communicator | None = field(default=None, metadata={"traced": _kind})
 
     @property
     def has_shapes(self) -> bool:
@@ -108,44 +108,44 @@ class EngineSpec:
         return tuple(depth for depth in depths if depth != first_depth(depths))
 
     @property
-    def max_pieces(self) -> int:
+    def max_prompt_chunks(self) -> int:
         """The most prompts of a launch."""
-        return piece_limit(self.prefill_chunk, self.config.max_batch)
+        return prompt_chunk_limit(self.prefill_chunk, self.config.max_batch)
 
     @property
     def rank(self) -> int:
         """The number of this rank."""
-        return 0 if self.exchange is None else self.exchange.rank
+        return 0 if self.communicator is None else self.communicator.rank
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return 1 if self.exchange is None else self.exchange.world
+        return 1 if self.communicator is None else self.communicator.world
 
     @property
     def prompt_rows(self) -> bool:
         """Whether a rank also holds some rows of what is cut by columns."""
-        return self.exchange is not None and self.exchange.keeps_prompt_rows
+        return self.communicator is not None and self.communicator.keeps_prompt_rows
 
     def own_folder(self, folder: Path) -> Path:
         """Where this rank's saved programs are, those of one rank alone being in `folder`."""
-        if self.exchange is None:
+        if self.communicator is None:
             return folder
         return folder.with_name(f"{folder.name}_{self.rank}_of_{self.world}")
 
     def agree(self, value: int) -> int:
         """The least `value` of all ranks: what follows from it must be the same on each."""
-        return value if self.exchange is None else self.exchange.least(value)
+        return value if self.communicator is None else self.communicator.least(value)
 
-    def of_rank(self, exchange: Exchange) -> EngineSpec:
-        """The spec of one of the ranks that `exchange` connects, from that of the whole engine."""
+    def of_rank(self, communicator: Communicator) -> EngineSpec:
+        """The spec of one of the ranks that `communicator` connects, from that of the whole engine."""
         is_cuda, formats = self.device.type == "cuda", self.weight_formats
         return replace(
             self,
-            exchange=exchange,
-            device=torch.device("cuda", exchange.rank) if is_cuda else self.device,
-            part=self.model.shard(exchange.rank, exchange.world),
-            weight_formats=with_prompt_rows(formats) if exchange.keeps_prompt_rows else formats,
+            communicator=communicator,
+            device=torch.device("cuda", communicator.rank) if is_cuda else self.device,
+            part=self.model.shard(communicator.rank, communicator.world),
+            weight_formats=with_prompt_rows(formats) if communicator.keeps_prompt_rows else formats,
         )
 
 
@@ -218,7 +218,7 @@ def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
     mode = spec.config.graph_mode
     if not spec.has_graphs:
         return None
-    if not spec.is_compiled or spec.exchange is not None:
+    if not spec.is_compiled or spec.communicator is not None:
         return "replay"
     if mode != "auto":
         assert mode != "off"

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from compiled_mtp.ops.pieces import PIECE_MULTIPLE
-from compiled_mtp.plan import Piece
+from compiled_mtp.ops.prompt_chunks import PROMPT_CHUNK_MULTIPLE
+from compiled_mtp.plan import PromptChunk
 
 
 class StaticInputs:
@@ -18,13 +18,13 @@ class StaticInputs:
     """
 
     def __init__(
-        self, device: torch.device, sizes: Iterable[int], lengths: Iterable[int], max_pieces: int
+        self, device: torch.device, sizes: Iterable[int], lengths: Iterable[int], max_prompt_chunks: int
     ) -> None:
         self.device = device
-        counts = range(1, max_pieces + 1)
+        counts = range(1, max_prompt_chunks + 1)
         self.state_indices = {size: self.zeros(size, torch.int32) for size in sizes}
         self.token_ids = {length: self.zeros(length, torch.int64) for length in lengths}
-        self.pieces = {n: self.zeros(5 * n, torch.int64).view(5, n) for n in counts}
+        self.prompt_chunks = {n: self.zeros(5 * n, torch.int64).view(5, n) for n in counts}
         self.ended = {n: self.zeros(n, torch.int32) for n in counts}
         # The slots that each of state_indices holds, as far as it is known.
         self._batches: dict[int, tuple[int, ...]] = {}
@@ -43,13 +43,13 @@ class StaticInputs:
         self._batches.clear()
 
     def write_tokens(
-        self, length: int, rows: int, pieces: Sequence[Piece], first_rows: Sequence[int]
+        self, length: int, rows: int, prompt_chunks: Sequence[PromptChunk], first_rows: Sequence[int]
     ) -> torch.Tensor:
         """Return `rows` token ids of that padded length, holding each piece from its first row on."""
         token_ids: list[int] = []
-        for first_row, piece in zip(first_rows, pieces, strict=True):
+        for first_row, prompt_chunk in zip(first_rows, prompt_chunks, strict=True):
             token_ids += [0] * (first_row - len(token_ids))
-            token_ids += piece.token_ids
+            token_ids += prompt_chunk.token_ids
         buffer = self.token_ids[length]
         self.upload(buffer[: len(token_ids)], token_ids)
         return buffer if rows == length else buffer[:rows]
@@ -58,17 +58,17 @@ class StaticInputs:
         self,
         count: int,
         slots: Sequence[int],
-        pieces: Sequence[Piece],
+        prompt_chunks: Sequence[PromptChunk],
         first_rows: Sequence[int],
         end: int,
     ) -> torch.Tensor:
         """Return the table of `count` pieces for `prefill`: pieces without tokens, at row `end`, fill it."""
         columns = [
-            (slot, piece.start, len(piece.token_ids), first_row, piece.mark)
-            for slot, piece, first_row in zip(slots, pieces, first_rows, strict=True)
+            (slot, prompt_chunk.start, len(prompt_chunk.token_ids), first_row, prompt_chunk.snapshot_offset)
+            for slot, prompt_chunk, first_row in zip(slots, prompt_chunks, first_rows, strict=True)
         ]
-        columns += [(0, 0, 0, end, 0)] * (count - len(pieces))
-        table = self.pieces[count]
+        columns += [(0, 0, 0, end, 0)] * (count - len(prompt_chunks))
+        table = self.prompt_chunks[count]
         self.upload(table.view(-1), [value for row in zip(*columns, strict=True) for value in row])
         return table
 
@@ -80,9 +80,9 @@ class StaticInputs:
 
     def write_padding(self) -> None:
         """Let every table of pieces hold one token of the padding slot, as warm-up runs need it."""
-        for table in self.pieces.values():
+        for table in self.prompt_chunks.values():
             table[2, 0] = 1
-            table[3, 1:] = PIECE_MULTIPLE
+            table[3, 1:] = PROMPT_CHUNK_MULTIPLE
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor [size] on the device."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.phases import RequestPhase
+from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
 # What everybody is to have room for when somebody comes: whoever is sent away has gained so many tokens.
 _TOKENS_AHEAD = 64
@@ -17,37 +17,37 @@ class Admission:
     two times that somebody leaves, everybody gains about 64 tokens.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
         self.tokens_ahead = _TOKENS_AHEAD
 
-    def has_room(self, holding: Holding) -> bool:
+    def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Whether a slot, and blocks enough, are free for a request that waits or lies in host memory."""
-        holdings, limits = self._holdings, self._holdings.limits
-        if not holdings.has_slot:
+        resources, limits = self._resources, self._resources.limits
+        if not resources.has_slot:
             return False
-        is_waiting = holding.phase is RequestPhase.WAITING
+        is_waiting = scheduled.phase is RequestPhase.WAITING
         # What a prefix shares with those who have a place takes nothing more.
-        shared = holdings.prefix.count_held(holding) if is_waiting else 0
-        needed = holdings.first_blocks(holding) - shared if is_waiting else len(holding.block_ids)
-        others = holdings.staying()
-        if needed > holdings.pool.num_free or not others:
+        shared = resources.prefix.count_shared(scheduled) if is_waiting else 0
+        needed = resources.first_blocks(scheduled) - shared if is_waiting else len(scheduled.block_ids)
+        others = resources.staying()
+        if needed > resources.pool.num_free or not others:
             # Alone it may have everything: `Limits.fit` has seen to it that this is enough.
-            return needed <= holdings.pool.num_free
+            return needed <= resources.pool.num_free
         # A chunk and a round take turns.
         chunk = limits.busy_chunk or limits.prefill_chunk
         # Two more: beside others, whose launch has its one mark, a piece may end at each of its two places.
-        chunks = -(-holding.request.prompt_len // chunk) + 2 if is_waiting else 0
+        chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
-        needed = max(needed, self._blocks_soon(holding, self.tokens_ahead + rows) - shared)
+        needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)
         for other in others:
             needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)
-        return needed <= holdings.pool.num_free
+        return needed <= resources.pool.num_free
 
-    def _blocks_soon(self, holding: Holding, num_tokens: int) -> int:
+    def _blocks_soon(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
         """Blocks that a request has, `num_tokens` tokens from now, or at its end."""
-        limits, request = self._holdings.limits, holding.request
+        limits, request = self._resources.limits, scheduled.request
         # One that is replayed needs soon what it had.
-        num_output = max(holding.num_emitted, len(request.output_token_ids))
+        num_output = max(scheduled.num_emitted, len(request.output_token_ids))
         last = request.prompt_len + num_output + num_tokens
         return min(limits.blocks_up_to(last), limits.worst_case_blocks(request))

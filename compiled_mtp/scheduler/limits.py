@@ -12,12 +12,12 @@ _LEAST = {
     "max_in_flight": 0,
     "host_records": 0,
     "host_blocks": 0,
-    "num_checkpoints": 0,
+    "num_snapshots": 0,
     "prefix_step": 0,
     "busy_chunk": 0,
     "least_saved": 0,
-    "shelf_records": 0,
-    "shelf_blocks": 0,
+    "prefix_host_records": 0,
+    "prefix_host_blocks": 0,
 }
 
 
@@ -27,9 +27,9 @@ class Limits:
     from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
     for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk;
     least_saved: what a checkpoint near a prompt's end must save the same prompt when it comes again.
-    max_pieces: the most prompts of a launch. num_checkpoints of the prefix cache, 0 for none, and
-    shelf_records and shelf_blocks of its host tier. Any thread may use it. Raises ValueError for a number
-    that is too small, or steps that blocks or chunks do not hold whole.
+    max_prompt_chunks: the most prompts of a launch. num_snapshots of the prefix cache, 0 for none, and
+    prefix_host_records and prefix_host_blocks of its host tier. Any thread may use it. Raises ValueError for
+    a number that is too small, or steps that blocks or chunks do not hold whole.
     """
 
     max_batch: int
@@ -41,20 +41,20 @@ class Limits:
     max_in_flight: int
     host_records: int = 0
     host_blocks: int = 0
-    num_checkpoints: int = 0
-    shelf_records: int = 0
-    shelf_blocks: int = 0
+    num_snapshots: int = 0
+    prefix_host_records: int = 0
+    prefix_host_blocks: int = 0
     prefix_step: int = 0
     busy_chunk: int = 0
     least_saved: int = 0
-    max_pieces: int = 1
+    max_prompt_chunks: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
             if value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
-        if self.num_checkpoints and self.prefill_chunk % self.block_size:
+        if self.num_snapshots and self.prefill_chunk % self.block_size:
             raise ValueError(
                 f"prefill_chunk must be a multiple of block_size={self.block_size} with a prefix cache, got "
                 f"{self.prefill_chunk}; change one of the two"

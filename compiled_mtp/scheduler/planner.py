@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
-from compiled_mtp.plan import BlockUpdate, Copy, Draft, Move, Piece, Place, PlanKind, StepPlan
+from compiled_mtp.plan import BlockUpdate, Copy, Draft, Move, Place, PlanKind, PromptChunk, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.admission import Admission
-from compiled_mtp.scheduler.holdings import Holding, Holdings
-from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.prompts import Prompts
+from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 
 Depth = Callable[[int, int, bool], int]
 """How many drafts the round that is planned now verifies and leaves, 0 to mtp_step, given its number of
@@ -50,7 +50,7 @@ class _OpenRound:
     """A round that was planned as far as its logits; its accept is still to come."""
 
     plan: StepPlan
-    members: list[Holding]
+    members: list[ScheduledRequest]
     wants: _Wants
 
 
@@ -59,21 +59,21 @@ class Planner:
     is known here.
     """
 
-    def __init__(self, holdings: Holdings, depth: Depth | None) -> None:
-        self.limits = holdings.limits
-        self.holdings = holdings
-        self.max_pieces = self.limits.max_pieces
+    def __init__(self, resources: Resources, depth: Depth | None) -> None:
+        self.limits = resources.limits
+        self.resources = resources
+        self.max_prompt_chunks = self.limits.max_prompt_chunks
         self._depth = depth
         self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
         self._chain = self._choose_depth(0, is_halved=False)
-        self._admission = Admission(holdings)
-        self._preemption = Preemption(holdings)
+        self._admission = Admission(resources)
+        self._preemption = Preemption(resources)
         # By Request.key.
-        self.waiting: dict[tuple[str, int], Holding] = {}
+        self.waiting: dict[tuple[str, int], ScheduledRequest] = {}
         # Since the planner was made: requests that were sent to the host, and that lost their place.
         self.num_offloaded = 0
-        self.num_withdrawn = 0
+        self.num_recomputed = 0
         self._is_prefill_next = True
         self._next_step_id = 0
         self._copy_ids = itertools.count()
@@ -81,12 +81,12 @@ class Planner:
 
     def reset(self) -> None:
         """Forget every launch and everybody who is not waiting."""
-        self.prompts = Prompts(self.holdings, self._copy_ids)
+        self.prompts = Prompts(self.resources, self._copy_ids)
         # Whoever waits, and whoever lies in host memory, or is on its way there, and is to come back.
-        self.line = Line()
-        for holding in self.waiting.values():
-            holding.forget_place()
-            self.line.add(holding)
+        self.waiting_queue = WaitingQueue()
+        for scheduled in self.waiting.values():
+            scheduled.forget_place()
+            self.waiting_queue.add(scheduled)
         # Planned, and their results not yet taken; results come in the order of the launches.
         self._unread: deque[StepPlan] = deque()
         self._open_round: _OpenRound | None = None
@@ -97,7 +97,7 @@ class Planner:
         # Whether the draft has read all that rounds of these slots have kept.
         self._is_caught_up = False
         # Of them those whose tokens are replayed.
-        self._replaying: list[Holding] = []
+        self._replaying: list[ScheduledRequest] = []
         # What the requests of the next rounds ask for.
         self._wants = _Wants()
         # What the next plan carries.
@@ -113,9 +113,9 @@ class Planner:
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         assert len(self._unread) <= self.limits.max_in_flight, f"{len(self._unread)} results are late"
-        if self.line:
+        if self.waiting_queue:
             self._admit()
-        if self.holdings.moving:
+        if self.resources.moving:
             self._plan_copies()
         if not self._rounds_ahead and self._open_round is None:
             self._look_ahead()
@@ -140,114 +140,114 @@ class Planner:
         self._is_install_lost = True
         self.look_again()
 
-    def enter(self, holding: Holding) -> None:
+    def enter(self, scheduled: ScheduledRequest) -> None:
         """A request waits. Interrupted anywhere it can be called again."""
-        self.line.discard(holding)
-        self.waiting[holding.request.key] = holding
-        self.line.add(holding)
+        self.waiting_queue.discard(scheduled)
+        self.waiting[scheduled.request.key] = scheduled
+        self.waiting_queue.add(scheduled)
 
     def finish_copies(self, copy_ids: Collection[int]) -> None:
         """These copies are complete."""
-        for holding in list(self.holdings.moving):
-            if holding.transfer is not None and holding.transfer.copy_id in copy_ids:
-                self.holdings.finish_transfer(holding)
-        self.holdings.prefix.shelf.finish_copies(copy_ids)
+        for scheduled in list(self.resources.moving):
+            if scheduled.transfer is not None and scheduled.transfer.copy_id in copy_ids:
+                self.resources.finish_transfer(scheduled)
+        self.resources.prefix.prefix_host.finish_copies(copy_ids)
         self.look_again()
 
     def cancel_copies(self, copy_ids: Collection[int]) -> None:
         """There is no memory for these copies: their requests go on where they are."""
-        for holding in self.holdings.cancel_copies(copy_ids):
-            self.line.discard(holding)
-        self.holdings.prefix.shelf.cancel_copies(copy_ids)
+        for scheduled in self.resources.cancel_copies(copy_ids):
+            self.waiting_queue.discard(scheduled)
+        self.resources.prefix.prefix_host.cancel_copies(copy_ids)
         self.look_again()
 
-    def leave(self, holding: Holding) -> None:
+    def leave(self, scheduled: ScheduledRequest) -> None:
         """A request ends: nothing more is planned for it."""
-        self.line.discard(holding)
-        if holding.phase is RequestPhase.WAITING:
-            self.waiting.pop(holding.request.key, None)  # It was being entered when an interrupt came.
-        elif not self.prompts.leave(holding):
+        self.waiting_queue.discard(scheduled)
+        if scheduled.phase is RequestPhase.WAITING:
+            self.waiting.pop(scheduled.request.key, None)  # It was being entered when an interrupt came.
+        elif not self.prompts.leave(scheduled):
             self.look_again()
 
     def drop_dead_round(self) -> None:
         """A round whose members have all ended is not accepted: nobody would read its tokens."""
         members = [] if self._open_round is None else self._open_round.members
-        if members and all(holding.phase is RequestPhase.FINISHED for holding in members):
+        if members and all(scheduled.phase is RequestPhase.FINISHED for scheduled in members):
             self._close_round()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
-        assert all(holding.phase is RequestPhase.WAITING for holding in self.waiting.values())
-        away = [one for one in self.line if one.phase is not RequestPhase.WAITING]
+        assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
+        away = [one for one in self.waiting_queue if one.phase is not RequestPhase.WAITING]
         for one in away:
             assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
-        assert {id(one) for one in self.line} == {id(one) for one in (*self.waiting.values(), *away)}
-        owners = self.holdings.owners.values()
-        prefilling = [holding for holding in owners if holding.phase is RequestPhase.PREFILLING]
+        assert {id(one) for one in self.waiting_queue} == {id(one) for one in (*self.waiting.values(), *away)}
+        owners = self.resources.owners.values()
+        prefilling = [scheduled for scheduled in owners if scheduled.phase is RequestPhase.PREFILLING]
         assert {id(one) for one in prefilling} == {id(one) for one in self.prompts.members}
         assert len(prefilling) == len(self.prompts.members)
         members = [] if self._open_round is None else self._open_round.members
-        assert all(holding.is_in_open_round for holding in members)
-        assert all(holding in members for holding in owners if holding.is_in_open_round)
+        assert all(scheduled.is_in_open_round for scheduled in members)
+        assert all(scheduled in members for scheduled in owners if scheduled.is_in_open_round)
 
     def _admit(self) -> None:
         """Give places to those who come next, as long as there are any; to one prompt, which others join when
         its launch is planned."""
-        while (holding := self.line.first()) is not None:
-            is_new = holding.phase is RequestPhase.WAITING
-            if holding.transfer is not None:
+        while (scheduled := self.waiting_queue.first()) is not None:
+            is_new = scheduled.phase is RequestPhase.WAITING
+            if scheduled.transfer is not None:
                 return  # Still on its way out: nobody passes it meanwhile.
-            if is_new and (self.prompts or self.holdings.prefix.is_expected(holding)):
+            if is_new and (self.prompts or self.resources.prefix.is_expected(scheduled)):
                 return
-            if not self._admission.has_room(holding):
+            if not self._admission.has_room(scheduled):
                 return
             if is_new:
-                self._admit_new(holding)
+                self._admit_new(scheduled)
             else:
-                self.line.take(holding)
-                self.holdings.resume(holding)
+                self.waiting_queue.take(scheduled)
+                self.resources.resume(scheduled)
 
-    def _admit_new(self, holding: Holding) -> None:
-        self.line.take(holding)
-        del self.waiting[holding.request.key]
-        self.holdings.admit(holding)
-        self.prompts.members.append(holding)
+    def _admit_new(self, scheduled: ScheduledRequest) -> None:
+        self.waiting_queue.take(scheduled)
+        del self.waiting[scheduled.request.key]
+        self.resources.admit(scheduled)
+        self.prompts.members.append(scheduled)
 
-    def _admit_beside(self, num_rows: int) -> Holding | None:
+    def _admit_beside(self, num_rows: int) -> ScheduledRequest | None:
         """Give a place to who comes next if its prompt may share the launch that is planned."""
-        holding = self.line.first()
-        if holding is None or holding.phase is not RequestPhase.WAITING:
+        scheduled = self.waiting_queue.first()
+        if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
             return None
-        if not self.prompts.may_join(holding, num_rows) or self.holdings.prefix.is_expected(holding):
+        if not self.prompts.may_join(scheduled, num_rows) or self.resources.prefix.is_expected(scheduled):
             return None
-        if not self._admission.has_room(holding):
+        if not self._admission.has_room(scheduled):
             return None
-        self._admit_new(holding)
-        return holding
+        self._admit_new(scheduled)
+        return scheduled
 
-    def _preempt(self, holding: Holding) -> None:
+    def _preempt(self, scheduled: ScheduledRequest) -> None:
         """Send a request away: to the host if there is room, else to wait and to be replayed."""
-        records, blocks = self.holdings.host_room()
-        if holding.phase is RequestPhase.RUNNING and records and len(holding.block_ids) <= blocks:
+        records, blocks = self.resources.host_room()
+        if scheduled.phase is RequestPhase.RUNNING and records and len(scheduled.block_ids) <= blocks:
             self.num_offloaded += 1
-            self.holdings.offload(holding)
-            self.line.add(holding)
+            self.resources.offload(scheduled)
+            self.waiting_queue.add(scheduled)
             return
-        self.num_withdrawn += 1
-        self._block_updates = [update for update in self._block_updates if update.slot != holding.slot]
-        self.prompts.leave(holding)
-        if holding.request.guide is not None:
-            holding.request.guide.reset()
-        self.holdings.withdraw(holding)
-        self.enter(holding)
+        self.num_recomputed += 1
+        self._block_updates = [update for update in self._block_updates if update.slot != scheduled.slot]
+        self.prompts.leave(scheduled)
+        if scheduled.request.guide is not None:
+            scheduled.request.guide.reset()
+        self.resources.preempt(scheduled)
+        self.enter(scheduled)
 
     def _plan_copies(self) -> None:
         """Plan the copy of everybody on the move whose last launch has been read."""
         unread = self._count_unread_rounds()
-        for holding in self.holdings.moving:
-            is_read = not (holding.is_first_token_due or unread[holding.slot, holding.generation])
-            if is_read and holding.transfer is not None and holding.transfer.copy_id is None:
-                copy, row = self.holdings.plan_copy(holding, next(self._copy_ids))
+        for scheduled in self.resources.moving:
+            is_read = not (scheduled.is_first_token_due or unread[scheduled.slot, scheduled.generation])
+            if is_read and scheduled.transfer is not None and scheduled.transfer.copy_id is None:
+                copy, row = self.resources.plan_copy(scheduled, next(self._copy_ids))
                 self._copies.append(copy)
                 self._block_updates += row
 
@@ -256,7 +256,7 @@ class Planner:
         while True:
             unread = self._count_unread_rounds()
             in_flight = {one.slot: unread[one.slot, one.generation] for one in self._decoding(unread)}
-            owners = self.holdings.owners
+            owners = self.resources.owners
             last_writes = [(owners[slot], self._last_write(owners[slot], n)) for slot, n in in_flight.items()]
             decoding, updates, missing = self._preemption.grow(last_writes)
             self._block_updates += updates
@@ -264,10 +264,10 @@ class Planner:
             if leaving is None:
                 break
             self._preempt(leaving)
-        self._wants = _wants([holding.request for holding in decoding])
-        self._replaying = [holding for holding in decoding if holding.replay is not None]
-        self.decoding_slots = tuple(holding.slot for holding in decoding)
-        self._decoding_generations = tuple(holding.generation for holding in decoding)
+        self._wants = _wants([scheduled.request for scheduled in decoding])
+        self._replaying = [scheduled for scheduled in decoding if scheduled.replay is not None]
+        self.decoding_slots = tuple(scheduled.slot for scheduled in decoding)
+        self._decoding_generations = tuple(scheduled.generation for scheduled in decoding)
         self._is_caught_up = False
         tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one in decoding)
         self._context_tokens = tokens // max(len(decoding), 1)
@@ -276,13 +276,13 @@ class Planner:
         rounds = [1] if is_short else [self._certain_rounds(one, in_flight[one.slot]) for one in decoding]
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
 
-    def _decoding(self, unread: Counter[tuple[int, int]]) -> Iterator[Holding]:
+    def _decoding(self, unread: Counter[tuple[int, int]]) -> Iterator[ScheduledRequest]:
         """Those who have a prompt behind them and a token to come."""
-        for holding in self.holdings.owners.values():
-            if holding.phase is RequestPhase.RUNNING and holding.transfer is None:
-                output = _least_output(holding, unread[holding.slot, holding.generation])
-                if output < holding.request.max_output:
-                    yield holding
+        for scheduled in self.resources.owners.values():
+            if scheduled.phase is RequestPhase.RUNNING and scheduled.transfer is None:
+                output = _least_output(scheduled, unread[scheduled.slot, scheduled.generation])
+                if output < scheduled.request.max_output:
+                    yield scheduled
 
     def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
         """Rounds whose results are not yet taken, by slot and generation."""
@@ -291,29 +291,29 @@ class Planner:
             rounds.append(self._open_round.plan)
         return Counter(owner for plan in rounds for owner in zip(plan.slots, plan.generations, strict=True))
 
-    def _has_unread_guides(self, members: Sequence[Holding]) -> bool:
+    def _has_unread_guides(self, members: Sequence[ScheduledRequest]) -> bool:
         """Whether tokens that a grammar is to take are still to be read."""
         guided = {(one.slot, one.generation) for one in members if one.request.guide is not None}
         givers = [plan for plan in self._unread if plan.kind in ("first", "accept")]
         return any(not guided.isdisjoint(zip(p.slots, p.generations, strict=True)) for p in givers)
 
-    def _certain_rounds(self, holding: Holding, in_flight: int) -> int:
+    def _certain_rounds(self, scheduled: ScheduledRequest, in_flight: int) -> int:
         """Rounds from now on that cannot be the request's last one and have their blocks."""
-        width, request = self.limits.mtp_step + 1, holding.request
+        width, request = self.limits.mtp_step + 1, scheduled.request
         # Each result may be read before the next launch.
-        most_output = _least_output(holding, in_flight) + in_flight * self.limits.mtp_step
+        most_output = _least_output(scheduled, in_flight) + in_flight * self.limits.mtp_step
         rounds = -((most_output - request.max_output) // width)
-        owned = len(holding.block_ids)
+        owned = len(scheduled.block_ids)
         if owned < self.limits.worst_case_blocks(request):
-            last_write = self._last_write(holding, in_flight)
+            last_write = self._last_write(scheduled, in_flight)
             rounds = min(rounds, (owned * self.limits.block_size - 1 - last_write) // width + 1)
         return rounds
 
-    def _last_write(self, holding: Holding, in_flight: int) -> int:
+    def _last_write(self, scheduled: ScheduledRequest, in_flight: int) -> int:
         """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
-        request, mtp_step = holding.request, self.limits.mtp_step
+        request, mtp_step = scheduled.request, self.limits.mtp_step
         # The first token, known or not, stands right after the prompt; others are known when they are read.
-        pos = request.prompt_len + max(holding.num_emitted - 1, 0)
+        pos = request.prompt_len + max(scheduled.num_emitted - 1, 0)
         return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
 
     def _plan_next(self) -> StepPlan | None:
@@ -332,7 +332,7 @@ class Planner:
         if has_round:
             return self._plan_round()
         # With copies alone under way a plan without a launch gives the next step a result to wait for.
-        is_copying = any(holding.is_pinned for holding in self.holdings.moving)
+        is_copying = any(scheduled.is_pinned for scheduled in self.resources.moving)
         if self._copies or (is_copying and not self._unread):
             return self._make_plan("move")
         return None
@@ -342,18 +342,18 @@ class Planner:
         has_round = self._open_round is not None or bool(self.decoding_slots)
         most = self.limits.busy_chunk if has_round else 0
         most = most or self.limits.prefill_chunk
-        launch = self.prompts.plan(most, self.max_pieces, self._admit_beside)
+        launch = self.prompts.plan(most, self.max_prompt_chunks, self._admit_beside)
         self._block_updates += launch.block_updates
-        for holding in launch.ended:
-            self._end_prefill(holding)
+        for scheduled in launch.ended:
+            self._end_prefill(scheduled)
         return self._make_plan(
             "prefill",
-            tuple(holding.slot for holding in launch.members),
-            tuple(holding.generation for holding in launch.members),
+            tuple(scheduled.slot for scheduled in launch.members),
+            tuple(scheduled.generation for scheduled in launch.members),
             launch.moves,
             shape=RoundShape(0, self._chain if launch.ended else 0),
-            pieces=tuple(launch.pieces),
-            wants_drafts=any(holding.request.params.include_drafts for holding in launch.ended),
+            prompt_chunks=tuple(launch.prompt_chunks),
+            wants_drafts=any(scheduled.request.params.include_drafts for scheduled in launch.ended),
             saves=tuple(launch.saves),
         )
 
@@ -361,22 +361,25 @@ class Planner:
         """Copies of what the prefix cache has given up since the last plan, to its host tier: before anything
         else is written where it lies.
         """
-        copies, shelf = [], self.holdings.prefix.shelf
-        for spill in shelf.take_spills():
-            source, target = Place("checkpoint", spill.checkpoint or 0), Place("shelf", spill.record or 0)
-            copy = self.prompts.copy(source, target, spill.blocks, has_rows=spill.record is not None)
-            shelf.begin(spill, copy.copy_id)
+        copies, prefix_host = [], self.resources.prefix.prefix_host
+        for eviction in prefix_host.take_spills():
+            source, target = (
+                Place("snapshot", eviction.snapshot or 0),
+                Place("prefix_host", eviction.record or 0),
+            )
+            copy = self.prompts.copy(source, target, eviction.blocks, has_rows=eviction.record is not None)
+            prefix_host.begin(eviction, copy.copy_id)
             copies.append(copy)
         return copies
 
-    def _plan_first(self, holding: Holding) -> StepPlan:
+    def _plan_first(self, scheduled: ScheduledRequest) -> StepPlan:
         """The first token of a prompt whose last piece is planned."""
-        self._end_prefill(holding)
-        wants = _wants([holding.request])
+        self._end_prefill(scheduled)
+        wants = _wants([scheduled.request])
         return self._make_plan(
             "first",
-            (holding.slot,),
-            (holding.generation,),
+            (scheduled.slot,),
+            (scheduled.generation,),
             shape=RoundShape(0, self._chain),
             logprobs=wants.logprobs,
             has_processed_logprobs=wants.has_processed_logprobs,
@@ -384,12 +387,12 @@ class Planner:
             wants_drafts=wants.has_drafts,
         )
 
-    def _end_prefill(self, holding: Holding) -> None:
-        holding.is_first_token_due = True
-        if holding.replay is not None:
-            holding.replay.plan_first()
-        holding.enter(RequestPhase.RUNNING)
-        self.prompts.leave(holding)
+    def _end_prefill(self, scheduled: ScheduledRequest) -> None:
+        scheduled.is_first_token_due = True
+        if scheduled.replay is not None:
+            scheduled.replay.plan_first()
+        scheduled.enter(RequestPhase.RUNNING)
+        self.prompts.leave(scheduled)
         self.look_again()
 
     def _plan_round(self) -> StepPlan:
@@ -409,9 +412,9 @@ class Planner:
             wants_drafts=self._wants.has_drafts and not is_halved,
         )
         if is_halved:
-            members = [self.holdings.owners[slot] for slot in plan.slots]
-            for holding in members:
-                holding.is_in_open_round = True
+            members = [self.resources.owners[slot] for slot in plan.slots]
+            for scheduled in members:
+                scheduled.is_in_open_round = True
             self._open_round = _OpenRound(plan, members, self._wants)
         return plan
 
@@ -434,10 +437,10 @@ class Planner:
 
     def _close_round(self) -> None:
         assert self._open_round is not None
-        for holding in self._open_round.members:
-            holding.is_in_open_round = False
+        for scheduled in self._open_round.members:
+            scheduled.is_in_open_round = False
         self._open_round = None
-        self.holdings.sweep()
+        self.resources.sweep()
 
     def _make_plan(
         self,
@@ -449,7 +452,7 @@ class Planner:
         shape: RoundShape = NO_DRAFTS,
         num_drafts: int = 0,
         catches_up: bool = False,
-        pieces: tuple[Piece, ...] = (),
+        prompt_chunks: tuple[PromptChunk, ...] = (),
         logprobs: int = -1,
         has_processed_logprobs: bool = False,
         is_guided: bool = False,
@@ -458,7 +461,7 @@ class Planner:
     ) -> StepPlan:
         self._restore_install()
         spills = self._plan_spills()
-        moves: tuple[Move, ...] = (*spills, *self.holdings.take_releases(), *own_moves, *self._copies)
+        moves: tuple[Move, ...] = (*spills, *self.resources.take_releases(), *own_moves, *self._copies)
         block_updates = tuple(self._block_updates)
         self._copies, self._block_updates = [], []
         self._next_step_id += 1
@@ -470,7 +473,7 @@ class Planner:
             shape=shape,
             num_drafts=num_drafts,
             catches_up=catches_up,
-            pieces=pieces,
+            prompt_chunks=prompt_chunks,
             moves=moves,
             block_updates=block_updates,
             logprobs=logprobs,
@@ -483,20 +486,20 @@ class Planner:
     def _restore_install(self) -> None:
         """After a lost plan: say again who owns nothing and who owns which blocks."""
         if self._is_install_lost:
-            self.holdings.forget_what_was_told({copy.copy_id for copy in self._copies})
-            self._block_updates = self.holdings.all_block_updates()
+            self.resources.forget_what_was_told({copy.copy_id for copy in self._copies})
+            self._block_updates = self.resources.all_block_updates()
             self._is_install_lost = False
 
     def _catches_up(self, depth: int) -> bool:
         """Whether the draft must catch up before a round of that depth; counts the inputs that it defers."""
         if not self.limits.mtp_step or (depth and self._is_caught_up):
             return False
-        members = [self.holdings.owners[slot] for slot in self.decoding_slots]
-        most_deferred = max(holding.num_deferred for holding in members)
+        members = [self.resources.owners[slot] for slot in self.decoding_slots]
+        most_deferred = max(scheduled.num_deferred for scheduled in members)
         # A slot has room for the deferred inputs of mtp_step + 1 rounds.
         catches_up = most_deferred > (0 if depth else self.limits.mtp_step)
-        for holding in members:
-            holding.num_deferred = (0 if catches_up else holding.num_deferred) + (not depth)
+        for scheduled in members:
+            scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not depth)
         self._is_caught_up = depth > 0
         return catches_up
 
@@ -521,12 +524,12 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     return _Wants(True, is_guided, listed, has_processed, has_drafts=has_drafts or is_guided)
 
 
-def _known_drafts(holding: Holding, verify: int) -> Iterator[Draft]:
+def _known_drafts(scheduled: ScheduledRequest, verify: int) -> Iterator[Draft]:
     """The known tokens that a replayed request's next round is to verify."""
-    if holding.replay is not None and (known := holding.replay.plan_round(verify)):
-        yield Draft(holding.slot, tuple(known))
+    if scheduled.replay is not None and (known := scheduled.replay.plan_round(verify)):
+        yield Draft(scheduled.slot, tuple(known))
 
 
-def _least_output(holding: Holding, in_flight: int) -> int:
+def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:
     """Tokens the request will have for certain: every unread round emits one at least."""
-    return holding.num_emitted + holding.is_first_token_due + in_flight
+    return scheduled.num_emitted + scheduled.is_first_token_due + in_flight

@@ -19,12 +19,12 @@ from compiled_mtp.request import (
     RoundDrafts,
     new_tuple,
 )
-from compiled_mtp.scheduler.holdings import Holding, Holdings
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Depth, Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
+from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
 
 class GuidedWindow(NamedTuple):
@@ -47,10 +47,10 @@ class Scheduler:
 
     def __init__(self, limits: Limits, *, depth: Depth | None = None) -> None:
         self.limits = limits
-        self._holdings = Holdings(limits)
-        self._planner = Planner(self._holdings, depth)
+        self._resources = Resources(limits)
+        self._planner = Planner(self._resources, depth)
         # By id, the choices that have not ended.
-        self._live: dict[str, list[Holding]] = {}
+        self._live: dict[str, list[ScheduledRequest]] = {}
         self._arrivals = itertools.count()
         self._outputs: list[RequestOutput] = []
 
@@ -59,35 +59,35 @@ class Scheduler:
         it can be called again with the same ones. Raises ValueError if its id is in use.
         """
         name = choices[0].request_id
-        holdings = self._live.get(name)
-        if holdings is None or holdings[0].request is not choices[0]:
+        resources = self._live.get(name)
+        if resources is None or resources[0].request is not choices[0]:
             if self.has_id(name):
                 raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
             # Known by one store, with all its choices, before any of them stands in line.
-            holdings = [Holding(request, next(self._arrivals)) for request in choices]
-            self._live[name] = holdings
-        for holding in holdings:
-            self._planner.enter(holding)
+            resources = [ScheduledRequest(request, next(self._arrivals)) for request in choices]
+            self._live[name] = resources
+        for scheduled in resources:
+            self._planner.enter(scheduled)
 
     def abort(self, request_id: str) -> None:
         """End a request, all choices of it, now. Raises ValueError for an id that names none that is live.
 
         Their last outputs have finish_reason "abort"; launches in flight are dropped.
         """
-        for holding in self._find_choices(request_id):
-            self._end(holding, "abort")
+        for scheduled in self._find_choices(request_id):
+            self._end(scheduled, "abort")
 
     def share_launches(self, most: int) -> None:
         """Let at most `most` prompts share a launch from now on, no more than limits.max_pieces; to measure
         what it gives."""
-        self._planner.max_pieces = min(most, self.limits.max_pieces)
+        self._planner.max_prompt_chunks = min(most, self.limits.max_prompt_chunks)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """End those of the requests that have not finished, now and without an output."""
         for request_id in request_ids:
-            for holding in list(self._live.get(request_id, ())):
-                holding.request.finish("abort")
-                self._finish(holding)
+            for scheduled in list(self._live.get(request_id, ())):
+                scheduled.request.finish("abort")
+                self._finish(scheduled)
         self.take_outputs(request_ids)
 
     def forget_all(self) -> None:
@@ -104,16 +104,16 @@ class Scheduler:
         """
         settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
         unsettled = [h for choices in self._live.values() for h in choices if h.request.key not in settled]
-        live: dict[str, list[Holding]] = {}
-        for holding in unsettled:
+        live: dict[str, list[ScheduledRequest]] = {}
+        for scheduled in unsettled:
             # By its phase alone: `waiting` and the line may be half written.
-            if holding.phase is RequestPhase.WAITING:
-                live.setdefault(holding.request.request_id, []).append(holding)
+            if scheduled.phase is RequestPhase.WAITING:
+                live.setdefault(scheduled.request.request_id, []).append(scheduled)
             else:
-                self._outputs.append(self._cut_short(holding.request, "error", error))
+                self._outputs.append(self._cut_short(scheduled.request, "error", error))
         self._planner.waiting = {one.request.key: one for choices in live.values() for one in choices}
         self._planner.reset()
-        self._holdings.reset()
+        self._resources.reset()
         self._live = live
 
     def schedule(self) -> StepPlan | None:
@@ -146,12 +146,12 @@ class Scheduler:
         """The requests of a plan whose rows are to be masked; every token they have is known."""
         found = []
         for index, owner in enumerate(zip(plan.slots, plan.generations, strict=True)):
-            holding = self._holdings.owners.get(owner[0])
-            if holding is None or holding.generation != owner[1] or holding.request.guide is None:
+            scheduled = self._resources.owners.get(owner[0])
+            if scheduled is None or scheduled.generation != owner[1] or scheduled.request.guide is None:
                 continue
             verify = plan.shape.verify
-            row, drafts = index * (verify + 1), holding.round_drafts(verify)
-            found.append(GuidedWindow(holding.request.guide, row, drafts))
+            row, drafts = index * (verify + 1), scheduled.round_drafts(verify)
+            found.append(GuidedWindow(scheduled.request.guide, row, drafts))
         return found
 
     def take_outputs(
@@ -197,17 +197,17 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         """The blocks of the device."""
-        return self._holdings.pool
+        return self._resources.pool
 
     @property
     def prefix(self) -> PrefixCache:
         """What prompts have left for others."""
-        return self._holdings.prefix
+        return self._resources.prefix
 
     @property
     def num_running(self) -> int:
         """Requests that own a slot."""
-        return len(self._holdings.owners)
+        return len(self._resources.owners)
 
     @property
     def num_waiting(self) -> int:
@@ -220,14 +220,14 @@ class Scheduler:
         return self._planner.num_offloaded
 
     @property
-    def num_withdrawn(self) -> int:
+    def num_recomputed(self) -> int:
         """Times that a request lost its place since blocks ran short; most of them are then replayed."""
-        return self._planner.num_withdrawn
+        return self._planner.num_recomputed
 
     @property
     def running(self) -> dict[int, Request]:
         """The requests whose prompts have been planned to their ends, by the slot that each owns."""
-        owners = self._holdings.owners.items()
+        owners = self._resources.owners.items()
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
     def phase(self, request_id: str) -> RequestPhase:
@@ -238,15 +238,17 @@ class Scheduler:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
         agrees with where its request stands.
         """
-        live = [holding for choices in self._live.values() for holding in choices]
-        self._holdings.check_integrity(live)
+        live = [scheduled for choices in self._live.values() for scheduled in choices]
+        self._resources.check_integrity(live)
         self._planner.check_integrity()
         assert all(self._live.values())
-        assert self._planner.waiting.keys() <= {holding.request.key for holding in live}
-        for holding in live:
-            assert (holding.phase is RequestPhase.WAITING) == (holding.request.key in self._planner.waiting)
+        assert self._planner.waiting.keys() <= {scheduled.request.key for scheduled in live}
+        for scheduled in live:
+            assert (scheduled.phase is RequestPhase.WAITING) == (
+                scheduled.request.key in self._planner.waiting
+            )
 
-    def _find_choices(self, request_id: str) -> list[Holding]:
+    def _find_choices(self, request_id: str) -> list[ScheduledRequest]:
         choices = self._live.get(request_id)
         if choices is None:
             raise ValueError(
@@ -256,12 +258,12 @@ class Scheduler:
         return list(choices)
 
     def _take_prompt_logprobs(self, plan: StepPlan, rows: RowLogprobs) -> None:
-        holding = self._holdings.owners.get(plan.slots[0])
-        if holding is not None and holding.generation == plan.generations[0]:
-            holding.request.add_prompt_logprobs(plan.pieces[0].start, plan.next_ids, rows)
+        scheduled = self._resources.owners.get(plan.slots[0])
+        if scheduled is not None and scheduled.generation == plan.generations[0]:
+            scheduled.request.add_prompt_logprobs(plan.prompt_chunks[0].start, plan.next_ids, rows)
 
     def _take_tokens(self, result: StepResult) -> None:
-        plan, owners, outputs = result.plan, self._holdings.owners, self._outputs
+        plan, owners, outputs = result.plan, self._resources.owners, self._outputs
         is_round = plan.kind in ("decode", "accept")
         num_drafts = plan.num_drafts if is_round else None
         most = plan.shape.verify + 1
@@ -270,24 +272,24 @@ class Scheduler:
             self._take_last_tokens(result, index, num_drafts, now_s)
         rows = zip(plan.slots, plan.generations, result.token_ids, strict=True)
         for index, (slot, generation, new) in enumerate(rows):
-            holding = owners.get(slot)
-            is_due = not plan.pieces or plan.pieces[index].is_last
-            if not is_due or holding is None or holding.generation != generation:
+            scheduled = owners.get(slot)
+            is_due = not plan.prompt_chunks or plan.prompt_chunks[index].is_last
+            if not is_due or scheduled is None or scheduled.generation != generation:
                 continue
-            request = holding.request
+            request = scheduled.request
             assert 1 <= len(new) <= most, f"a {plan.kind} step emitted {len(new)} tokens"
             if not is_round:
-                holding.is_first_token_due = False
-                self._holdings.prefix.enter(holding)
+                scheduled.is_first_token_due = False
+                self._resources.prefix.enter(scheduled)
             drafts = None
             if plan.wants_drafts:
-                drafts = holding.drafts if is_round else None
-                holding.drafts = result.drafts[index]
+                drafts = scheduled.drafts if is_round else None
+                scheduled.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
             own_drafts, num_known = num_drafts, 0
-            if holding.replay is not None:
+            if scheduled.replay is not None:
                 num_known = len(new)
-                new, own_drafts, logprobs = self._drop_known(holding, new, num_drafts, logprobs)
+                new, own_drafts, logprobs = self._drop_known(scheduled, new, num_drafts, logprobs)
                 if not new:
                     continue
                 num_known -= len(new)
@@ -304,28 +306,28 @@ class Scheduler:
             outputs.append(new_tuple(RequestOutput, fields))
             request.commit()
             if reason is not None:
-                self._finish(holding)
+                self._finish(scheduled)
 
     def _take_last_tokens(self, result: StepResult, index: int, num_drafts: int | None, now_s: float) -> None:
         """Take the tokens before one that could not be drawn and end the request: with an error, unless they
         end it themselves.
         """
         plan = result.plan
-        holding = self._holdings.owners.get(plan.slots[index])
-        if holding is None or holding.generation != plan.generations[index]:
+        scheduled = self._resources.owners.get(plan.slots[index])
+        if scheduled is None or scheduled.generation != plan.generations[index]:
             return
-        request = holding.request
+        request = scheduled.request
         kept, text, drafts, num_known = result.token_ids[index], "", None, 0
         logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
-        if holding.replay is not None:
+        if scheduled.replay is not None:
             num_known = len(kept)
-            kept, num_drafts, logprobs = self._drop_known(holding, kept, num_drafts, logprobs)
+            kept, num_drafts, logprobs = self._drop_known(scheduled, kept, num_drafts, logprobs)
             if request.finish_reason is not None:
                 return
             num_known -= len(kept)
         if num_drafts is not None:
             kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
-            drafts = request.list_drafts(holding.drafts, num_known)
+            drafts = request.list_drafts(scheduled.drafts, num_known)
         if request.finish_reason is None:
             is_masked = index in result.all_masked
             error = _describe_masks(request) if is_masked else _describe_logits(request)
@@ -335,11 +337,11 @@ class Scheduler:
             reason = request.finish_reason
             output = _last_output(request, reason, request.error, kept, text, drafts, "parameters")
         self._outputs.append(output)
-        self._finish(holding)
+        self._finish(scheduled)
 
     def _drop_known(
         self,
-        holding: Holding,
+        scheduled: ScheduledRequest,
         token_ids: list[int],
         num_drafts: int | None,
         logprobs: RowLogprobs | None,
@@ -348,17 +350,17 @@ class Scheduler:
 
         Ends a request that does not come again as it was.
         """
-        replay, request = holding.replay, holding.request
+        replay, request = scheduled.replay, scheduled.request
         assert replay is not None
         try:
             known = replay.compare(token_ids)
         except ValueError as error:
-            self._end(holding, "error", str(error))
+            self._end(scheduled, "error", str(error))
             return [], num_drafts, None
         if request.guide is not None:
             request.guide.accept(token_ids[:known])
         if replay.is_over:
-            holding.replay = None
+            scheduled.replay = None
             self._planner.look_again()
         if logprobs is not None:
             logprobs = drop_rows(logprobs, known)
@@ -368,21 +370,21 @@ class Scheduler:
 
     def _take_error(self, plan: StepPlan, error: str) -> None:
         self._planner.lose(plan)
-        owners = [self._holdings.owners.get(slot) for slot in plan.slots]
+        owners = [self._resources.owners.get(slot) for slot in plan.slots]
         ended = [
-            holding
-            for holding, generation in zip(owners, plan.generations, strict=True)
-            if holding is not None and holding.generation == generation
+            scheduled
+            for scheduled, generation in zip(owners, plan.generations, strict=True)
+            if scheduled is not None and scheduled.generation == generation
         ]
         copy_ids = {move.copy_id for move in plan.moves if isinstance(move, Copy)}
-        self.prefix.shelf.drop_copies(copy_ids)
-        ended += self._holdings.drop_copies(copy_ids)
-        for holding in ended:
-            self._end(holding, "error", error)
+        self.prefix.prefix_host.drop_copies(copy_ids)
+        ended += self._resources.drop_copies(copy_ids)
+        for scheduled in ended:
+            self._end(scheduled, "error", error)
 
-    def _end(self, holding: Holding, reason: FinishReason, error: str | None = None) -> None:
-        self._outputs.append(self._cut_short(holding.request, reason, error))
-        self._finish(holding)
+    def _end(self, scheduled: ScheduledRequest, reason: FinishReason, error: str | None = None) -> None:
+        self._outputs.append(self._cut_short(scheduled.request, reason, error))
+        self._finish(scheduled)
 
     def _cut_short(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
         """End a request behind what was told of it; its last output, the same if it is made again."""
@@ -404,13 +406,13 @@ class Scheduler:
             "engine" if reason == "error" else None,
         )
 
-    def _finish(self, holding: Holding) -> None:
-        choices = self._live[holding.request.request_id]
-        choices.remove(holding)
+    def _finish(self, scheduled: ScheduledRequest) -> None:
+        choices = self._live[scheduled.request.request_id]
+        choices.remove(scheduled)
         if not choices:
-            del self._live[holding.request.request_id]
-        self._planner.leave(holding)
-        self._holdings.give_back(holding)
+            del self._live[scheduled.request.request_id]
+        self._planner.leave(scheduled)
+        self._resources.give_back(scheduled)
         self._planner.drop_dead_round()
 
 

@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Match
 
 from compiled_mtp.server.anthropic import AnthropicHandlers, CountBody, MessagesBody
+from compiled_mtp.server.auth import App, AuthMiddleware, Message, Receive, Scope, Send
 from compiled_mtp.server.errors import ApiError, api_of
 from compiled_mtp.server.generation import Service
-from compiled_mtp.server.guard import App, Guard, Message, Receive, Scope, Send
 from compiled_mtp.server.openai import OpenAIHandlers
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, TokenizeBody
 from compiled_mtp.server.sse import ClientGoneError
@@ -67,7 +67,7 @@ def create_app(service: Service) -> FastAPI:
     )
     _add_routes(app, service)
     add_page(app)
-    app.add_middleware(Guard, config=service.config)
+    app.add_middleware(AuthMiddleware, config=service.config)
     app.add_middleware(_AccessLog, service=service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

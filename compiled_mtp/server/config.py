@@ -98,7 +98,7 @@ class ServerConfig(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise ValueError("\n".join(_explain(problem) for problem in error.errors())) from None
-        self._check_door()
+        self._check_access()
 
     def read_keys(self) -> tuple[str, ...]:
         """Return the keys that open the door, none for an open one. Raises ValueError for an empty key and
@@ -138,7 +138,7 @@ class ServerConfig(BaseSettings):
         own = (*LOOPBACK_NAMES, self.host)
         return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
 
-    def _check_door(self) -> None:
+    def _check_access(self) -> None:
         if is_loopback(self.host):
             return
         if not self.read_keys() and not self.allow_anyone:

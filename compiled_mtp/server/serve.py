@@ -121,7 +121,7 @@ def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
     return "xml" if "<function=" in text else "json"
 
 
-class Door(H11Protocol):
+class HttpProtocol(H11Protocol):
     """uvicorn's connection with a deadline for headers, and what streams need of one (sse.Connection)."""
 
     header_timeout_s = 10.0
@@ -184,11 +184,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        door = type("ConfiguredDoor", (Door,), {"header_timeout_s": config.header_timeout_s})
+        http_protocol = type("ConfiguredDoor", (HttpProtocol,), {"header_timeout_s": config.header_timeout_s})
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=door,
+                http=http_protocol,
                 ws="none",
                 lifespan="on",
                 loop="asyncio",
@@ -247,18 +247,18 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     try:
         with leaving():
             from compiled_mtp.engine import Engine
-            from compiled_mtp.frontend.checkpoint import open_front
+            from compiled_mtp.frontend.checkpoint import open_frontend
 
-        front = open_front(engine_config)
-        if front.tokenizer is None:
-            raise ValueError(f"model must hold a tokenizer.json, got {front.path}; download it whole")
+        frontend = open_frontend(engine_config)
+        if frontend.tokenizer is None:
+            raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download it whole")
         config = name_model(config, engine_config)
-        engine = Engine(engine_config, front=front)
-        front.warm_up_grammars()
+        engine = Engine(engine_config, frontend=frontend)
+        frontend.warm_up_grammars()
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(
-            engine, front.tokenizer, front.path, engine.runner.memory.max_model_len, config
+            engine, frontend.tokenizer, frontend.path, engine.runner.memory.max_model_len, config
         )
         settle_interpreter()
         host, port = listener.getsockname()[:2]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_mtp.server.guard import Receive, Scope, Send
+from compiled_mtp.server.auth import Receive, Scope, Send
 
 T = TypeVar("T")
 

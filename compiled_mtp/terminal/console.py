@@ -23,7 +23,7 @@ from compiled_mtp.terminal.signals import INTERRUPTED, NUMBERS, leaving, restore
 if TYPE_CHECKING:  # What they come from waits for torch.
     from compiled_mtp.config import EngineConfig
     from compiled_mtp.engine import Engine
-    from compiled_mtp.frontend.processor import Front
+    from compiled_mtp.frontend.processor import RequestProcessor
 
 EXIT_OK, EXIT_FAILED = 0, 1
 MOST_ERROR_CHARACTERS = 4000
@@ -151,9 +151,11 @@ class Progress:
             self._bars.popitem()[1].close()
 
 
-def start_engine(config: EngineConfig, front: Front | None = None, save_to: Path | None = None) -> Engine:
+def start_engine(
+    config: EngineConfig, frontend: RequestProcessor | None = None, save_to: Path | None = None
+) -> Engine:
     """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
-    recipe of FP8 weights. `front` and `save_to` are what `Engine` takes. Raises ValueError where torchrun
+    recipe of FP8 weights. `frontend` and `save_to` are what `Engine` takes. Raises ValueError where torchrun
     has started processes that it has no use for."""
     Torchrun().check_ranks(config.tensor_parallel)
     with leaving():
@@ -161,7 +163,7 @@ def start_engine(config: EngineConfig, front: Front | None = None, save_to: Path
 
     progress = Progress()
     try:
-        engine = Engine(config, progress=progress, front=front, save_to=save_to)
+        engine = Engine(config, progress=progress, frontend=frontend, save_to=save_to)
     finally:
         progress.close()
     if engine.num_threads is not None:

@@ -4,7 +4,7 @@ With G the log decay summed from the chunk's start, D_ij = e^{G_i - G_j} for j <
     x = (I + strict_lower(beta K K^T * D))^-1 beta (V - e^G K S)
     O = e^G Q S + (Q K^T * D) x,    S <- e^{G_end} S + (e^{G_end - G} K)^T x
 The inverse does not depend on S, so the first launch computes it for all chunks at once. What passes between
-the two lies by chunk: those of piece p from first_row[p] // CHUNK + p on (ops/pieces_triton.py).
+the two lies by chunk: those of piece p from first_row[p] // CHUNK + p on (ops/prompt_chunks_triton.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from compiled_mtp.ops.gdn_prefill.cpu import CHUNK
 from compiled_mtp.ops.gdn_triton import OPTIONS, check_head_dims, launch_gated_norm
-from compiled_mtp.ops.pieces import MAX_PIECES
-from compiled_mtp.ops.pieces_triton import piece_of_tile
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
+from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.
 CHUNK_STAGES = 2
@@ -238,7 +238,7 @@ def launch(args: Any) -> torch.Tensor:
         args.q, k, args.g, args.beta, length, first_row, num_pieces,
         split_q[0], split_q[-1], split_k[0], split_k[-1], log_decay, inverse[0], inverse[-1],
         NK=num_k_heads, NV=num_v_heads, DK=head_k_dim, CHUNK=CHUNK, BLOCK_K=min(SOLVE_BLOCK_K, head_k_dim),
-        PRECISE=precise, MOST=MAX_PIECES, num_warps=NUM_WARPS, **OPTIONS,
+        PRECISE=precise, MOST=MAX_PROMPT_CHUNKS, num_warps=NUM_WARPS, **OPTIONS,
     )  # fmt: skip
     block_v = chunk_block_v(num_v_heads, head_v_dim, precise)
     gdn_prefill_chunk_kernel[(head_v_dim // block_v, num_v_heads, num_pieces)](

@@ -42,12 +42,12 @@ def gdn_prefill(
     """The gated delta rule over pieces of prompts.
 
     q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] as conv_prefill returns them; z [T, nv*dv] (row stride
-    free); norm_weight [dv]. Piece p is `length` rows from `first_row` on (see conv_prefill). state [slots,
-    nv, dv, dk], mutated: read at state_index[p] unless start[p] is 0 (then the initial state is zero and the
-    slot is not read), written with the state after the piece. Where mark[p], a multiple of 64 of at most one
-    piece, is not 0, the state after so many of its rows is written to the last row of state. Per token and
-    norm: see gdn_verify, with exp(g) of the log decay g. Returns y [T, nv*dv] in z's dtype, 0 in rows of no
-    piece.
+    free); norm_weight [dv]. PromptChunk p is `length` rows from `first_row` on (see conv_prefill). state
+    [slots, nv, dv, dk], mutated: read at state_index[p] unless start[p] is 0 (then the initial state is zero
+    and the slot is not read), written with the state after the piece. Where mark[p], a multiple of 64 of at
+    most one piece, is not 0, the state after so many of its rows is written to the last row of state. Per
+    token and norm: see gdn_verify, with exp(g) of the log decay g. Returns y [T, nv*dv] in z's dtype, 0 in
+    rows of no piece.
     Source: Gated Delta Networks, arXiv 2412.06464, whose section 3.3 is the chunked form of kernel and CPU.
     """
     group = v.shape[1] // k.shape[1]

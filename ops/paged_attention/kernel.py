@@ -27,8 +27,8 @@ from compiled_mtp.ops.paged_attention.verify_kernel import (
     combine_kernel,
     verify_kernel,
 )
-from compiled_mtp.ops.pieces import MAX_PIECES
-from compiled_mtp.ops.pieces_triton import piece_of_tile
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
+from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
@@ -250,7 +250,7 @@ def launch(args: Any) -> torch.Tensor:
             first_key,
             scale_log2,
             IN_ONE_BLOCK=block_size % config.BN == 0,
-            MOST=max(MAX_PIECES, triton.next_power_of_2(num_requests)),
+            MOST=max(MAX_PROMPT_CHUNKS, triton.next_power_of_2(num_requests)),
             **tiles,
             **FUSION,
         )

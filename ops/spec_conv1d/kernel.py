@@ -10,13 +10,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
-from compiled_mtp.ops.pieces_triton import piece_of_row
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
+from compiled_mtp.ops.prompt_chunks_triton import piece_of_row
 from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 
 OPTIONS = {"enable_fp_fusion": True}
 # A program has rows of one piece.
-PREFILL_ROWS = PIECE_MULTIPLE
+PREFILL_ROWS = PROMPT_CHUNK_MULTIPLE
 # From so many rows on a program has a whole window, unless that is longer than what is unrolled: with a
 # program a row those of an H200 take turns.
 LEAST_ROWS_OF_WINDOWS = 32
@@ -413,6 +413,6 @@ def launch_conv_prefill(
         args.length.shape[0],
         args.conv_ring.shape[0] - 1,
         **_constants(num_k_heads, num_v_heads, args.head_k_dim, args.head_v_dim, args.conv_ring.shape[1]),
-        ROWS=PREFILL_ROWS, MOST=MAX_PIECES, num_warps=1, **OPTIONS,
+        ROWS=PREFILL_ROWS, MOST=MAX_PROMPT_CHUNKS, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outputs

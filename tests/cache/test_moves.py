@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_mtp.cache.copy_stream import CopyStream
 from compiled_mtp.cache.host_tier import _powers_of_two
-from compiled_mtp.cache.lane import Lane
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
 from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
@@ -25,7 +25,7 @@ SIZES = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("moves")
     write_checkpoint(directory, **SIZES)
     return directory
@@ -42,8 +42,8 @@ def begin(directory: Path, **options: object) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def streams(checkpoint: Path) -> dict[str, list[int]]:
-    driver = begin(checkpoint)
+def streams(snapshot: Path) -> dict[str, list[int]]:
+    driver = begin(snapshot)
     for _ in range(14):
         driver.decode("a", "b")
     return driver.drain()
@@ -58,14 +58,14 @@ def check(driver: Driver, streams: dict[str, list[int]]) -> None:
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
 def test_a_request_goes_to_host_memory_and_comes_back(
-    checkpoint: Path, streams: dict[str, list[int]], max_in_flight: int, kv_dtype: str
+    snapshot: Path, streams: dict[str, list[int]], max_in_flight: int, kv_dtype: str
 ) -> None:
     if kv_dtype != "auto":
-        plain = begin(checkpoint, kv_dtype=kv_dtype)
+        plain = begin(snapshot, kv_dtype=kv_dtype)
         for _ in range(14):
             plain.decode("a", "b")
         streams = plain.drain()
-    driver = begin(checkpoint, max_in_flight=max_in_flight, kv_dtype=kv_dtype)
+    driver = begin(snapshot, max_in_flight=max_in_flight, kv_dtype=kv_dtype)
     driver.offload("a", 1)
     driver.decode("b")
     driver.bring_back("a", 1, 3)
@@ -83,8 +83,8 @@ def test_a_request_goes_to_host_memory_and_comes_back(
     assert all(result.plan.kind == "move" for result in driver.results if result.copies_done)
 
 
-def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
-    driver = Driver(make_runner(checkpoint))
+def test_what_a_test_registers_is_admitted_and_moved(snapshot: Path) -> None:
+    driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
     dummy = torch.full((5, 5), -1, dtype=torch.int32)
     moves.slot_tensors.register(SlotTensor("dummy", dummy, initial=9))
@@ -98,14 +98,14 @@ def test_what_a_test_registers_is_admitted_and_moved(checkpoint: Path) -> None:
     assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [-1] * 5, [-1] * 5]
 
 
-def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(checkpoint: Path) -> None:
-    driver = Driver(make_runner(checkpoint))
+def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(snapshot: Path) -> None:
+    driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
-    for name, is_in_checkpoint in (("kept", True), ("left", False)):
+    for name, is_in_snapshot in (("kept", True), ("left", False)):
         tensor = torch.zeros((5, 5), dtype=torch.int32)
-        moves.slot_tensors.register(SlotTensor(name, tensor, is_in_checkpoint=is_in_checkpoint))
-    moves.allocate_checkpoints(2)
-    slot, place, other = Place("slot", 1), Place("checkpoint", 1), Place("slot", 2)
+        moves.slot_tensors.register(SlotTensor(name, tensor, is_in_snapshot=is_in_snapshot))
+    moves.allocate_snapshots(2)
+    slot, place, other = Place("slot", 1), Place("snapshot", 1), Place("slot", 2)
     for entry in moves.slot_tensors:
         entry.tensor[1], entry.tensor[2] = 1, 0
     moves.save(StepPlan(0, "move", saves=(Copy(0, slot, place),)))
@@ -132,19 +132,19 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, num_layers=24, **SIZES)
     slot, record = Place("slot", 1), Place("host", 0)
     pairs = tuple((block, block - 1) for block in range(1, BLOCKS_EACH + 1))
     back = tuple((target, source) for source, target in pairs)
     copies = {
-        "save": Copy(1, slot, Place("checkpoint", 0)),
-        "resume": Copy(2, Place("checkpoint", 0), Place("slot", 2)),
+        "save": Copy(1, slot, Place("snapshot", 0)),
+        "resume": Copy(2, Place("snapshot", 0), Place("slot", 2)),
         "out": Copy(3, slot, record, pairs),
         "in": Copy(4, record, Place("slot", 2), back),
     }
     counts = []
-    for directory in (checkpoint, tmp_path):
+    for directory in (snapshot, tmp_path):
         moves = make_runner(directory).moves
         counts.append({})
         for name, copy in copies.items():
@@ -156,8 +156,8 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(checkpoint: 
     assert counts[0] == {"save": 3, "resume": 3, "out": 7, "in": 10}
 
 
-def test_blocks_that_lie_apart_and_in_any_order_come_back(checkpoint: Path) -> None:
-    moves = make_runner(checkpoint).moves
+def test_blocks_that_lie_apart_and_in_any_order_come_back(snapshot: Path) -> None:
+    moves = make_runner(snapshot).moves
     (pages,) = moves._block_layout._spread
     for block in range(33):
         pages.tensor[block] = block
@@ -181,8 +181,8 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     assert _powers_of_two(0) == []
 
 
-def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> None:
-    driver = begin(checkpoint)
+def test_moves_are_carried_out_in_the_order_of_the_plan(snapshot: Path) -> None:
+    driver = begin(snapshot)
     slots = driver.runner.step.slots
     last = int(slots.last_token[1])
     admit = Admit(1, SlotSampling(5, 0.5, 3, 0.25, 0.125))
@@ -198,14 +198,14 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(checkpoint: Path) -> Non
     assert int(slots.last_token[3]) == 0
 
 
-def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -> None:
-    runner, bare = make_runner(checkpoint), make_runner(checkpoint, offload_gb=0, prefix_cache=False)
+def test_a_place_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
+    runner, bare = make_runner(snapshot), make_runner(snapshot, offload_gb=0, prefix_cache=False)
     runner.moves.allocate_host(2, 2 * BLOCKS_EACH)
     slot, record = Place("slot", 1), Place("host", 0)
     wrong = (
         (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
-        (bare, slot, Place("checkpoint", 0), (), "target must lie in a tier that was allocated, got 'check"),
-        (runner, slot, Place("checkpoint", 99), (), "target must be checkpoint 0 to "),
+        (bare, slot, Place("snapshot", 0), (), "target must lie in a tier that was allocated, got 'check"),
+        (runner, slot, Place("snapshot", 99), (), "target must be checkpoint 0 to "),
         (runner, Place("slot", 0), record, (), "source must be slot 1 to 4, got 0; give the runner room for"),
         (runner, Place("slot", 5), record, (), "source must be slot 1 to 4, got 5; give the runner room for"),
         (runner, Place("host", -1), slot, (), "source must be host 0 to 1, got -1; give the runner room for"),
@@ -222,21 +222,21 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(checkpoint: Path) -
 
 
 @pytest.mark.parametrize("short", ["_allocate", "Staging.reserve"], ids=["host", "device"])
-@pytest.mark.parametrize("tier", ["host", "shelf"])
+@pytest.mark.parametrize("tier", ["host", "prefix_host"])
 def test_a_copy_without_memory_fails_alone(
-    checkpoint: Path,
+    snapshot: Path,
     streams: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
-    tier: Literal["host", "shelf"],
+    tier: Literal["host", "prefix_host"],
     short: str,
 ) -> None:
-    driver = begin(checkpoint)
+    driver = begin(snapshot)
     assert driver.runner.moves.host_bytes == 0
-    driver.runner.moves.allocate_checkpoints(1)
-    driver.runner.moves.allocate_shelf(1, BLOCKS_EACH)
+    driver.runner.moves.allocate_snapshots(1)
+    driver.runner.moves.allocate_prefix_host(1, BLOCKS_EACH)
     monkeypatch.setattr(f"compiled_mtp.cache.host_tier.{short}", _refuse)
     pairs = tuple((block, index) for index, block in enumerate(driver.blocks["a"]))
-    source = Place("slot", driver.slots["a"]) if tier == "host" else Place("checkpoint", 0)
+    source = Place("slot", driver.slots["a"]) if tier == "host" else Place("snapshot", 0)
     copy = Copy(7, source, Place(tier, 0), pairs)
     driver.decode("b", moves=(copy,))
     driver.decode("b", "a")
@@ -252,23 +252,23 @@ def _refuse(*_: object) -> None:
 
 
 def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is freed a device gives to others at once."""
     gc.collect()  # Others' runners wait for theirs.
-    runner = make_runner(checkpoint)
+    runner = make_runner(snapshot)
     caches = (runner.step.kv_cache, runner.step.slots)
     memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]
     seen = []
-    monkeypatch.setattr(Lane, "wait", lambda *_: seen.append([one.expired() for one in memory]))
+    monkeypatch.setattr(CopyStream, "wait", lambda *_: seen.append([one.expired() for one in memory]))
     del runner, caches
     gc.collect()
     assert seen == [[False, False]] * 2
     assert [one.expired() for one in memory] == [True, True]
 
 
-def test_uploaded_drafts_are_verified(checkpoint: Path, streams: dict[str, list[int]]) -> None:
-    driver = Driver(make_runner(checkpoint))
+def test_uploaded_drafts_are_verified(snapshot: Path, streams: dict[str, list[int]]) -> None:
+    driver = Driver(make_runner(snapshot))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
         driver.start(name, slot, prompt)
     for begin in (1, 5, 9):
@@ -279,12 +279,12 @@ def test_uploaded_drafts_are_verified(checkpoint: Path, streams: dict[str, list[
 
 
 def test_memory_for_the_host_tier_of_a_cpu_is_planned(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compiled_mtp.runner.assemble.available_bytes", lambda: 1 << 29)
-    assert make_runner(checkpoint, offload_gb=0.3).memory.num_blocks == 4 * BLOCKS_EACH + 1
+    assert make_runner(snapshot, offload_gb=0.3).memory.num_blocks == 4 * BLOCKS_EACH + 1
     with pytest.raises(ValueError, match=r"^free memory must hold .* of caches"):
-        make_runner(checkpoint, offload_gb=0.5)
+        make_runner(snapshot, offload_gb=0.5)
 
 
 def test_registration_is_checked() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.fakes import FakeEngine, made, open_front
+from tests.cli.fakes import FakeEngine, made, open_frontend
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     made.clear()
     fake = type("Fake", (FakeEngine,), {})
     monkeypatch.setitem(sys.modules, "compiled_mtp.engine", types.SimpleNamespace(Engine=fake))
-    front = types.SimpleNamespace(open_front=open_front)
-    monkeypatch.setitem(sys.modules, "compiled_mtp.frontend.checkpoint", front)
+    frontend = types.SimpleNamespace(open_frontend=open_frontend)
+    monkeypatch.setitem(sys.modules, "compiled_mtp.frontend.checkpoint", frontend)
     return fake
 
 

@@ -29,7 +29,7 @@ class Letters:
         return ""
 
 
-class FakeFront:
+class FakeProcessor:
     """Takes prompts of at most 40 characters."""
 
     max_model_len = 40
@@ -43,10 +43,10 @@ class FakeFront:
             )
 
 
-def open_front(config: EngineConfig) -> FakeFront:
+def open_frontend(config: EngineConfig) -> FakeProcessor:
     if config.model == Path("/nowhere"):
         raise ValueError("model must be a directory with a config.json, got /nowhere; pass\na checkpoint")
-    return FakeFront()
+    return FakeProcessor()
 
 
 def text_of(prompt: dict[str, Any]) -> str:
@@ -65,8 +65,10 @@ class FakeEngine:
     fail: str | None = None
     rounds_by_depth: Mapping[int, Mapping[str, int]] = MappingProxyType({})
 
-    def __init__(self, config: EngineConfig, *, progress: Any, front: FakeFront, save_to: None) -> None:
-        assert isinstance(front, FakeFront)
+    def __init__(
+        self, config: EngineConfig, *, progress: Any, frontend: FakeProcessor, save_to: None
+    ) -> None:
+        assert isinstance(frontend, FakeProcessor)
         self.config = config
         self.steps = 0
         self.closed = False

@@ -82,7 +82,7 @@ def talker(monkeypatch: pytest.MonkeyPatch) -> Talker:
     made = Talker()
     engine = types.SimpleNamespace(Engine=lambda config, **_: made)
     monkeypatch.setitem(sys.modules, "compiled_mtp.engine", engine)
-    checkpoint = types.SimpleNamespace(open_front=lambda config: made)
+    checkpoint = types.SimpleNamespace(open_frontend=lambda config: made)
     monkeypatch.setitem(sys.modules, "compiled_mtp.frontend.checkpoint", checkpoint)
     return made
 

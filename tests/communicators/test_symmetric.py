@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.communicators.communicator import ExchangeError
+from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.ops.shares import add_tree
 from tests.communicators.threads import exchanges
 
@@ -150,39 +150,39 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
-    exchange = symmetric.SymmetricExchange(0, 1, tmp_path, torch.device("cpu"))
+    communicator = symmetric.SymmetricCommunicator(0, 1, tmp_path, torch.device("cpu"))
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     assert [type(store) for store in stores] == [symmetric.CountedAnew] * 2
-    assert exchange._peers.tolist() == [exchange._memory.data_ptr()]
-    assert exchange.least(5) == 5
-    assert exchange._control.tolist() == [0, 600_000_000_000]
+    assert communicator._peers.tolist() == [communicator._memory.data_ptr()]
+    assert communicator.least(5) == 5
+    assert communicator._control.tolist() == [0, 600_000_000_000]
     # Uncompiled too: on GPUs ranks have captured all that they launch.
-    exchange.expect_steps()
+    communicator.expect_steps()
     # A kernel waits for a paused rank 0, until rank 0 asks it whom it misses.
-    assert exchange._control[1] > 10**16
-    exchange.name_missing()
-    assert exchange._control.tolist() == [0, 0]
-    exchange.check()
-    assert [exchange.adds(rows) for rows in (63, 64)] == [False, True]
-    exchange.give_up()
-    with pytest.raises(ExchangeError, match="the exchange was given up"):
-        exchange.check()
+    assert communicator._control[1] > 10**16
+    communicator.name_missing()
+    assert communicator._control.tolist() == [0, 0]
+    communicator.check()
+    assert [communicator.adds(rows) for rows in (63, 64)] == [False, True]
+    communicator.give_up()
+    with pytest.raises(CommunicatorError, match="the exchange was given up"):
+        communicator.check()
     # As a kernel notes it; what comes later changes nothing.
-    exchange._control[0] = 2
-    exchange.give_up()
-    with pytest.raises(ExchangeError, match="rank 1 did not come to an exchange within 7 s"):
-        exchange.check()
+    communicator._control[0] = 2
+    communicator.give_up()
+    with pytest.raises(CommunicatorError, match="rank 1 did not come to an exchange within 7 s"):
+        communicator.check()
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("the device failed")
 
     # Kernels of a device that failed may still read it; those of another have ended.
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    exchange.release()
-    assert exchange in symmetric._GIVEN_UP
+    communicator.release()
+    assert communicator in symmetric._GIVEN_UP
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    exchange.release()
-    assert exchange not in symmetric._GIVEN_UP
+    communicator.release()
+    assert communicator not in symmetric._GIVEN_UP
 
 
 def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
@@ -195,18 +195,18 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
     CountedAnew(FileStore(file, 2)).set("other", "as it is")
     assert FileStore(file, 2).get("other") == b"as it is"
     ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
-    for exchange in range(2):
+    for communicator in range(2):
         for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
             # As torch reaches it: from C++.
-            PrefixStore(f"CUDASymmetricMemory/{first + exchange}", store).set(
+            PrefixStore(f"CUDASymmetricMemory/{first + communicator}", store).set(
                 str(rank), bytes([rank, 255, 0])
             )
         for store, first in zip(ranks, (7, 0), strict=True):
-            keys = [f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)]
+            keys = [f"CUDASymmetricMemory/{first + communicator}/{rank}" for rank in range(2)]
             assert store.multi_get(keys) == [bytes([rank, 255, 0]) for rank in range(2)]
         for store, first in zip(ranks, (7, 0), strict=True):
-            assert store.add(f"CUDASymmetricMemory/{first + exchange}/came", 1) == 1 + (store is ranks[1])
-            store.wait([f"CUDASymmetricMemory/{first + exchange}/{rank}" for rank in range(2)])
+            assert store.add(f"CUDASymmetricMemory/{first + communicator}/came", 1) == 1 + (store is ranks[1])
+            store.wait([f"CUDASymmetricMemory/{first + communicator}/{rank}" for rank in range(2)])
     # What is numbered apart is counted apart.
     ranks[0].set("validate/group/0/0", "as it is")
     assert FileStore(file, 2).get("validate/group/0/0") == b"as it is"
@@ -226,7 +226,7 @@ class OnGpu:
 
 def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns nothing to wait for there; the host's values go by gloo."""
-    from compiled_mtp.communicators.nccl import NcclExchange
+    from compiled_mtp.communicators.nccl import NcclCommunicator
 
     class Group:
         class Options:
@@ -247,15 +247,15 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    exchange = NcclExchange(0, 1, tmp_path)
+    communicator = NcclCommunicator(0, 1, tmp_path)
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     x: Any = OnGpu(torch.arange(6).view(2, 3))
-    assert exchange._gather(x).equal(x.tensor[None])
-    assert exchange.least(5) == 5
-    group: Any = exchange._device_group
+    assert communicator._gather(x).equal(x.tensor[None])
+    assert communicator.least(5) == 5
+    group: Any = communicator._device_group
     # Whoever tells it does not wait, and it is told once.
-    exchange.give_up()
-    exchange.give_up()
+    communicator.give_up()
+    communicator.give_up()
     assert group.given_up[0].wait(20)
     group.ends.set()
     assert not group.given_up[1].is_set()
@@ -318,10 +318,10 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
 
 def test_many_rows_are_added_on_their_way() -> None:
     """Where an exchange can; the sums are those that the norm would make of the parts."""
-    exchange = exchanges(1)[0]
+    communicator = exchanges(1)[0]
     parts = torch.randn(4, 64, 8)
     sums = add_tree(parts)[None]
-    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums)
-    exchange.adds = lambda rows: rows >= 64  # type: ignore[method-assign]
-    assert exchange.gather_parts(parts, torch.bfloat16).equal(sums.bfloat16())
-    assert exchange.gather_parts(parts[:, :63], torch.bfloat16).equal(sums[:, :63])
+    assert communicator.gather_parts(parts, torch.bfloat16).equal(sums)
+    communicator.adds = lambda rows: rows >= 64  # type: ignore[method-assign]
+    assert communicator.gather_parts(parts, torch.bfloat16).equal(sums.bfloat16())
+    assert communicator.gather_parts(parts[:, :63], torch.bfloat16).equal(sums[:, :63])

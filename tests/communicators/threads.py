@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan, StepResult
@@ -22,7 +22,7 @@ from compiled_mtp.runner.spec import EngineSpec
 _PATIENCE_S = 120.0
 
 
-class ThreadExchange(Exchange):
+class ThreadCommunicator(Communicator):
     """Between threads that share `meeting` and `brought`."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, brought: list[torch.Tensor]) -> None:
@@ -37,10 +37,10 @@ class ThreadExchange(Exchange):
         return gathered
 
 
-def exchanges(world: int) -> list[ThreadExchange]:
+def exchanges(world: int) -> list[ThreadCommunicator]:
     """One for each rank."""
     meeting, brought = threading.Barrier(world), [torch.empty(0)] * world
-    return [ThreadExchange(rank, meeting, brought) for rank in range(world)]
+    return [ThreadCommunicator(rank, meeting, brought) for rank in range(world)]
 
 
 class ThreadRunner(Runner):
@@ -52,16 +52,16 @@ class ThreadRunner(Runner):
         self.followers: list[Runner] = []
         self.errors: list[BaseException] = []
 
-        def follow(exchange: ThreadExchange, messages: SimpleQueue[tuple[Any, ...]]) -> None:
+        def follow(communicator: ThreadCommunicator, messages: SimpleQueue[tuple[Any, ...]]) -> None:
             try:
-                runner = Runner(spec.of_rank(exchange))
+                runner = Runner(spec.of_rank(communicator))
                 self.followers.append(runner)
                 while (message := messages.get())[0] != "close":
                     result = getattr(runner, message[0])(*message[1:])
                     assert result is None or (result.error is None and not result.copies_failed)
             except BaseException as error:
                 self.errors.append(error)
-                exchange.meeting.abort()
+                communicator.meeting.abort()
 
         self._threads = [
             threading.Thread(target=follow, args=pair, daemon=True)

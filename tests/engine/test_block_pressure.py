@@ -15,7 +15,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import LateLane, make_engine, prompt_of
+from tests.engines import LateCopyStream, make_engine, prompt_of
 
 VOCAB = 512
 LONGEST = {"max_tokens": 36, "ignore_eos": True}
@@ -109,7 +109,7 @@ def test_a_pool_for_one_and_a_half_requests_runs_all(
 def test_copies_that_take_longer_than_launches_change_no_token(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateLane)
+    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
     engine = make_engine(
         checkpoint, num_blocks=FEW_BLOCKS, max_batch=4, mtp_step=3, max_in_flight=1, offload_gb=0.5
     )
@@ -119,13 +119,13 @@ def test_copies_that_take_longer_than_launches_change_no_token(
     # Interrupted in the middle of a copy, those who wait go on.
     for index, (prompt, params) in enumerate(requests()):
         engine.add_request(prompt_token_ids=prompt, params=params, request_id=str(index))
-    lane = engine.runner.moves._lanes["host"]
-    while not lane._under_way:
+    copy_stream = engine.runner.moves._copy_streams["host"]
+    while not copy_stream._under_way:
         engine.step()
     monkeypatch.setattr(engine.runner, "run", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert not lane._under_way
+    assert not copy_stream._under_way
     monkeypatch.undo()
     outputs = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
     assert {output.finish_reason for output in outputs} >= {"error", "length"}

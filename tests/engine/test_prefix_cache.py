@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.plan import Copy, Place, StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.engines import LateLane, make_engine, prompt_of
+from tests.engines import LateCopyStream, make_engine, prompt_of
 
 VOCAB = 512
 CHUNK = 64
@@ -154,7 +154,7 @@ def test_what_comes_back_from_host_memory_gives_the_same(
 ) -> None:
     monkeypatch.setattr("compiled_mtp.runner.memory.shelf_bytes", lambda *_: 1 << 24)
     if max_in_flight:
-        monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateLane)
+        monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
     sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2, "kv_dtype": kv_dtype}
     engine = make_engine(checkpoint, mtp_step=mtp_step, max_in_flight=max_in_flight, **sizes)
     prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(3)]
@@ -172,9 +172,9 @@ def test_what_comes_back_from_host_memory_gives_the_same(
             check(checkpoint, prompt, "listed", output)
     stats, memory = engine.stats(), engine.runner.memory
     assert 3 <= stats.prefix_host_hits <= stats.prefix_hits
-    shelf = engine.scheduler.prefix.shelf
-    blocks_bytes = shelf.num_blocks_used * memory.block_bytes
-    assert stats.prefix_host_bytes == shelf.num_records_used * memory.checkpoint_bytes + blocks_bytes > 0
+    prefix_host = engine.scheduler.prefix.prefix_host
+    blocks_bytes = prefix_host.num_blocks_used * memory.block_bytes
+    assert stats.prefix_host_bytes == prefix_host.num_records_used * memory.snapshot_bytes + blocks_bytes > 0
     assert 0 < stats.prefix_host_bytes <= engine.runner.moves.host_bytes
 
 
@@ -183,7 +183,7 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
     for _ in range(2):
         check(checkpoint, PROMPT, "sampled", engine.generate([PROMPT], SAMPLED)[0])
     stats = engine.stats()
-    assert (stats.prefix_lookups, stats.prefix_bytes, engine.runner.memory.num_checkpoints) == (0, 0, 0)
+    assert (stats.prefix_lookups, stats.prefix_bytes, engine.runner.memory.num_snapshots) == (0, 0, 0)
     with pytest.raises(ValueError, match="source must lie in a tier that was allocated, got 'checkpoint'"):
         engine.runner.moves.carry_out(
             StepPlan(0, "move", moves=(Copy(0, Place("checkpoint", 0), Place("slot", 1)),))
@@ -193,16 +193,16 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
 def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
     taken, memory = engine.runner.moves.checkpoints.nbytes, engine.runner.memory
-    assert taken == memory.num_checkpoints * memory.checkpoint_bytes > 0
+    assert taken == memory.num_snapshots * memory.snapshot_bytes > 0
     engine.generate([PROMPT], SAMPLED)
-    kept = 3 * memory.checkpoint_bytes + 12 * memory.block_bytes
+    kept = 3 * memory.snapshot_bytes + 12 * memory.block_bytes
     assert engine.stats().prefix_bytes == kept
 
 
 def test_a_prefix_cache_takes_what_it_is_given(checkpoint: Path) -> None:
-    each = engine_of(checkpoint, 0).runner.memory.checkpoint_bytes
+    each = engine_of(checkpoint, 0).runner.memory.snapshot_bytes
     engine = make_engine(checkpoint, mtp_step=0, prefix_cache_gb=3.5 * each / 2**30)
-    assert engine.runner.memory.num_checkpoints == 3
+    assert engine.runner.memory.num_snapshots == 3
     with pytest.raises(ValueError, match=r"prefix_cache_gb must hold a checkpoint of .* MiB, got 0\.0 MiB;"):
         make_engine(checkpoint, mtp_step=0, prefix_cache_gb=1e-9)
 

@@ -318,8 +318,8 @@ def test_a_parser_limit_that_rejected_drafts_reach_changes_no_token(
     outputs = {}
     for mtp_step in (0, 7):
         engine = make_engine(checkpoint, mtp_step=mtp_step)
-        assert engine.front._guidance is not None
-        engine.front._guidance._compiler = compiler(step_max_items=100)
+        assert engine.frontend._guidance is not None
+        engine.frontend._guidance._compiler = compiler(step_max_items=100)
         force_drafts(engine, {"r": [a, y, *[x] * 30]}, lambda name, pos: 7)
         engine.add_request(prompt_token_ids=[5, 6], params=params, request_id="r")
         parts = []

@@ -14,7 +14,7 @@ from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_random_traffic import EngineMachine
 from tests.engine.test_request_features import MIXES, check_mixes, write_small_checkpoint
-from tests.engines import LateLane, collect, make_engine, prompt_of
+from tests.engines import LateCopyStream, collect, make_engine, prompt_of
 from tests.scheduler.test_prefix import PrefixMachine, churn
 from tests.scheduler.test_pressure import TRAFFIC, run_traffic
 from tests.scheduler.test_scheduler import SchedulerMachine
@@ -102,7 +102,7 @@ def test_engines_with_everything_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     rng, mib = random.Random(seed), 1 << 20
     alone = make_engine(tmp_path, mtp_step=0, max_batch=1, prefix_cache=False, offload_gb=0)
-    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateLane)
+    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
     monkeypatch.setattr("compiled_mtp.runner.memory.shelf_bytes", lambda *_: rng.choice([0, 2, 8]) * mib)
     engine = make_engine(
         tmp_path,

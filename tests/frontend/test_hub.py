@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint, is_repository
 from tests.checkpoints import write_checkpoint
 
@@ -71,8 +71,8 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_what_is_whole_in_the_cache_asks_nobody(hub: Hub) -> None:
     hub.fill()
     assert find_checkpoint(Path(NAME)) == hub.snapshot
-    front = open_front(EngineConfig(model=NAME, offline=True))
-    assert front.path == hub.snapshot
+    frontend = open_frontend(EngineConfig(model=NAME, offline=True))
+    assert frontend.path == hub.snapshot
     assert hub.asked == []
 
 
@@ -102,7 +102,7 @@ def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:
         find_checkpoint(Path(NAME), is_offline=True)
     hub.fill("model-00002*")
     with pytest.raises(ValueError, match=r"which lacks model-00002-of-00003.safetensors there"):
-        open_front(EngineConfig(model=NAME, offline=True))
+        open_frontend(EngineConfig(model=NAME, offline=True))
     assert hub.asked == []
 
 

@@ -16,8 +16,8 @@ from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend import processor
-from compiled_mtp.frontend.checkpoint import open_front
-from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.checkpoint import open_frontend
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner import spec as engine_spec
@@ -46,9 +46,11 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def ask(front: Front, **given: Any) -> None:
+def ask(frontend: RequestProcessor, **given: Any) -> None:
     params = given.pop("params", None)
-    front.make_request("", params, **({"prompt": None, "prompt_token_ids": None, "messages": None} | given))
+    frontend.make_request(
+        "", params, **({"prompt": None, "prompt_token_ids": None, "messages": None} | given)
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,16 +69,16 @@ def ask(front: Front, **given: Any) -> None:
 )
 def test_what_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ask(open_front(EngineConfig(model=checkpoint, **SMALL)), **given)
+        ask(open_frontend(EngineConfig(model=checkpoint, **SMALL)), **given)
 
 
 def test_an_engine_goes_on_with_the_front_and_knows_its_blocks(checkpoint: Path) -> None:
     """What all blocks cannot hold is refused before it is queued, by whichever call asks for it."""
     config = EngineConfig(model=checkpoint, **SMALL | {"max_model_len": 256}, num_blocks=3)
-    front, prompt = open_front(config), [1] * 128
-    ask(front, prompt_token_ids=prompt)
-    engine = Engine(config, front=front)
-    assert engine.front is front
+    frontend, prompt = open_frontend(config), [1] * 128
+    ask(frontend, prompt_token_ids=prompt)
+    engine = Engine(config, frontend=frontend)
+    assert engine.frontend is frontend
     message = r"prompt and a token must fit into 2 blocks of 64 tokens, got a prompt of 128; shorten it or"
     with pytest.raises(ValueError, match=f"^{message}"):
         engine.add_request(prompt_token_ids=prompt)
@@ -149,20 +151,20 @@ def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def front_of(directory: Path, num_ids: int) -> Front:
+def frontend_of(directory: Path, num_ids: int) -> RequestProcessor:
     """A front of the checkpoint that ships, as if it had a synthetic vocabulary."""
     directory.mkdir()
     write_tokenizer(directory, num_ids)
-    front = open_front(EngineConfig())
-    model = dataclasses.replace(front.model_config, vocab_size=num_ids, eos_token_ids=(num_ids - 1,))
-    return Front(directory, model, Tokenizer(directory), front.max_model_len)
+    frontend = open_frontend(EngineConfig())
+    model = dataclasses.replace(frontend.model_config, vocab_size=num_ids, eos_token_ids=(num_ids - 1,))
+    return RequestProcessor(directory, model, Tokenizer(directory), frontend.max_model_len)
 
 
 def test_a_large_vocabulary_is_warmed_up_and_its_first_grammar_builds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = built_tries(monkeypatch)
-    small, large = front_of(tmp_path / "small", 50_000), front_of(tmp_path / "large", 50_001)
+    small, large = frontend_of(tmp_path / "small", 50_000), frontend_of(tmp_path / "large", 50_001)
     small.warm_up_grammars()
     assert sizes == [], "left to the first guided request"
     large.warm_up_grammars()
@@ -173,20 +175,20 @@ def test_a_large_vocabulary_is_warmed_up_and_its_first_grammar_builds_nothing(
 
 
 def test_without_llguidance_nothing_is_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    front = front_of(tmp_path / "large", 50_001)
+    frontend = frontend_of(tmp_path / "large", 50_001)
     monkeypatch.setattr(processor, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    front.warm_up_grammars()
+    frontend.warm_up_grammars()
     with pytest.raises(ValueError, match="guided_regex must be left out without llguidance"):
-        ask(front, prompt="x", params=SamplingParams(guided_regex="[ab]+"))
+        ask(frontend, prompt="x", params=SamplingParams(guided_regex="[ab]+"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_of_ranks_warms_up_and_one_alone_does_not(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    calls: list[Front] = []
-    monkeypatch.setattr(Front, "warm_up_grammars", lambda front: calls.append(front))
+    calls: list[RequestProcessor] = []
+    monkeypatch.setattr(RequestProcessor, "warm_up_grammars", lambda frontend: calls.append(frontend))
 
     def stop(*_: Any, **__: Any) -> None:
         raise ValueError("stopped here")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import SlotSampling
@@ -38,22 +38,22 @@ TEMPLATE = """
 
 
 @pytest.fixture(scope="module")
-def front() -> Front:
-    return Front(MODEL, CONFIG, TOKENIZER, MAX_MODEL_LEN)
+def frontend() -> RequestProcessor:
+    return RequestProcessor(MODEL, CONFIG, TOKENIZER, MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Front:
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> RequestProcessor:
     """A checkpoint whose template opens a reasoning part and shows tools."""
     directory = tmp_path_factory.mktemp("thinker")
     write_thinking_tokenizer(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return Front(directory, CONFIG, Tokenizer(directory), MAX_MODEL_LEN)
+    return RequestProcessor(directory, CONFIG, Tokenizer(directory), MAX_MODEL_LEN)
 
 
-def make(front: Front, prompt: str | None = "a", **fields: Any) -> list[Request]:
+def make(frontend: RequestProcessor, prompt: str | None = "a", **fields: Any) -> list[Request]:
     messages = fields.pop("messages", None)
-    return front.make_request(
+    return frontend.make_request(
         "r",
         SamplingParams(**fields),
         prompt=None if messages is not None else prompt,
@@ -102,18 +102,20 @@ def make(front: Front, prompt: str | None = "a", **fields: Any) -> list[Request]
         ),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(front: Front, fields: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_one_line_that_names_it(
+    frontend: RequestProcessor, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        make(front, **fields)
+        make(frontend, **fields)
     assert str(error.value).isprintable()
 
 
 def test_without_a_tokenizer_what_needs_one_is_refused() -> None:
-    front = Front(MODEL, CONFIG, None, MAX_MODEL_LEN)
+    frontend = RequestProcessor(MODEL, CONFIG, None, MAX_MODEL_LEN)
 
     def ask(**fields: Any) -> Request:
         params = SamplingParams(**fields)
-        return front.make_request("r", params, prompt=None, prompt_token_ids=[5], messages=None)[0]
+        return frontend.make_request("r", params, prompt=None, prompt_token_ids=[5], messages=None)[0]
 
     for fields in ({"guided_regex": "a"}, {"bad_words": ["a"]}):
         with pytest.raises(ValueError, match=f"^{next(iter(fields))} must .* has no tokenizer.json"):
@@ -121,9 +123,9 @@ def test_without_a_tokenizer_what_needs_one_is_refused() -> None:
     assert ask(allowed_token_ids=[7], logprobs=2).params.allowed_token_ids == (7,)
 
 
-def test_the_device_is_told_every_parameter(front: Front) -> None:
+def test_the_device_is_told_every_parameter(frontend: RequestProcessor) -> None:
     (request,) = make(
-        front,
+        frontend,
         "ab cd",
         temperature=0.5,
         top_k=-1,
@@ -161,19 +163,19 @@ def test_the_device_is_told_every_parameter(front: Front) -> None:
         has_processed_logprobs=True,
     )
     assert slot_sampling(request) == expected
-    assert slot_sampling(make(front, temperature=0.5, seed=3)[0]) == SlotSampling(3, 0.5, 0, 1.0, 0.0)
+    assert slot_sampling(make(frontend, temperature=0.5, seed=3)[0]) == SlotSampling(3, 0.5, 0, 1.0, 0.0)
     # Without eos the others alone are delayed.
-    (request,) = make(front, ignore_eos=True, min_tokens=1, stop_token_ids=[8])
+    (request,) = make(frontend, ignore_eos=True, min_tokens=1, stop_token_ids=[8])
     assert slot_sampling(request).stop_ids == (8,)
 
 
-def test_choices_share_an_id_and_have_seeds_and_grammars_of_their_own(front: Front) -> None:
-    choices = make(front, n=3, seed=-5, guided_regex="[ab]{2}")
+def test_choices_share_an_id_and_have_seeds_and_grammars_of_their_own(frontend: RequestProcessor) -> None:
+    choices = make(frontend, n=3, seed=-5, guided_regex="[ab]{2}")
     inbox = Inbox(make_scheduler(), seed=11)
     assert inbox.put(choices) == "r"
     assert [one.key for one in choices] == [("r", 0), ("r", 1), ("r", 2)]
     assert [one.history.seed for one in choices] == [choice_seed(-5, index) for index in range(3)]
-    assert choices[0].history.seed == make(front, seed=-5)[0].history.seed
+    assert choices[0].history.seed == make(frontend, seed=-5)[0].history.seed
     assert len(inbox) == 3
     guides = [one.guide for one in choices]
     assert isinstance(guides[0], Matcher)
@@ -183,19 +185,19 @@ def test_choices_share_an_id_and_have_seeds_and_grammars_of_their_own(front: Fro
         guides[0].accept([a])
     assert [guide.is_ended for guide in guides if guide] == [True, False, False]
     # The engine's seed and arrival count requests, not choices.
-    own = make(front, n=2)
+    own = make(frontend, n=2)
     own[0].request_id = own[1].request_id = ""
     inbox.put(own)
     alone = Inbox(make_scheduler(), seed=11)
-    single = make(front)
-    for request in (replace_id(make(front)[0], "first"), single[0]):
+    single = make(frontend)
+    for request in (replace_id(make(frontend)[0], "first"), single[0]):
         alone.put([request])
     assert own[0].history.seed == single[0].history.seed
     assert own[1].history.seed == choice_seed(single[0].history.seed, 1)
 
 
 @pytest.mark.timeout(20)
-def test_a_signal_may_add_and_abort_while_its_thread_does(front: Front) -> None:
+def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProcessor) -> None:
     scheduler = make_scheduler()
     inbox = Inbox(scheduler, seed=11)
     add, names = scheduler.add, iter(["second", "", "third"])
@@ -208,13 +210,13 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(front: Front) -> None:
 
     def handler() -> None:
         for name in names:
-            added.append(replace_id(make(front)[0], name))
+            added.append(replace_id(make(frontend)[0], name))
             inbox.put([added[-1]])
         with suppress(ValueError):  # The second time it is to end already.
             inbox.abort("third")
 
     scheduler.add = interrupted  # type: ignore[method-assign]
-    first = make(front)
+    first = make(frontend)
     inbox.put(first)
     inbox.hand_over()
     assert [one.request_id for one in added] == ["second", "request-1", "third"]
@@ -224,14 +226,14 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(front: Front) -> None:
     inbox.pass_aborts()
     assert [scheduler.is_live(name) for name in ("r", "second", "request-1", "third")] == [True] * 3 + [False]
     with pytest.raises(ValueError, match="request_id must be unused, got 'second'; choose another"):
-        inbox.put([replace_id(make(front)[0], "second")])
+        inbox.put([replace_id(make(frontend)[0], "second")])
 
 
-def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(front: Front) -> None:
+def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(frontend: RequestProcessor) -> None:
     """The handler adds and aborts an id that its thread is about to take."""
     scheduler = make_scheduler()
     inbox, has_id = Inbox(scheduler, seed=1), scheduler.has_id
-    theirs = replace_id(make(front)[0], "x")
+    theirs = replace_id(make(frontend)[0], "x")
 
     def interrupted(request_id: str) -> bool:
         is_taken = has_id(request_id)
@@ -242,7 +244,7 @@ def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(front: Fro
 
     scheduler.has_id = interrupted  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="request_id must be unused, got 'x'"):
-        inbox.put([replace_id(make(front)[0], "x")])
+        inbox.put([replace_id(make(frontend)[0], "x")])
     inbox.hand_over()
     inbox.pass_aborts()
     assert not scheduler.is_live("x")
@@ -253,7 +255,7 @@ def replace_id(request: Request, request_id: str) -> Request:
     return request
 
 
-def test_a_template_gets_tools_its_own_variables_and_arguments_as_objects(thinker: Front) -> None:
+def test_a_template_gets_tools_its_own_variables_and_arguments_as_objects(thinker: RequestProcessor) -> None:
     call = {"function": {"name": "add", "arguments": '{"x": 5}'}}
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
 
@@ -271,7 +273,7 @@ def test_a_template_gets_tools_its_own_variables_and_arguments_as_objects(thinke
 
 @pytest.mark.parametrize("is_thinking", [True, False])
 def test_a_grammar_begins_after_the_reasoning_that_the_template_opened(
-    thinker: Front, is_thinking: bool
+    thinker: RequestProcessor, is_thinking: bool
 ) -> None:
     tokenizer = thinker.tokenizer
     assert tokenizer is not None
@@ -311,9 +313,9 @@ def test_a_grammar_begins_after_the_reasoning_that_the_template_opened(
     ],
 )
 def test_every_source_of_a_grammar_takes_what_it_allows(
-    front: Front, fields: dict[str, Any], output: str
+    frontend: RequestProcessor, fields: dict[str, Any], output: str
 ) -> None:
-    guide = make(front, **fields)[0].guide
+    guide = make(frontend, **fields)[0].guide
     assert guide is not None
     ids = TOKENIZER.encode(output)
     assert guide.accept(ids) == len(ids)
@@ -324,7 +326,7 @@ def test_every_source_of_a_grammar_takes_what_it_allows(
     assert guide.error is None
 
 
-def test_nothing_is_forced_without_being_asked(front: Front) -> None:
+def test_nothing_is_forced_without_being_asked(frontend: RequestProcessor) -> None:
     for fields in (
         {},
         {"response_format": {"type": "text"}},
@@ -332,22 +334,24 @@ def test_nothing_is_forced_without_being_asked(front: Front) -> None:
         {"tools": [TOOL], "tool_choice": "auto"},
         {"tools": [TOOL], "tool_choice": "none"},
     ):
-        (request,) = make(front, **fields)  # type: ignore[arg-type]
+        (request,) = make(frontend, **fields)  # type: ignore[arg-type]
         assert request.guide is None
         assert not request.is_halved
 
 
 def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:
-    front = Front(MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, MAX_MODEL_LEN)
-    guide = make(front, guided_regex="a+")[0].guide
+    frontend = RequestProcessor(
+        MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, MAX_MODEL_LEN
+    )
+    guide = make(frontend, guided_regex="a+")[0].guide
     assert guide is not None
     guide.accept([*TOKENIZER.encode("a"), IM_END])
     assert guide.is_ended
 
 
 def test_a_family_writes_its_own_calls() -> None:
-    front = Front(MODEL, replace(CONFIG, family="qwen3_next"), TOKENIZER, MAX_MODEL_LEN)
-    guide = make(front, tools=[TOOL], tool_choice="required")[0].guide
+    frontend = RequestProcessor(MODEL, replace(CONFIG, family="qwen3_next"), TOKENIZER, MAX_MODEL_LEN)
+    guide = make(frontend, tools=[TOOL], tool_choice="required")[0].guide
     assert guide is not None
     ids = TOKENIZER.encode('<tool_call>\n{"name": "add", "arguments": {"x": 5}}\n</tool_call>')
     assert guide.accept(ids) == len(ids)

@@ -62,8 +62,8 @@ def streams(
 def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     step, device = engine.runner.step, engine.runner.spec.device
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
-    pieces = torch.tensor([[1], [0], [len(tokens)], [0], [0]], device=device)
-    return step.target.logits(prefill(step, torch.tensor(tokens, device=device), pieces))
+    prompt_chunks = torch.tensor([[1], [0], [len(tokens)], [0], [0]], device=device)
+    return step.target.logits(prefill(step, torch.tensor(tokens, device=device), prompt_chunks))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

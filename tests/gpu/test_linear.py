@@ -223,18 +223,18 @@ def test_a_product_beside_another(n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, pieces: int) -> None:
+def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, prompt_chunks: int) -> None:
     """A device that holds some of the columns gives the tree's part of its shares."""
     x, weight, scale = make(100, n, k, fp8)
-    length = k // pieces
+    length = k // prompt_chunks
     for rows in (1, 4, 33, 64, 100):
         parts = []
         for first in range(0, k, length):
             columns = slice(first, first + length)
             piece_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
             count = max(part_counts(length, k))
-            piece = linear_parts(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
-            parts.append(add_tree(piece.float()))
+            prompt_chunk = linear_parts(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
+            parts.append(add_tree(prompt_chunk.float()))
         whole = linear_parts(x[:rows], weight, scale, 8)
         assert torch.equal(add_tree(parts).bfloat16(), add_tree(whole).bfloat16()), f"{rows} rows"
 

@@ -17,11 +17,11 @@ from compiled_mtp.graphs.buckets import (
     lay_out,
     pick,
     pick_prefill_length,
-    piece_limit,
     prefill_lengths,
+    prompt_chunk_limit,
     sharing,
 )
-from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
 
 
 def test_sizes_from_two_on_share_a_program_if_they_are_several() -> None:
@@ -75,24 +75,30 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
     assert length == 64 or length < 2 * num_rows
 
 
-@given(counts=st.lists(st.integers(1, 100), min_size=1, max_size=MAX_PIECES))
+@given(counts=st.lists(st.integers(1, 100), min_size=1, max_size=MAX_PROMPT_CHUNKS))
 def test_pieces_lie_side_by_side(counts: list[int]) -> None:
     first_rows, end = lay_out(counts)
-    assert all(row % PIECE_MULTIPLE == 0 for row in first_rows)
+    assert all(row % PROMPT_CHUNK_MULTIPLE == 0 for row in first_rows)
     ends = [row + count for row, count in zip(first_rows, counts, strict=True)]
     assert end == ends[-1]
     gaps = [row - last for row, last in zip(first_rows, [0, *ends[:-1]], strict=True)]
-    assert all(0 <= gap < PIECE_MULTIPLE for gap in gaps)
+    assert all(0 <= gap < PROMPT_CHUNK_MULTIPLE for gap in gaps)
     lengths = prefill_lengths(2048)
-    length = pick_prefill_length(lengths, end, len(counts), MAX_PIECES)
-    assert piece_limit(length, MAX_PIECES) >= len(counts)
+    length = pick_prefill_length(lengths, end, len(counts), MAX_PROMPT_CHUNKS)
+    assert prompt_chunk_limit(length, MAX_PROMPT_CHUNKS) >= len(counts)
     shorter = [other for other in lengths if other < length]
-    assert all(other < end or piece_limit(other, MAX_PIECES) < len(counts) for other in shorter)
+    assert all(other < end or prompt_chunk_limit(other, MAX_PROMPT_CHUNKS) < len(counts) for other in shorter)
 
 
 def test_a_launch_has_as_many_pieces_as_its_rows_and_the_batch_allow() -> None:
-    assert [piece_limit(length, 32) for length in (16, 64, 256, 512, 2048)] == [1, 2, 8, 16, MAX_PIECES]
-    assert [piece_limit(2048, max_batch) for max_batch in (1, 3, 100)] == [1, 3, MAX_PIECES]
+    assert [prompt_chunk_limit(length, 32) for length in (16, 64, 256, 512, 2048)] == [
+        1,
+        2,
+        8,
+        16,
+        MAX_PROMPT_CHUNKS,
+    ]
+    assert [prompt_chunk_limit(2048, max_batch) for max_batch in (1, 3, 100)] == [1, 3, MAX_PROMPT_CHUNKS]
 
 
 def test_buckets_of_several_depths_are_told_apart() -> None:

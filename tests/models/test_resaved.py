@@ -15,7 +15,7 @@ import torch
 from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import read_stored, write_checkpoint
 
@@ -123,7 +123,7 @@ def test_the_head_of_the_base_beside_it_brings_drafts_back(resaved: Resaved, tmp
 def test_an_explicit_depth_stays_an_error(resaved: Resaved) -> None:
     message = "mtp_step must be 0 for a checkpoint without mtp.* tensors, got 3"
     with pytest.raises(ValueError, match=message.replace("*", r"\*")) as error:
-        open_front(EngineConfig(model=resaved.path, **SMALL, mtp_step=3))
+        open_frontend(EngineConfig(model=resaved.path, **SMALL, mtp_step=3))
     assert "mtp.safetensors" in str(error.value)
 
 

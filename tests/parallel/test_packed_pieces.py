@@ -13,24 +13,24 @@ from compiled_mtp.models.weight_format import NO_FORMATS
 from compiled_mtp.ops import packed_weight
 from compiled_mtp.ops.packed_weight import find_packed
 from tests import tiny
-from tests.communicators.threads import ThreadExchange, exchanges
+from tests.communicators.threads import ThreadCommunicator, exchanges
 
 CPU = torch.device("cpu")
 
 
-def packed_model(exchange: ThreadExchange) -> TargetModel:
+def packed_model(communicator: ThreadCommunicator) -> TargetModel:
     """Rank 0's down of layer 1 is not exact in half precision, rank 1's out_proj of layer 0 is larger."""
     config = tiny.tiny_config(tie_word_embeddings=True, vocab_size=96)
-    target = TargetModel(config.shard(exchange.rank, 2), torch.float32, CPU, NO_FORMATS, exchange)
-    generator = torch.Generator().manual_seed(exchange.rank)
+    target = TargetModel(config.shard(communicator.rank, 2), torch.float32, CPU, NO_FORMATS, communicator)
+    generator = torch.Generator().manual_seed(communicator.rank)
     for parameter in target.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator).bfloat16())
     layers = dict(target.named_parameters())
-    if exchange.rank == 0:
+    if communicator.rank == 0:
         layers["layers.1.ffn.down.weight"][0, :2] = torch.tensor([1e-9, 1e9])
     else:
         layers["layers.0.mixer.out_proj.weight"].mul_(1024)
-    pack_weights(target, None, config, NO_FORMATS, exchange)
+    pack_weights(target, None, config, NO_FORMATS, communicator)
     return target
 
 

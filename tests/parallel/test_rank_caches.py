@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.communicators.communicator import Exchange
+from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.artifacts import read_key
@@ -156,14 +156,14 @@ def test_a_cache_of_another_number_of_ranks_is_refused_by_name(
 
 def test_an_open_program_exchanges_by_its_caller() -> None:
     one, other = exchanges(1)[0], exchanges(1)[0]
-    came: list[Exchange] = []
-    for exchange in (one, other):
-        exchange._gather = lambda x, exchange=exchange: came.append(exchange) or x[None]  # type: ignore
+    came: list[Communicator] = []
+    for communicator in (one, other):
+        communicator._gather = lambda x, communicator=communicator: came.append(communicator) or x[None]  # type: ignore
     with one.left_open():
         number = one._number
 
     def program(x: torch.Tensor) -> Any:
-        return torch.ops.compiled_mtp.exchange(x, 1, number)
+        return torch.ops.compiled_mtp.communicator(x, 1, number)
 
     x = torch.zeros(1)
     one.calls(lambda x: (program(x), other.calls(program)(x), program(x)))(x)

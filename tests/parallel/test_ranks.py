@@ -20,7 +20,7 @@ import torch
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
 from compiled_mtp.communicators import gloo
-from compiled_mtp.communicators.communicator import ExchangeError
+from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
@@ -299,10 +299,12 @@ def test_what_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytes
     assert isinstance(engine.runner, LeadRunner)
 
     def check() -> None:
-        raise ExchangeError("rank 1 did not come to an exchange within 7 s")
+        raise CommunicatorError("rank 1 did not come to an exchange within 7 s")
 
-    engine.runner._exchange.check = check  # type: ignore[method-assign]
-    with pytest.raises(RankError, match="ExchangeError: rank 1 did not come to an exchange within 7 s; cr"):
+    engine.runner._communicator.check = check  # type: ignore[method-assign]
+    with pytest.raises(
+        RankError, match="CommunicatorError: rank 1 did not come to an exchange within 7 s; cr"
+    ):
         engine.generate([prompt_of(5, 5, 300)], PARAMS)
     engine.close()
 
@@ -359,10 +361,10 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     runner, ready = engine.runner, NeverReady()
     assert isinstance(runner, LeadRunner)
     processes, made = runner._ranks._processes, runner._make_buffer
-    processes.exchange, processes.launched[1] = runner._exchange, launched
-    runner._exchange.give_up = ready.given_up.set  # type: ignore[method-assign]
+    processes.communicator, processes.launched[1] = runner._communicator, launched
+    runner._communicator.give_up = ready.given_up.set  # type: ignore[method-assign]
     # As NCCL's.
-    runner._exchange.waits_for_graphs = True
+    runner._communicator.waits_for_graphs = True
     monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(made(shape), ready=ready))
     listener = threading.Thread(target=processes._listen, daemon=True)
     listener.start()
@@ -383,17 +385,17 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
     monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
     for counts, rank, text in (
         ({1: 7, 2: 6, 3: 7}, 2, "it did not come to an exchange within 7 s"),
-        ({1: 7, 2: 7, 3: 7}, 0, "ExchangeError: timed out"),
+        ({1: 7, 2: 7, 3: 7}, 0, "CommunicatorError: timed out"),
     ):
         alone = AloneRanks(spec_of(config_of(directory, 4)))
         alone._processes.counts |= counts
-        assert alone.lose("ExchangeError: timed out", 7) == Fault(rank, text)
+        assert alone.lose("CommunicatorError: timed out", 7) == Fault(rank, text)
     # What waits on a device for whoever is lost is told to end, since nobody will come.
-    exchange, told = exchanges(1)[0], list[str]()
-    exchange.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
-    exchange.release = lambda: told.append("release")  # type: ignore[method-assign]
+    communicator, told = exchanges(1)[0], list[str]()
+    communicator.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
+    communicator.release = lambda: told.append("release")  # type: ignore[method-assign]
     alone = AloneRanks(spec_of(config_of(directory)))
-    alone._processes.exchange = exchange
+    alone._processes.communicator = communicator
     alone.lose("RuntimeError: bad")
     assert told == ["give_up", "release"]
     refusal = Fault(1, "model must be whole, got half; download it", is_refusal=True).error(2)
@@ -552,7 +554,7 @@ def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: 
 def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
-        Engine(config_of(directory, exchange="nccl"))
+        Engine(config_of(directory, communicator="nccl"))
 
 
 def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:

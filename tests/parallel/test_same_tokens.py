@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.cache.lane import Lane
+from compiled_mtp.cache.copy_stream import CopyStream
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.ops.packed_weight import find_packed
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner import memory
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
-from tests.communicators.threads import ThreadExchange, ThreadRunner, engine_of
+from tests.communicators.threads import ThreadCommunicator, ThreadRunner, engine_of
 from tests.engines import prompt_of
 
 SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
@@ -126,7 +126,7 @@ def test_prompts_may_have_rows_of_their_own(
         options["weight_recipe"] = "w8a16"
     with engine_of(directory, 1, **options) as engine:
         wanted = decode(engine)
-    monkeypatch.setattr(ThreadExchange, "keeps_prompt_rows", True)
+    monkeypatch.setattr(ThreadCommunicator, "keeps_prompt_rows", True)
     with engine_of(directory, 2, **options) as engine:
         held = dict(engine.runner.step.named_parameters())
         names = [name for name in held if name.endswith("o_proj.prompt_weight")]
@@ -157,8 +157,8 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return plan(*sizes, **given)
 
     monkeypatch.setattr(memory, "plan_memory", note)
-    held: list[Lane] = []
-    monkeypatch.setattr(Lane, "hold_launches", lambda lane: held.append(lane))
+    held: list[CopyStream] = []
+    monkeypatch.setattr(CopyStream, "hold_launches", lambda copy_stream: held.append(copy_stream))
     with engine_of(directory, 2, num_blocks=7, prefix_cache_gb=0.5) as engine:
         engine.scheduler._planner._admission.tokens_ahead = 0
         assert decode(engine, lengths, 36) == wanted
@@ -168,6 +168,6 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert offloads > 0
     # Of the memory that they share.
     assert shares == [1 << 28] * 2
-    assert runner.moves._lanes["host"] not in held
+    assert runner.moves._copy_streams["host"] not in held
     # On the way out and back.
-    assert held.count(runner.followers[0].moves._lanes["host"]) >= 2 * offloads
+    assert held.count(runner.followers[0].moves._copy_streams["host"]) >= 2 * offloads

@@ -21,7 +21,7 @@ import pytest
 from compiled_mtp import ray_serve
 from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.frontend.checkpoint import open_front
+from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.replicas.config import ReplicaConfig, split_args
 from compiled_mtp.replicas.identity import CheckpointFile, digest_files, identify, list_files
@@ -370,7 +370,7 @@ def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> A
             spec=SimpleNamespace(device=SimpleNamespace(type="cpu")), memory=SimpleNamespace(max_model_len=9)
         ),
         scheduler=SimpleNamespace(limits=SimpleNamespace(longest=longest)),
-        front=SimpleNamespace(path=model),
+        frontend=SimpleNamespace(path=model),
     )
 
 
@@ -440,20 +440,20 @@ def test_a_replica_knows_the_files_before_it_reads_one(
     shutil.copytree(CHECKPOINT, model)
 
     def read_then_change(config: EngineConfig) -> Any:
-        front = open_front(config)
+        frontend = open_frontend(config)
         (model / "config.json").write_text("{}", encoding="utf-8")
-        return front
+        return frontend
 
     engine = SimpleNamespace(**vars(fake_engine(model)), stats=_empty_stats)
-    monkeypatch.setattr(ray_serve, "open_front", read_then_change)
-    monkeypatch.setattr("compiled_mtp.engine.Engine", lambda config, front: engine)
+    monkeypatch.setattr(ray_serve, "open_frontend", read_then_change)
+    monkeypatch.setattr("compiled_mtp.engine.Engine", lambda config, frontend: engine)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"))
     monkeypatch.setattr(
         ray_serve, "_import_ray", lambda _: SimpleNamespace(get_replica_context=lambda: context)
     )
     warm: list[Any] = []
     name = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
-    monkeypatch.setattr(name, lambda front: warm.append(front))
+    monkeypatch.setattr(name, lambda frontend: warm.append(frontend))
     fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
     with pytest.raises(ValueError, match=r"got \['config.json'\] changed"):
         ray_serve.EngineReplica(fields, 8, 8, 300.0)

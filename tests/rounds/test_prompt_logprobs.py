@@ -209,14 +209,16 @@ def test_a_chunk_that_comes_again_changes_nothing() -> None:
         assert result is not None
         results.append(result)
         if not plan.ended and result.prompt_logprobs is not None:
-            request.add_prompt_logprobs(plan.pieces[0].start, plan.next_ids, result.prompt_logprobs)
+            request.add_prompt_logprobs(plan.prompt_chunks[0].start, plan.next_ids, result.prompt_logprobs)
         scheduler.update(result)
     (output,) = scheduler.take_outputs()
     assert output.prompt_logprobs is not None
     assert [one.token_id for one in output.prompt_logprobs] == list(range(101, 120))
     for result in results:
         assert result.prompt_logprobs is not None
-        request.add_prompt_logprobs(result.plan.pieces[0].start, result.plan.next_ids, result.prompt_logprobs)
+        request.add_prompt_logprobs(
+            result.plan.prompt_chunks[0].start, result.plan.next_ids, result.prompt_logprobs
+        )
     assert request.take_prompt_logprobs() is None
 
 

@@ -25,9 +25,9 @@ from compiled_mtp.runner.memory import (
     plan_host,
     plan_host_memory,
     plan_memory,
-    plan_shelf,
+    plan_prefix_host,
+    prefix_tier_bytes,
     resolve_memory,
-    shelf_bytes,
 )
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
@@ -127,13 +127,13 @@ def test_the_engine_takes_what_it_says(tmp_path: Path) -> None:
     before = _anonymous_bytes()
     engine = make_engine(tmp_path, mtp_step=3, num_blocks=6000, prefix_cache_gb=0.25)
     step, moves, plan = engine.runner.step, engine.runner.moves, engine.runner.memory
-    moves.checkpoints.fill_(1)
+    moves.snapshots.fill_(1)
     engine.generate([[1, 2, 3]])
     touched = _anonymous_bytes() - before
     assert plan.total_bytes > 300 << 20
     assert touched == pytest.approx(plan.total_bytes, rel=0.02)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in step.buffers()}
-    tensors = moves.checkpoints.nbytes + sum(storage.nbytes() for storage in storages.values())
+    tensors = moves.snapshots.nbytes + sum(storage.nbytes() for storage in storages.values())
     assert tensors == pytest.approx(plan.total_bytes, rel=0.01)
 
 
@@ -146,10 +146,10 @@ def _anonymous_bytes() -> int:
 def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> None:
     sizes = {"num_blocks": 41, "num_state_rows": 6, "max_model_len": 100, "block_bytes": 1000}
     sizes["state_row_bytes"] = 3000
-    plan = MemoryPlan(**sizes, num_checkpoints=3, checkpoint_bytes=2000)
-    assert plan_shelf(43_000, plan, 4) == (7, 28)
-    assert plan_shelf(5999, plan, 4) == (0, 0)
-    assert plan_shelf(43_000, MemoryPlan(**sizes), 4) == (0, 0)
+    plan = MemoryPlan(**sizes, num_snapshots=3, snapshot_bytes=2000)
+    assert plan_prefix_host(43_000, plan, 4) == (7, 28)
+    assert plan_prefix_host(5999, plan, 4) == (0, 0)
+    assert plan_prefix_host(43_000, MemoryPlan(**sizes), 4) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> N
 )
 def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
     config = EngineConfig(**options)
-    assert shelf_bytes(config, device, 10 << 30) == gib << 30
+    assert prefix_tier_bytes(config, device, 10 << 30) == gib << 30
     # What is given is that of all ranks.
     of_two = gib << 29 if options.get("prefix_cache_gb") == 6.0 else gib << 30
-    assert shelf_bytes(config, device, 10 << 30, 2) == of_two
+    assert prefix_tier_bytes(config, device, 10 << 30, 2) == of_two
 
 
 def spec_of(**given: Any) -> EngineSpec:
@@ -186,7 +186,9 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         full = plan_host_memory(spec_of(block_size=64, **given), plan, 40 * gib)
         assert full.num_blocks == plan.num_blocks
         host_bytes = full.host_records * plan.state_row_bytes + full.host_blocks * plan.block_bytes
-        shelf_sum = full.shelf_records * plan.checkpoint_bytes + full.shelf_blocks * plan.block_bytes
+        shelf_sum = (
+            full.prefix_host_records * plan.snapshot_bytes + full.prefix_host_blocks * plan.block_bytes
+        )
         return [host_bytes / gib, shelf_sum / gib]
 
     with caplog.at_level("INFO"):
@@ -201,7 +203,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
     spec, part = spec_of(block_size=64, offload_gb=12), spec_of(block_size=64, offload_gb=6)
-    of_two = replace(spec, exchange=exchanges(2)[1])
+    of_two = replace(spec, communicator=exchanges(2)[1])
     assert plan_host_memory(of_two, plan, 20 * gib) == plan_host_memory(part, plan, 20 * gib)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
@@ -324,22 +326,22 @@ CHECKPOINT_27B = 48 * (48 * 128 * 128 * 4 + 8 * 10240 * 2) + 5120 * 2
 
 def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
     shape = replace(SHAPE_27B, hidden_bytes=5120 * 2)
-    assert shape.checkpoint_bytes() == CHECKPOINT_27B
+    assert shape.snapshot_bytes() == CHECKPOINT_27B
     numbers = {"block_size": 64, "max_batch": 32, "max_model_len": 4096, "blocks_per_chunk": 8}
     free = 40 << 30
     without = plan_memory(free, shape, **numbers)
-    assert without.num_checkpoints == 0
+    assert without.num_snapshots == 0
     given = plan_memory(free, shape, prefix_cache_bytes=8 << 30, **numbers)
-    assert given.num_checkpoints == (8 << 30) // CHECKPOINT_27B
-    taken = given.num_checkpoints * CHECKPOINT_27B
+    assert given.num_snapshots == (8 << 30) // CHECKPOINT_27B
+    taken = given.num_snapshots * CHECKPOINT_27B
     room = free - 33 * given.state_row_bytes - taken
     assert given.num_blocks == min(room // given.block_bytes, 32 * 64 + 1)
     assert given.total_bytes <= free
     # 4 GiB unless somebody says otherwise, and an eighth of less than 32.
     default = plan_memory(free, shape, prefix_cache_bytes=None, **numbers)
-    assert default.num_checkpoints == (4 << 30) // CHECKPOINT_27B
+    assert default.num_snapshots == (4 << 30) // CHECKPOINT_27B
     default = plan_memory(16 << 30, shape, prefix_cache_bytes=None, **numbers)
-    assert default.num_checkpoints == (2 << 30) // CHECKPOINT_27B
+    assert default.num_snapshots == (2 << 30) // CHECKPOINT_27B
 
 
 @given(
@@ -360,8 +362,8 @@ def test_checkpoints_by_default_take_an_eighth_and_leave_room_for_a_request(
     plan = plan_memory(free_bytes, SHAPE_27B, prefix_cache_bytes=None, blocks_per_chunk=8, **numbers)
     assert plan.total_bytes <= free_bytes
     assert without.num_blocks >= plan.num_blocks >= 2
-    assert plan.num_checkpoints * plan.checkpoint_bytes <= free_bytes / 8
-    assert plan.num_checkpoints <= (plan.num_blocks - 1) // 8
+    assert plan.num_snapshots * plan.snapshot_bytes <= free_bytes / 8
+    assert plan.num_snapshots <= (plan.num_blocks - 1) // 8
 
 
 def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
@@ -381,12 +383,16 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     plan = resolve_memory(spec, free_bytes=1 << 30, host_bytes=1 << 30, draft_head_bytes=0, most_rows=24)
     limits = limits_of(spec, plan)
     assert (limits.max_model_len, limits.longest, plan.max_model_len) == (4096, 19 * 64, 19 * 64)
-    assert (limits.prefix_step, limits.mtp_step, limits.max_pieces) == (64, spec.mtp_step, spec.max_pieces)
+    assert (limits.prefix_step, limits.mtp_step, limits.max_prompt_chunks) == (
+        64,
+        spec.mtp_step,
+        spec.max_prompt_chunks,
+    )
     both = {"max_model_len", "prefix_step"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]
             assert getattr(limits, one.name) == getattr(places[0], one.name), one.name
-    assert limits.num_checkpoints > 0
-    assert limits.shelf_records > 0
+    assert limits.num_snapshots > 0
+    assert limits.prefix_host_records > 0
     assert limits.host_records > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.scheduler import Scheduler
-from tests.aimed import Aim, Line
+from tests.aimed import Aim, WaitingQueue
 from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
 
 
@@ -19,7 +19,9 @@ def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
     runner = FakeRunner(scheduler, delay)
     for name, prompt_len in (("a", 5), ("b", 20)):
         scheduler.add(make_request(name, prompt_len, 12, seed=5, ignore_eos=True))
-    while not (runner.plans and [piece.start for piece in runner.plans[-1].pieces] == [8]):
+    while not (
+        runner.plans and [prompt_chunk.start for prompt_chunk in runner.plans[-1].prompt_chunks] == [8]
+    ):
         step(scheduler, runner)
     runner.fail_next = True
     ended = step(scheduler, runner)
@@ -34,7 +36,7 @@ def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
 
 
 def owners_of(scheduler: Scheduler) -> dict[int, str]:
-    return {slot: one.request.request_id for slot, one in scheduler._holdings.owners.items()}
+    return {slot: one.request.request_id for slot, one in scheduler._resources.owners.items()}
 
 
 @settings(deadline=None)
@@ -146,5 +148,7 @@ def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> Non
     for steps in (4, 9):
         watch = Aim(files)
         down(watch, steps)
-        for target in [Line(*key, time) for key, most in watch.lines.items() for time in {1, 2, most}]:
+        for target in [
+            WaitingQueue(*key, time) for key, most in watch.lines.items() for time in {1, 2, most}
+        ]:
             down(Aim(files, target=target), steps)

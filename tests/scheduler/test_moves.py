@@ -101,8 +101,8 @@ def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_
     requests, outputs = start(scheduler, runner)
     assert send_away(scheduler, "b")
     if kind == "resume":
-        (holding,) = scheduler._live["b"]
-        while holding.phase is not RequestPhase.OFFLOADED or holding.transfer is None:
+        (scheduled,) = scheduler._live["b"]
+        while scheduled.phase is not RequestPhase.OFFLOADED or scheduled.transfer is None:
             outputs += step(scheduler, runner)
     for _ in range(steps):
         outputs += step(scheduler, runner)
@@ -116,7 +116,7 @@ def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_
     check_tokens(requests, outputs)
     while runner.copies:
         step(scheduler, runner)
-    assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
+    assert scheduler.pool.num_used == scheduler._resources.host_pool.num_used == 0
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -137,7 +137,7 @@ def test_a_lost_plan_ends_the_requests_whose_copies_it_carried(delay: int, is_la
     outputs += stream(scheduler, runner)
     reasons = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
     assert reasons["b"] == "error"
-    assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
+    assert scheduler.pool.num_used == scheduler._resources.host_pool.num_used == 0
 
 
 def test_after_a_lost_plan_a_slot_is_released_before_a_request_is_copied_to_it() -> None:
@@ -287,7 +287,7 @@ def test_phases_follow_the_table_and_nothing_else() -> None:
 def test_what_is_owned_twice_is_found() -> None:
     scheduler = make_scheduler()
     start(scheduler, FakeRunner(scheduler, 1))
-    one, other = list(scheduler._holdings.owners.values())[:2]
+    one, other = list(scheduler._resources.owners.values())[:2]
     other.block_ids[0], saved = one.block_ids[0], other.block_ids[0]
     with pytest.raises(AssertionError, match="blocks must be held as often as they are owned"):
         scheduler.check_integrity()

@@ -46,7 +46,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[in
 
 
 def make(delay: int = 1, **numbers: int) -> tuple[Scheduler, FakeRunner]:
-    defaults = {"num_checkpoints": 8, "num_blocks": 60, "max_model_len": 100}
+    defaults = {"num_snapshots": 8, "num_blocks": 60, "max_model_len": 100}
     scheduler = make_scheduler(max_in_flight=delay, **(defaults | numbers))
     return scheduler, FakeRunner(scheduler, delay)
 
@@ -62,7 +62,7 @@ def test_a_prompt_that_comes_again_resumes_at_the_last_end_before_its_last_token
     before = len(runner.plans)
     assert run(scheduler, runner, again) == [(length - 1) // CHUNK * CHUNK]
     chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
-    assert [plan.pieces[0].start for plan in chunks] == [(length - 1) // CHUNK * CHUNK]
+    assert [plan.prompt_chunks[0].start for plan in chunks] == [(length - 1) // CHUNK * CHUNK]
     # Its slot is given to it, with its own seed, before it is filled.
     kinds = [type(move) for move in chunks[0].moves]
     assert kinds[-2:] == ([Admit, Copy] if length > CHUNK else kinds[-2:])
@@ -82,7 +82,7 @@ def test_a_chat_that_grows_resumes_at_the_end_of_the_turn_before() -> None:
 
 
 def test_prompts_that_part_share_what_is_before_the_parting() -> None:
-    scheduler, runner = make(num_checkpoints=1)
+    scheduler, runner = make(num_snapshots=1)
     common = list(range(100, 120))
     tails = [[n] * 9 for n in (1, 2, 3)]
     # One checkpoint, at the first one's end: the second shows where they part, and the third has the use of
@@ -98,7 +98,7 @@ def test_live_requests_hold_the_same_blocks() -> None:
         scheduler.add(make_request(name, 33, 30, ord(name), ignore_eos=True))
     while len(scheduler.running) < 2:
         step(scheduler, runner)
-    one, other = (holding.block_ids for holding in scheduler._holdings.owners.values())
+    one, other = (scheduled.block_ids for scheduled in scheduler._resources.owners.values())
     assert one[:8] == other[:8]
     assert set(one[8:]).isdisjoint(other[8:])
     assert scheduler.pool.num_used == len({*one, *other})
@@ -132,7 +132,7 @@ def test_of_two_equal_chunks_the_first_stays(delay: int) -> None:
     requests = [make_request(name, 20, 1, ord(name), prompt_logprobs=0) for name in "ab"]
     assert run(scheduler, runner, *requests) == [0, 0]
     assert scheduler.pool.num_kept == 4
-    assert scheduler._holdings.prefix.index.num_checkpoints_used == 2
+    assert scheduler._resources.prefix.index.num_checkpoints_used == 2
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -214,7 +214,7 @@ def test_choices_share_the_prompt_that_the_first_of_them_computes(delay: int, nu
 
 def test_a_prefix_that_is_shared_takes_room_once() -> None:
     # The prompt has 19 blocks of 4, of which 18 are of whole chunks: alone each would need most of the pool.
-    scheduler, runner = make(1, num_blocks=45, max_model_len=400, num_checkpoints=9, max_batch=4)
+    scheduler, runner = make(1, num_blocks=45, max_model_len=400, num_snapshots=9, max_batch=4)
     requests = [request_of(str(index), list(range(100, 175)), 9, index) for index in range(3)]
     for request in requests:
         scheduler.add(request)
@@ -223,20 +223,20 @@ def test_a_prefix_that_is_shared_takes_room_once() -> None:
         step(scheduler, runner)
         most = max(most, scheduler.num_running)
     assert most == 3
-    assert scheduler.num_withdrawn == 0
+    assert scheduler.num_recomputed == 0
 
 
 def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step somebody may ask how much of a prompt of thousands of chunks others hold."""
     scheduler, runner = make(1, num_blocks=20, max_batch=2)
     index, counts = scheduler.prefix.index, list[int]()
-    count_held = index.count_held
+    count_shared = index.count_shared
 
     def note(keys: Sequence[bytes]) -> int:
-        counts.append(count_held(keys))
+        counts.append(count_shared(keys))
         return counts[-1]
 
-    monkeypatch.setattr(index, "count_held", note)
+    monkeypatch.setattr(index, "count_shared", note)
     # Which asks too.
     monkeypatch.setattr(scheduler.prefix, "check_integrity", lambda: None)
     scheduler.add(request_of("a", list(range(100, 120)), 50, 1))
@@ -253,7 +253,7 @@ def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pyte
 
 def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:
     scheduler = make_scheduler(
-        max_in_flight=0, num_blocks=41, block_size=8, max_model_len=300, max_batch=2, num_checkpoints=8
+        max_in_flight=0, num_blocks=41, block_size=8, max_model_len=300, max_batch=2, num_snapshots=8
     )
     runner = FakeRunner(scheduler, 0, accept=1)
     prompt = list(range(100, 140))
@@ -265,7 +265,7 @@ def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:
         for output in step(scheduler, runner):
             if output.prompt_logprobs is not None:
                 told_at.append(len(runner.plans))
-    assert scheduler.num_withdrawn > 0
+    assert scheduler.num_recomputed > 0
     (told,) = told_at
     assert not any(plan.next_ids for plan in runner.plans[told:])
     assert [request.history.cached_tokens for request in requests] == [0, 0]
@@ -281,7 +281,7 @@ def test_blocks_that_a_request_needs_are_given_up_the_oldest_first() -> None:
     run(scheduler, runner, request_of("again", prompts[0], 2))
     # 14 blocks of 20: eight are empty.
     run(scheduler, runner, request_of("big", list(range(50)), 6))
-    index = scheduler._holdings.prefix.index
+    index = scheduler._resources.prefix.index
     assert index.num_evictions > 0
     cached = [
         run(scheduler, runner, request_of(f"late {i}", prompt, 2))[0] for i, prompt in enumerate(prompts)
@@ -290,21 +290,21 @@ def test_blocks_that_a_request_needs_are_given_up_the_oldest_first() -> None:
 
 
 def test_a_long_prompt_gives_up_its_own_checkpoints_before_those_of_others() -> None:
-    scheduler, runner = make(num_checkpoints=6, num_blocks=200, max_model_len=300)
+    scheduler, runner = make(num_snapshots=6, num_blocks=200, max_model_len=300)
     for i in range(3):
         run(scheduler, runner, request_of(str(i), [i] * 10, 2))
     run(scheduler, runner, make_request("long", 250, 2))
     others = [run(scheduler, runner, request_of(f"again {i}", [i] * 10, 2))[0] for i in range(3)]
     assert others == [8, 8, 8]
     # It has kept its end, and what lies at multiples of powers of two.
-    index = scheduler._holdings.prefix.index
-    numbers = sorted(chunk.number for chunk in index._chunks.values() if chunk.checkpoint is not None)
+    index = scheduler._resources.prefix.index
+    numbers = sorted(chunk.number for chunk in index._chunks.values() if chunk.snapshot is not None)
     assert numbers == [1, 1, 1, 16, 24, 31]
     assert run(scheduler, runner, make_request("half", 140, 2)) == [128]
 
 
 def test_a_checkpoint_that_lies_between_goes_and_its_blocks_stay() -> None:
-    scheduler, runner = make(num_checkpoints=1)
+    scheduler, runner = make(num_snapshots=1)
     run(scheduler, runner, make_request("a", 30, 2))
     assert scheduler.pool.num_kept == 6
     assert run(scheduler, runner, make_request("b", 30, 2), make_request("c", 20, 2)) == [24, 0]
@@ -314,7 +314,7 @@ def test_a_checkpoint_needs_chunks_of_whole_blocks() -> None:
     with pytest.raises(
         ValueError, match="prefill_chunk must be a multiple of block_size=5 with a prefix cache"
     ):
-        make_scheduler(block_size=5, num_checkpoints=1)
+        make_scheduler(block_size=5, num_snapshots=1)
 
 
 class PrefixMachine(SchedulerMachine):
@@ -329,10 +329,10 @@ class PrefixMachine(SchedulerMachine):
         max_model_len=st.integers(20, 80),
         prefill_chunk=st.sampled_from([8, 40]),
         prefix_step=st.just(8),
-        max_pieces=st.integers(1, 4),
-        num_checkpoints=st.integers(1, 7),
-        shelf_records=st.integers(0, 6),
-        shelf_blocks=st.sampled_from([0, 8, 16, 48]),
+        max_prompt_chunks=st.integers(1, 4),
+        num_snapshots=st.integers(1, 7),
+        prefix_host_records=st.integers(0, 6),
+        prefix_host_blocks=st.sampled_from([0, 8, 16, 48]),
         copy_delay=st.integers(0, 2),
         has_policies=st.booleans(),
         seed=st.integers(0, 1000),
@@ -390,12 +390,12 @@ TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def churn(num_requests: int, seed: int, *, has_shelf: bool = False) -> Scheduler:
+def churn(num_requests: int, seed: int, *, has_host_tier: bool = False) -> Scheduler:
     """Random chats of several salts, some aborted, one after the other and together, in a small pool."""
     rng = random.Random(seed)
-    delay, host = rng.randint(0, 1), {"shelf_records": 4, "shelf_blocks": 12}
-    sizes = {"num_blocks": 45, "num_checkpoints": 5, "mtp_step": 2, "max_batch": 3}
-    scheduler, runner = make(delay, **sizes, **(host if has_shelf else {}))
+    delay, host = rng.randint(0, 1), {"prefix_host_records": 4, "prefix_host_blocks": 12}
+    sizes = {"num_blocks": 45, "num_snapshots": 5, "mtp_step": 2, "max_batch": 3}
+    scheduler, runner = make(delay, **sizes, **(host if has_host_tier else {}))
     chats: list[list[int]] = [[]]
     live: dict[str, Request] = {}
     ended: dict[str, RequestOutput] = {}
@@ -421,13 +421,13 @@ def churn(num_requests: int, seed: int, *, has_shelf: bool = False) -> Scheduler
     return scheduler
 
 
-@pytest.mark.parametrize("has_shelf", [False, True])
-def test_nothing_is_lost_over_many_requests(has_shelf: bool) -> None:
-    scheduler = churn(150, 1, has_shelf=has_shelf)
-    prefix = scheduler._holdings.prefix
+@pytest.mark.parametrize("has_host_tier", [False, True])
+def test_nothing_is_lost_over_many_requests(has_host_tier: bool) -> None:
+    scheduler = churn(150, 1, has_host_tier=has_host_tier)
+    prefix = scheduler._resources.prefix
     assert scheduler.pool.num_used == 0
     assert prefix.num_hits > 30
-    assert (prefix.num_host_hits > 10) == has_shelf
+    assert (prefix.num_host_hits > 10) == has_host_tier
     assert prefix.index.num_evictions > 30
 
 
@@ -436,27 +436,27 @@ def test_finish_all_leaves_no_trail() -> None:
     for i in range(4):
         scheduler.add(make_request(str(i), 20 + i, 9, i))
     finish_all(scheduler, runner)
-    assert scheduler._holdings.prefix._trails == {}
+    assert scheduler._resources.prefix._pending == {}
 
 
 def spills_of(plan: StepPlan) -> list[Copy]:
-    return [move for move in plan.moves if isinstance(move, Copy) and move.target.tier == "shelf"]
+    return [move for move in plan.moves if isinstance(move, Copy) and move.target.tier == "prefix_host"]
 
 
-SHELF = {"shelf_records": 20, "shelf_blocks": 40}
+PREFIX_HOST = {"prefix_host_records": 20, "prefix_host_blocks": 40}
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("copy_delay", [0, 2])
 def test_what_the_device_gives_up_comes_back_from_the_host(delay: int, copy_delay: int) -> None:
-    scheduler, runner = make(delay, num_blocks=21, mtp_step=0, **SHELF)
+    scheduler, runner = make(delay, num_blocks=21, mtp_step=0, **PREFIX_HOST)
     runner.copy_delay = copy_delay
     prompts = [[n] * 17 for n in range(3)]
     for i, prompt in enumerate(prompts):
         run(scheduler, runner, request_of(str(i), prompt))
     run(scheduler, runner, request_of("big", list(range(60)), 6))
     prefix = scheduler.prefix
-    assert prefix.shelf.num_blocks_used > 0
+    assert prefix.prefix_host.num_blocks_used > 0
     cached = [run(scheduler, runner, request_of(f"late {i}", p, 2))[0] for i, p in enumerate(prompts)]
     assert cached == [16, 16, 16]
     assert prefix.num_host_hits >= 2
@@ -468,21 +468,21 @@ def test_what_the_device_gives_up_comes_back_from_the_host(delay: int, copy_dela
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_checkpoint_that_was_given_up_alone_comes_back_to_its_blocks(delay: int) -> None:
-    scheduler, runner = make(delay, num_checkpoints=1, **SHELF)
+    scheduler, runner = make(delay, num_snapshots=1, **PREFIX_HOST)
     run(scheduler, runner, make_request("a", 30, 2, 1))
     # The ends before the last one were never worth a place on their own; a second prompt takes the only one.
     run(scheduler, runner, request_of("b", [5] * 20, 2, 2))
     before = len(runner.plans)
     assert run(scheduler, runner, make_request("c", 30, 2, 3)) == [24]
     restored = [m for plan in runner.plans[before:] for m in plan.moves if isinstance(m, Copy)]
-    (back,) = [copy for copy in restored if copy.source.tier == "shelf"]
+    (back,) = [copy for copy in restored if copy.source.tier == "prefix_host"]
     assert scheduler.prefix.num_host_hits == 1
     assert back.has_rows
 
 
 def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost() -> None:
     for is_lost in (False, True):
-        scheduler, runner = make(0, num_checkpoints=1, **SHELF)
+        scheduler, runner = make(0, num_snapshots=1, **PREFIX_HOST)
         runner.copy_delay = 1000
         run(scheduler, runner, make_request("a", 30, 2, 1))
         scheduler.add(request_of("b", [5] * 20, 2, 2))
@@ -491,7 +491,7 @@ def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost
             runner.fail_next = is_lost and plan is not None and bool(spills_of(plan))
             scheduler.update(runner.run(plan))
             scheduler.check_integrity()
-        assert scheduler.prefix.shelf.num_records_used == (not is_lost)
+        assert scheduler.prefix.prefix_host.num_records_used == (not is_lost)
         stream(scheduler, runner)
         (cached,) = run(scheduler, runner, make_request("c", 30, 2, 3))
         assert cached == 0
@@ -499,15 +499,15 @@ def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost
 
 
 def test_a_host_without_memory_makes_the_shelf_smaller() -> None:
-    scheduler, runner = make(1, num_checkpoints=1, **SHELF)
+    scheduler, runner = make(1, num_snapshots=1, **PREFIX_HOST)
     runner.fails_spills = True
     for name in "abc":
         run(scheduler, runner, request_of(name, [ord(name)] * 20, 2, ord(name)))
-    shelf = scheduler.prefix.shelf
-    assert (shelf.num_records_used, shelf.num_blocks_used) == (0, 0)
+    prefix_host = scheduler.prefix.prefix_host
+    assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
     runner.fails_spills = False
     run(scheduler, runner, request_of("d", [7] * 20, 2, 4), request_of("e", [8] * 20, 2, 5))
-    assert (shelf.num_records_used, shelf.num_blocks_used) == (0, 0)
+    assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
 
 
 def saves(plans: list[StepPlan]) -> int:
@@ -530,11 +530,11 @@ def test_what_comes_back_from_a_small_shelf_is_what_went_there(seed: int) -> Non
     pushes out must not go where its own blocks still lie. The runner compares all that it computes with."""
     rng = random.Random(seed)
     scheduler = make_scheduler(
-        num_checkpoints=rng.randint(2, 6),
+        num_snapshots=rng.randint(2, 6),
         num_blocks=rng.randint(16, 40),
         max_model_len=60,
-        shelf_records=rng.randint(2, 8),
-        shelf_blocks=2 * rng.randint(2, 10),
+        prefix_host_records=rng.randint(2, 8),
+        prefix_host_blocks=2 * rng.randint(2, 10),
         max_batch=rng.randint(1, 3),
         mtp_step=rng.choice([0, 3]),
         max_in_flight=(delay := rng.randint(0, 1)),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput, RoundDrafts
 from compiled_mtp.scheduler import Scheduler
-from compiled_mtp.scheduler.holdings import Holding
-from compiled_mtp.scheduler.line import Line
 from compiled_mtp.scheduler.phases import RequestPhase
+from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 from tests.fake_runner import (
     FakeRunner,
     expected_tokens,
@@ -255,16 +255,16 @@ def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_their_order(
     assert list(log.last) == [str(index) for index in range(8)]
     assert [len(tokens) for tokens in log.tokens.values()] == [200] * 8
     assert (scheduler.num_offloaded > 0) == (host_records > 0)
-    assert (scheduler.num_withdrawn > 0) == (host_records == 0)
+    assert (scheduler.num_recomputed > 0) == (host_records == 0)
     if host_records == 0 and mtp_step:
         assert runner.num_uploaded > 0
     # At most one move for 64 tokens that were gained.
-    assert scheduler.num_offloaded + scheduler.num_withdrawn <= 8 * 200 / 64
+    assert scheduler.num_offloaded + scheduler.num_recomputed <= 8 * 200 / 64
 
 
 def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -> None:
     # The second takes all that is free, and the first soon needs a block.
-    chunks = {"prefill_chunk": 16, "num_checkpoints": 2}
+    chunks = {"prefill_chunk": 16, "num_snapshots": 2}
     scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
     scheduler._planner._admission.tokens_ahead = -200
     while scheduler.phase("1") is not RequestPhase.PREFILLING:
@@ -277,7 +277,7 @@ def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -
     assert [len(log.tokens[name]) for name in "01"] == [len(log.tokens["0"]), 5]
     assert runner.num_uploaded == 0
     # The prefix cache counts it once.
-    assert (scheduler.num_withdrawn, scheduler.prefix.num_lookups) == (1, 2)
+    assert (scheduler.num_recomputed, scheduler.prefix.num_lookups) == (1, 2)
 
 
 def test_many_that_ask_for_much_and_need_little_run_together() -> None:
@@ -307,19 +307,19 @@ def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
 
 def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nobody has room that is asked at every step; the answer is that of a look at everybody."""
-    line, rng, looks = Line(), random.Random(3), [0]
-    waiting = list[Holding]()
+    line, rng, looks = WaitingQueue(), random.Random(3), [0]
+    waiting = list[ScheduledRequest]()
 
-    def look(self: Line) -> Iterator[Holding]:
+    def look(self: WaitingQueue) -> Iterator[ScheduledRequest]:
         looks[0] += 1
-        return (holding for _, holding in self._sorted)
+        return (scheduled for _, scheduled in self._sorted)
 
-    monkeypatch.setattr(Line, "__iter__", look)
+    monkeypatch.setattr(WaitingQueue, "__iter__", look)
     for index in range(600):
-        holding = Holding(make_request(str(index), 3, 2), arrival=index)
-        holding.request.priority = rng.randrange(3)
-        waiting.append(holding)
-        line.add(holding)
+        scheduled = ScheduledRequest(make_request(str(index), 3, 2), arrival=index)
+        scheduled.request.priority = rng.randrange(3)
+        waiting.append(scheduled)
+        line.add(scheduled)
         if rng.random() < 0.2:
             line.discard(gone := waiting.pop(rng.randrange(len(waiting))))
             if rng.random() < 0.5:
@@ -345,7 +345,7 @@ def test_whoever_got_its_place_after_its_wait_is_not_sent_away_for_others() -> N
 def test_a_token_that_does_not_come_again_ends_its_request_by_name() -> None:
     scheduler, runner = start(31, [(20, 300)] * 3, max_in_flight=1)
     log = Log()
-    while not scheduler.num_withdrawn:
+    while not scheduler.num_recomputed:
         log.take(step(scheduler, runner))
     (victim,) = scheduler._planner.waiting.values()
     assert victim.replay is not None
@@ -387,10 +387,10 @@ def test_a_fault_in_the_middle_of_a_move_loses_nothing(fault: str, direction: st
         one.transfer is not None
         and one.transfer.copy_id is not None
         and one.transfer.target.tier == direction
-        for one in scheduler._holdings.moving
+        for one in scheduler._resources.moving
     ):
         log.take(step(scheduler, runner))
-    *_, moving = scheduler._holdings.moving
+    *_, moving = scheduler._resources.moving
     name = moving.request.request_id
     gone = set()
     if fault == "abort":
@@ -415,7 +415,7 @@ def test_a_fault_in_the_middle_of_a_move_loses_nothing(fault: str, direction: st
         if str(index) in log.last and log.last[str(index)].finish_reason == "length":
             assert len(got) == 300
     assert "length" in {output.finish_reason for output in log.last.values()} or fault == "recover"
-    assert scheduler.pool.num_used == scheduler._holdings.host_pool.num_used == 0
+    assert scheduler.pool.num_used == scheduler._resources.host_pool.num_used == 0
 
 
 def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
@@ -425,7 +425,7 @@ def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
     log = run_all(scheduler, runner)
     assert [len(tokens) for tokens in log.tokens.values()] == [300] * 8
     assert scheduler.num_offloaded > 1
-    assert scheduler.num_withdrawn > 0
+    assert scheduler.num_recomputed > 0
 
 
 def test_whoever_is_replayed_comes_back_when_what_it_had_fits() -> None:
@@ -433,4 +433,4 @@ def test_whoever_is_replayed_comes_back_when_what_it_had_fits() -> None:
     scheduler, runner = start(131, [(20, 900)] * 3, max_in_flight=1, block_size=8, max_batch=4)
     runner.accept = 1
     run_all(scheduler, runner)
-    assert 0 < scheduler.num_withdrawn <= 5
+    assert 0 < scheduler.num_recomputed <= 5

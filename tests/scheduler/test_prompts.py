@@ -11,7 +11,7 @@ from compiled_mtp.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
 from tests.scheduler.test_prefix import request_of
 
-NUMBERS = {"prefill_chunk": 40, "prefix_step": 8, "max_pieces": 4, "max_batch": 8, "num_blocks": 200}
+NUMBERS = {"prefill_chunk": 40, "prefix_step": 8, "max_prompt_chunks": 4, "max_batch": 8, "num_blocks": 200}
 
 
 def make(delay: int = 1, **numbers: Any) -> tuple[Scheduler, FakeRunner]:
@@ -27,15 +27,15 @@ def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[li
     owners: dict[tuple[int, int], str] = {}
     while scheduler.has_unfinished():
         step(scheduler, runner)
-        held = scheduler._holdings.owners.values()
+        held = scheduler._resources.owners.values()
         owners |= {(one.slot, one.generation): one.request.request_id for one in held}
     limit = scheduler.limits.max_model_len
     assert [one.output_token_ids for one in requests] == [expected_tokens(one, limit) for one in requests]
     prefills = [plan for plan in runner.plans[told:] if plan.kind == "prefill"]
     return [
         [
-            (owners[owner], len(piece.token_ids))
-            for *owner, piece in zip(plan.slots, plan.generations, plan.pieces, strict=True)
+            (owners[owner], len(prompt_chunk.token_ids))
+            for *owner, prompt_chunk in zip(plan.slots, plan.generations, plan.prompt_chunks, strict=True)
             for owner in [tuple(owner)]
         ]
         for plan in prefills
@@ -62,10 +62,14 @@ def test_prompts_share_a_launch_in_their_order_and_none_is_cut_for_it(delay: int
 def test_launches_are_shared_no_more_than_they_may_be() -> None:
     scheduler, runner = make()
     scheduler.share_launches(1)
-    assert [len(pieces) for pieces in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [1, 1, 1]
+    assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [
+        1,
+        1,
+        1,
+    ]
     scheduler.share_launches(99)
     requests = requests_of(d=3, e=3, f=3, g=3, h=3)
-    assert [len(pieces) for pieces in run(scheduler, runner, *requests)] == [4, 1]
+    assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests)] == [4, 1]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -93,20 +97,20 @@ def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
         for i, (prompt, own) in enumerate(zip(prompts, fields, strict=True))
     ]
     found = run(scheduler, runner, *requests)
-    assert [[name for name, _ in pieces] for pieces in found] == [["0", "1", "2"], ["3"], ["4"]]
+    assert [[name for name, _ in prompt_chunks] for prompt_chunks in found] == [["0", "1", "2"], ["3"], ["4"]]
     kinds = [plan.kind for plan in runner.plans]
     assert kinds[:3] == ["prefill", "first", "first"]
 
 
 def test_prompts_that_begin_alike_wait_for_one_another() -> None:
     """The second learns where they part, the third begins there; others go beside the first."""
-    scheduler, runner = make(num_checkpoints=8, prefix_step=8)
+    scheduler, runner = make(num_snapshots=8, prefix_step=8)
     prompts = {"a": [*range(8), 50, 51], "other": [9] * 7, "b": [*range(8), 60], "c": [*range(8), 70, 71]}
     found = run(
         scheduler, runner, *(request_of(name, p, 4, i) for i, (name, p) in enumerate(prompts.items()))
     )
     assert found[0] == [("a", 10), ("other", 7)]
-    assert sum(len(pieces) for pieces in found) <= 5
+    assert sum(len(prompt_chunks) for prompt_chunks in found) <= 5
     again = run(
         scheduler, runner, request_of("d", [*range(8), 80], 4, 7), request_of("e", [*range(8), 90], 4, 8)
     )
@@ -116,8 +120,8 @@ def test_prompts_that_begin_alike_wait_for_one_another() -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: int) -> None:
     """Of the only place: the first prompt takes it, the second brings its state from the host into it."""
-    host = {"shelf_records": 8, "shelf_blocks": 40}
-    scheduler, runner = make(delay, num_checkpoints=1, **host)
+    host = {"prefix_host_records": 8, "prefix_host_blocks": 40}
+    scheduler, runner = make(delay, num_snapshots=1, **host)
     known, *others = requests_of(a=19, b=19, c=17)
     run(scheduler, runner, known)
     run(scheduler, runner, others[0])

@@ -66,8 +66,8 @@ def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> N
     """Every token that the device has accepted is known when masks are made, and the drafts are its own."""
     windows = {window.row: window for window in scheduler.windows(plan)}
     for index, (slot, generation) in enumerate(zip(plan.slots, plan.generations, strict=True)):
-        holding = scheduler._holdings.owners.get(slot)
-        if holding is None or holding.generation != generation or holding.request.guide is None:
+        scheduled = scheduler._resources.owners.get(slot)
+        if scheduled is None or scheduled.generation != generation or scheduled.request.guide is None:
             continue
         window = windows.pop(index * (plan.shape.verify + 1))
         guide = window.guide

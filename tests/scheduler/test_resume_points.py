@@ -27,9 +27,9 @@ def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> 
     for length, marks in ((15, [0]), (18, [16]), (40, [0, 0]), (51, [0, 16])):
         before = len(runner.plans)
         run(scheduler, runner, request_of(str(length), [length] * length))
-        chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
-        assert [piece.start for piece in chunks] == list(range(0, length, 32))
-        assert [piece.mark for piece in chunks] == marks
+        chunks = [plan.prompt_chunks[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+        assert [prompt_chunk.start for prompt_chunk in chunks] == list(range(0, length, 32))
+        assert [prompt_chunk.snapshot_offset for prompt_chunk in chunks] == marks
 
 
 @pytest.mark.parametrize(("length", "kept"), [(12, []), (16, [16]), (20, [16]), (48, [32, 44])])
@@ -39,25 +39,30 @@ def test_a_prompt_leaves_its_very_end_only_where_that_saves_enough(length: int, 
     scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=12 if length == 48 else 16)
     run(scheduler, runner, request_of("a", [1] * length))
     chunks = scheduler.prefix.index._chunks.values()
-    assert [4 * chunk.number for chunk in chunks if chunk.checkpoint is not None] == kept
+    assert [4 * chunk.number for chunk in chunks if chunk.snapshot is not None] == kept
 
 
 def test_a_launch_has_one_mark() -> None:
     """A second place in a piece ends it, and so does a place in the piece of another prompt."""
-    scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_pieces=3)
+    scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_prompt_chunks=3)
     common = list(range(100, 120))
     run(scheduler, runner, request_of("0", [*common, *[0] * 9]))
     before = len(runner.plans)
     assert run(scheduler, runner, request_of("1", [*common, *[1] * 9])) == [0]
-    chunks = [plan.pieces[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
-    assert [(piece.start, len(piece.token_ids), piece.mark) for piece in chunks] == [(0, 28, 20), (28, 1, 0)]
+    chunks = [plan.prompt_chunks[0] for plan in runner.plans[before:] if plan.kind == "prefill"]
+    assert [
+        (prompt_chunk.start, len(prompt_chunk.token_ids), prompt_chunk.snapshot_offset)
+        for prompt_chunk in chunks
+    ] == [(0, 28, 20), (28, 1, 0)]
     before = len(runner.plans)
     for n in (2, 3):
         scheduler.add(request_of(str(n), [n] * 21))
     stream(scheduler, runner)
     plans = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
-    pieces = [[(one.start, len(one.token_ids), one.mark) for one in plan.pieces] for plan in plans]
-    assert pieces == [[(0, 21, 20), (0, 20, 0)], [(20, 1, 0)]]
+    prompt_chunks = [
+        [(one.start, len(one.token_ids), one.snapshot_offset) for one in plan.prompt_chunks] for plan in plans
+    ]
+    assert prompt_chunks == [[(0, 21, 20), (0, 20, 0)], [(20, 1, 0)]]
 
 
 def test_who_shares_little_does_not_wait_for_it() -> None:
@@ -67,7 +72,7 @@ def test_who_shares_little_does_not_wait_for_it() -> None:
         scheduler, runner = make(1, prefill_chunk=16, prefix_step=4, max_batch=2)
         for n in range(2):
             scheduler.add(request_of(str(n), [*range(100, 100 + common), *[n] * (22 - common)], 9, n))
-        while not any(one.is_first_token_due for one in scheduler._holdings.owners.values()):
+        while not any(one.is_first_token_due for one in scheduler._resources.owners.values()):
             step(scheduler, runner)
         (waiting,) = scheduler._planner.waiting.values()
         expected.append(scheduler.prefix.is_expected(waiting))
@@ -82,7 +87,7 @@ def test_where_prefill_goes_by_position_a_prompt_resumes_at_any_step(length: int
     scheduler, runner = make(delay, prefill_chunk=16, prefix_step=4)
     assert run(scheduler, runner, make_request("a", length, 6, 1)) == [0]
     assert run(scheduler, runner, make_request("b", length, 6, 2)) == [(length - 1) // 4 * 4]
-    starts = [plan.pieces[0].start for plan in runner.plans if plan.kind == "prefill"]
+    starts = [plan.prompt_chunks[0].start for plan in runner.plans if plan.kind == "prefill"]
     rest = (length - 1) // 4 * 4
     assert starts == [*range(0, length, 16), rest]
     assert scheduler.pool.num_used == 0
@@ -96,7 +101,7 @@ def test_a_chunk_is_short_while_rounds_wait_for_it() -> None:
         step(scheduler, runner)
     scheduler.add(second)
     stream(scheduler, runner)
-    lengths = [len(plan.pieces[0].token_ids) for plan in runner.plans if plan.kind == "prefill"]
+    lengths = [len(plan.prompt_chunks[0].token_ids) for plan in runner.plans if plan.kind == "prefill"]
     assert lengths[:2] == [32, 1]
     assert lengths[2:6] == [8, 8, 8, 8]
     limit = scheduler.limits.max_model_len
@@ -108,14 +113,14 @@ def test_a_chunk_is_short_while_rounds_wait_for_it() -> None:
 def test_nothing_is_lost_with_steps_shorter_than_chunks(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(
-        num_checkpoints=rng.randint(2, 6),
+        num_snapshots=rng.randint(2, 6),
         num_blocks=rng.randint(16, 40),
         max_model_len=60,
         prefill_chunk=16,
         prefix_step=4,
         busy_chunk=rng.choice([0, 4, 8]),
-        shelf_records=rng.randint(0, 8),
-        shelf_blocks=2 * rng.randint(2, 10),
+        prefix_host_records=rng.randint(0, 8),
+        prefix_host_blocks=2 * rng.randint(2, 10),
         max_batch=rng.randint(1, 3),
         max_in_flight=(delay := rng.randint(0, 1)),
     )

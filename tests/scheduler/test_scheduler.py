@@ -67,7 +67,7 @@ def test_a_long_prompt_delays_running_requests_by_one_chunk(delay: int) -> None:
         step(scheduler, runner)
     kinds = [plan.kind for plan in runner.plans[-10:]]
     assert kinds == ["prefill", "decode"] * 5
-    starts = [plan.pieces[0].start for plan in runner.plans[-10:] if plan.kind == "prefill"]
+    starts = [plan.prompt_chunks[0].start for plan in runner.plans[-10:] if plan.kind == "prefill"]
     assert starts == [0, 8, 16, 24, 32]
 
 
@@ -219,7 +219,7 @@ def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
             if looks_every_time:
                 scheduler._planner.look_again()
             step(scheduler, runner)
-        return [(plan.kind, plan.slots, plan.generations, plan.pieces) for plan in runner.plans]
+        return [(plan.kind, plan.slots, plan.generations, plan.prompt_chunks) for plan in runner.plans]
 
     assert run(False) == run(True)
 
@@ -260,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4, 5]),
         max_model_len=st.integers(2, 40),
         prefill_chunk=st.sampled_from([8, 40]),
-        max_pieces=st.integers(1, 4),
+        max_prompt_chunks=st.integers(1, 4),
         copy_delay=st.integers(0, 2),
         has_policies=st.booleans(),
         seed=st.integers(0, 1000),

@@ -24,12 +24,12 @@ TRAFFIC = st.fixed_dictionaries(
         "max_model_len": st.sampled_from([60, 400]),
         "prefill_chunk": st.sampled_from([8, 16, 40]),
         "busy_chunk": st.sampled_from([0, 8]),
-        "max_pieces": st.sampled_from([1, 4, 4]),
+        "max_prompt_chunks": st.sampled_from([1, 4, 4]),
         "prefix_step": st.just(8),
         "least_saved": st.sampled_from([0, 16]),
-        "num_checkpoints": st.integers(0, 6),
-        "shelf_records": st.integers(0, 4),
-        "shelf_blocks": st.sampled_from([0, 6, 24]),
+        "num_snapshots": st.integers(0, 6),
+        "prefix_host_records": st.integers(0, 4),
+        "prefix_host_blocks": st.sampled_from([0, 6, 24]),
         "host_records": st.integers(0, 3),
         "host_blocks": st.integers(0, 40),
         "real_host_blocks": st.sampled_from([None, None, 0, 3]),
@@ -47,8 +47,15 @@ TRAFFIC = st.fixed_dictionaries(
 )
 _SIZES = (
     *("mtp_step", "max_in_flight", "max_batch", "num_blocks", "block_size", "max_model_len", "prefill_chunk"),
-    *("busy_chunk", "max_pieces", "prefix_step", "least_saved", "num_checkpoints", "shelf_records"),
-    *("shelf_blocks", "host_records", "host_blocks"),
+    *(
+        "busy_chunk",
+        "max_prompt_chunks",
+        "prefix_step",
+        "least_saved",
+        "num_snapshots",
+        "prefix_host_records",
+    ),
+    *("prefix_host_blocks", "host_records", "host_blocks"),
 )
 
 

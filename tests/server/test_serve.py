@@ -23,7 +23,7 @@ SHIPPED = Path(EngineConfig().model)
 class FakeEngine:
     num_threads = None
 
-    def __init__(self, config: EngineConfig, *, front: Any) -> None:
+    def __init__(self, config: EngineConfig, *, frontend: Any) -> None:
         self.runner = SimpleNamespace(memory=SimpleNamespace(max_model_len=99))
 
 
@@ -49,7 +49,7 @@ def test_a_repository_is_served_under_its_own_name(
     monkeypatch.setattr("compiled_mtp.frontend.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
     warm: list[Any] = []
     method = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
-    monkeypatch.setattr(method, lambda front: warm.append(front))
+    monkeypatch.setattr(method, lambda frontend: warm.append(frontend))
     config = ServerConfig(port=0, served_model_name=name)
     with pytest.raises(ValueError, match="stopped here"):
         serve.serve(config, EngineConfig(model="Acme/Tiny"))

@@ -38,7 +38,7 @@ def launch(
     cuts: Sequence[tuple[int, int, int]],
     padding: int = 0,
     unused: int = 0,
-    mark: tuple[int, int] = (0, 0),
+    snapshot_offset: tuple[int, int] = (0, 0),
     run: Callable[[Step, torch.Tensor, torch.Tensor], torch.Tensor] = prefill,
 ) -> None:
     """Prefill the tokens (slot, start, end) side by side; rows of nobody, behind and between, have any id.
@@ -50,7 +50,7 @@ def launch(
     for (slot, first, last), row in zip(cuts, first_rows, strict=True):
         tokens[row : row + last - first] = torch.tensor(prompt(slot)[first:last])
     columns = [
-        (s, first, last - first, row, mark[1] - first if s == mark[0] else 0)
+        (s, first, last - first, row, snapshot_offset[1] - first if s == snapshot_offset[0] else 0)
         for (s, first, last), row in zip(cuts, first_rows, strict=True)
     ]
     columns += [(0, 0, 0, end, 0)] * unused
@@ -122,8 +122,8 @@ def test_a_mark_leaves_what_a_piece_that_ends_there_leaves(marked: int) -> None:
         tiny.admit(marking, slot, seed=slot, temperature=0.8)
     launch(ending, [(5, 0, marked)])
     launch(plain, [(3, 0, 64), (5, 0, 331)], unused=1)
-    launch(marking, [(3, 0, 64), (5, 0, 331)], unused=1, mark=(5, marked))
-    kept = [entry for entry in marking.slot_tensors if entry.is_in_checkpoint]
+    launch(marking, [(3, 0, 64), (5, 0, 331)], unused=1, snapshot_offset=(5, marked))
+    kept = [entry for entry in marking.slot_tensors if entry.is_in_snapshot]
     assert [entry.name for entry in kept] == ["last_hidden", "gdn.state", "gdn.conv_ring"]
     positions = [position % marking.state_cache.ring_length for position in range(marked - 3, marked)]
     for entry in kept:
@@ -141,16 +141,16 @@ def test_a_mark_leaves_what_a_piece_that_ends_there_leaves(marked: int) -> None:
 def test_compiled_launches_leave_what_uncompiled_ones_leave() -> None:
     """One program, of 128 rows and four pieces, however many there are."""
     step, twin = (make_step("dense", list(PROMPTS)) for _ in range(2))
-    tokens, pieces = torch.zeros(128, dtype=torch.int64), torch.zeros((5, 4), dtype=torch.int64)
-    mark_static([*step.parameters(), *step.buffers(), tokens, pieces])
+    tokens, prompt_chunks = torch.zeros(128, dtype=torch.int64), torch.zeros((5, 4), dtype=torch.int64)
+    mark_static([*step.parameters(), *step.buffers(), tokens, prompt_chunks])
     with compiler_settings():
         program = compile_program(partial(prefill, step), "packed", None)
-        program(tokens, pieces)
+        program(tokens, prompt_chunks)
 
         def both(step: Step, *given: torch.Tensor) -> torch.Tensor:
-            for static, value in zip((tokens, pieces), given, strict=True):
+            for static, value in zip((tokens, prompt_chunks), given, strict=True):
                 static.copy_(value)
-            program(tokens, pieces)
+            program(tokens, prompt_chunks)
             return prefill(step, *given)
 
         with torch.compiler.set_stance("fail_on_recompile"):

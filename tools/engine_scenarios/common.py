@@ -16,8 +16,8 @@ from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
-from compiled_mtp.frontend.checkpoint import open_front
-from compiled_mtp.frontend.processor import Front
+from compiled_mtp.frontend.checkpoint import open_frontend
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
 
@@ -118,13 +118,13 @@ def open_engine(
     """
     config = EngineConfig(**(settings(flags) | given))
     if flags.shape is None:
-        return kind(config, front=open_front(config))
+        return kind(config, frontend=open_frontend(config))
     model, tokenizer = shape_config(flags.shape), None
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)
-    front = Front(folder or flags.model, model, tokenizer, config.resolve_max_model_len(model))
-    return kind(config, front=front, fill=fill_same)
+    frontend = RequestProcessor(folder or flags.model, model, tokenizer, config.resolve_max_model_len(model))
+    return kind(config, frontend=frontend, fill=fill_same)
 
 
 def draw_prompts(rng: random.Random, prompts: int, length: int, vocab_size: int) -> list[list[int]]:

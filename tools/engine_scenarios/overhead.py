@@ -293,7 +293,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         engine = open_engine(flags, Path(name))
         with (
-            serving(engine, engine.front.path) as port,
+            serving(engine, engine.frontend.path) as port,
             contextlib.closing(Client(port, client_core)) as client,
         ):
             start_s = time.perf_counter() - begin

@@ -140,7 +140,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "times_sooner": round(first_s["without_cache"] / first_s["again"], 2),
         "cost_first_token": round(statistics.median(a.first_s / b.first_s for a, b in pairs), 4),
         "cost_decode": round(statistics.median(a.rest_s / b.rest_s for a, b in pairs), 4),
-        "snapshot_mib": round(engine.runner.memory.checkpoint_bytes / 2**20, 2),
+        "snapshot_mib": round(engine.runner.memory.snapshot_bytes / 2**20, 2),
         "mtp_step": flags.mtp_step,
         "prefill_chunk": chunk,
         "device": str(engine.runner.spec.device),

@@ -30,7 +30,7 @@ _OPEN_METHODS = ("GET", "HEAD")
 _OPEN_PATHS = frozenset(("/health", *PATHS))
 
 
-class Guard:
+class AuthMiddleware:
     """Wraps an ASGI app. Keys are kept as digests and never written anywhere."""
 
     def __init__(self, app: App, config: ServerConfig) -> None:

@@ -22,12 +22,12 @@ class Item:
     num_readers: int = 1
 
 
-class Spill(NamedTuple):
+class Eviction(NamedTuple):
     """What leaves the device with the next plan: the state in a checkpoint, to a record of the shelf (None
     and None: no state), and blocks, pairs of one of the device and one of the shelf.
     """
 
-    checkpoint: int | None
+    snapshot: int | None
     record: int | None
     blocks: tuple[tuple[int, int], ...]
     items: tuple[Item, ...]
@@ -70,7 +70,7 @@ class _Row:
         assert all(item.key == key for key, item in self.items.items())
 
 
-class PrefixShelf:
+class PrefixHostTier:
     """The host tier of the prefix cache: num_records states and num_blocks blocks of chunks.
 
     Each is found by the chunk's key once the copy that brings it is complete.
@@ -90,7 +90,7 @@ class PrefixShelf:
         """Forget everything."""
         self._states = _Row(self.num_records)
         self._blocks = _Row(self.num_blocks)
-        self._spills: list[Spill] = []
+        self._spills: list[Eviction] = []
         self._coming: dict[int, tuple[Item, ...]] = {}
 
     @property
@@ -103,12 +103,12 @@ class PrefixShelf:
         """Blocks that hold keys and values, or will."""
         return self._blocks.count - len(self._blocks.free)
 
-    def spill(
+    def eviction(
         self,
         key: bytes,
         number: int,
         last_use: int,
-        checkpoint: tuple[int, int] | None = None,
+        snapshot: tuple[int, int] | None = None,
         block_ids: Sequence[int] = (),
     ) -> None:
         """Chunk `number` of its prompt gives up a state, as (checkpoint, what it is worth), or blocks: keep
@@ -116,8 +116,8 @@ class PrefixShelf:
         """
         items: list[Item] = []
         record, pairs = None, tuple[tuple[int, int], ...]()
-        if checkpoint is not None and self._is_new(self._states, key, (checkpoint[1], 0)):
-            item = self._states.put(key, 1, (checkpoint[1], 0))
+        if snapshot is not None and self._is_new(self._states, key, (snapshot[1], 0)):
+            item = self._states.put(key, 1, (snapshot[1], 0))
             if item is not None:
                 (record,) = item.places
                 items.append(item)
@@ -127,17 +127,17 @@ class PrefixShelf:
                 pairs = tuple(zip(block_ids, item.places, strict=True))
                 items.append(item)
         if items:
-            place = None if record is None or checkpoint is None else checkpoint[0]
-            self._spills.append(Spill(place, record, pairs, tuple(items)))
+            place = None if record is None or snapshot is None else snapshot[0]
+            self._spills.append(Eviction(place, record, pairs, tuple(items)))
 
-    def take_spills(self) -> list[Spill]:
+    def take_spills(self) -> list[Eviction]:
         """What the plan that is made now copies, before anything else."""
         spills, self._spills = self._spills, []
         return spills
 
-    def begin(self, spill: Spill, copy_id: int) -> None:
+    def begin(self, eviction: Eviction, copy_id: int) -> None:
         """A spill has been planned as this copy."""
-        self._coming[copy_id] = spill.items
+        self._coming[copy_id] = eviction.items
 
     def finish_copies(self, copy_ids: Iterable[int]) -> None:
         """These copies are complete: what they brought can be found."""
@@ -186,7 +186,7 @@ class PrefixShelf:
         that there are.
         """
         coming = [item for items in self._coming.values() for item in items]
-        coming += [item for spill in self._spills for item in spill.items]
+        coming += [item for eviction in self._spills for item in eviction.items]
         for row in (self._states, self._blocks):
             row.check_integrity()
             for item in row.items.values():

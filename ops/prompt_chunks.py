@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_PIECES = 16
+MAX_PROMPT_CHUNKS = 16
 """The most prompts that share a launch. Each costs programs that find nothing to do where there are fewer."""
-PIECE_MULTIPLE = 8
+PROMPT_CHUNK_MULTIPLE = 8
 """A prompt's rows begin at a multiple of this many rows of the launch."""

@@ -20,7 +20,7 @@ class _UnderWay(NamedTuple):
     event: torch.Event
 
 
-class Lane:
+class CopyStream:
     """A stream of copies, and the buffer that they pack rows in.
 
     What is queued runs behind all launches that were queued before, and beside those that come later unless

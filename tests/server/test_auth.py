@@ -27,7 +27,7 @@ from compiled_mtp.server import config as config_module
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, bounded
 from compiled_mtp.server.prompts import PromptPool
-from compiled_mtp.server.serve import Door, main
+from compiled_mtp.server.serve import HttpProtocol, main
 from compiled_mtp.server.sse import EventStream
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
@@ -270,7 +270,7 @@ def test_what_has_no_place_in_a_closing_connection_does_not_look_like_the_end() 
         def abort(self) -> None:
             self.is_aborted = True
 
-    door, transport = Door.__new__(Door), Closing()
+    door, transport = HttpProtocol.__new__(HttpProtocol), Closing()
     door.transport = transport  # type: ignore[assignment]
     assert not door.write(b"data: lost\n\n")
     assert transport.is_aborted
@@ -287,7 +287,7 @@ def test_parts_have_the_frames_that_the_head_promised(version: str, is_chunked: 
         def write(self, data: bytes) -> None:
             self.written += data
 
-    door, transport = Door.__new__(Door), Open()
+    door, transport = HttpProtocol.__new__(HttpProtocol), Open()
     door.transport, door.scope = transport, {"http_version": version}  # type: ignore[assignment, typeddict-item]
     door.flow = FlowControl(transport)  # type: ignore[arg-type]
     assert door.write(b"data: a\n\n")

@@ -14,7 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.spec_conv1d import conv_prefill
-from compiled_mtp.plan import Piece
+from compiled_mtp.plan import PromptChunk
 from compiled_mtp.request import SamplingParams
 from tests import tiny
 from tests.checkpoints import write_checkpoint
@@ -76,8 +76,10 @@ def admit_all(engine: Engine) -> None:
 
 def prefill(engine: Engine, cuts: Sequence[tuple[int, int, int]]) -> None:
     prompts = {slot: prompt_of(LENGTHS[slot], slot, engine.model_config.vocab_size) for slot, *_ in cuts}
-    pieces = [Piece(tuple(prompts[slot][start:end]), start, LENGTHS[slot]) for slot, start, end in cuts]
-    engine.runner.programs.prefill([slot for slot, *_ in cuts], pieces)
+    prompt_chunks = [
+        PromptChunk(tuple(prompts[slot][start:end]), start, LENGTHS[slot]) for slot, start, end in cuts
+    ]
+    engine.runner.programs.prefill([slot for slot, *_ in cuts], prompt_chunks)
 
 
 def finish(engine: Engine, slots: Sequence[int]) -> dict[int, tuple[Any, ...]]:

@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.paged_attention import paged_attention
-from compiled_mtp.ops.pieces import MAX_PIECES, PIECE_MULTIPLE
+from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
 from compiled_mtp.ops.spec_conv1d import conv_prefill
 from tests.ops.gdn_cases import Shape, torch_threads
 from tests.ops.piece_cases import CUTS, Cut, check_attention, check_conv, check_gdn, lay
@@ -54,13 +54,13 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
 def test_a_convolution_program_has_rows_of_one_piece(interpreter: None) -> None:
     from compiled_mtp.ops.spec_conv1d.kernel import PREFILL_ROWS
 
-    assert PIECE_MULTIPLE % PREFILL_ROWS == 0
+    assert PROMPT_CHUNK_MULTIPLE % PREFILL_ROWS == 0
 
 
 def test_more_pieces_than_kernels_look_at_are_refused() -> None:
-    cuts = [(1, 0, 1)] * (MAX_PIECES + 1)
+    cuts = [(1, 0, 1)] * (MAX_PROMPT_CHUNKS + 1)
     with pytest.raises(
-        ValueError, match=f"pieces must be 1 to {MAX_PIECES}, got {MAX_PIECES + 1}; share them"
+        ValueError, match=f"pieces must be 1 to {MAX_PROMPT_CHUNKS}, got {MAX_PROMPT_CHUNKS + 1}; share them"
     ):
         check_conv(conv_prefill, SMALL, torch.float32, "cpu", cuts)
     _, _, length, first_row = lay(CUTS, "cpu").arguments

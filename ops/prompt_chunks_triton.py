@@ -1,8 +1,8 @@
 """How kernels find the piece of a launch of several prompts that a row, or a tile of rows, belongs to.
 
 Pieces lie one behind another: first_row [P] int64 never falls, and pieces without rows stand behind all
-others. Piece p has the tiles from first_row[p] // UNIT + p on: as many as its rows need are its own, wherever
-it begins, and num_rows // UNIT + P tiles hold all. MOST: pieces that are looked at, P at least.
+others. PromptChunk p has the tiles from first_row[p] // UNIT + p on: as many as its rows need are its own,
+wherever it begins, and num_rows // UNIT + P tiles hold all. MOST: pieces that are looked at, P at least.
 """
 
 # mypy: ignore-errors

@@ -29,7 +29,7 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class ScheduledRequest:
     """A request, the phase it is in, and what it holds: slot (0: none), its generation, host record (None:
     none), and blocks of the tier where it stands.
 
@@ -111,7 +111,7 @@ class Holding:
         return is_copied or self.is_in_open_round
 
 
-class Holdings:
+class Resources:
     """Gives out slots, blocks and host records, and takes them back.
 
     `owners` maps slots to the holdings of requests that have not ended, `moving` are those with a transfer.
@@ -133,22 +133,22 @@ class Holdings:
         self.pool = BlockPool(self.limits.num_blocks)
         self.prefix.reset(self.pool)
         self.host_pool = BlockPool(self.limits.host_blocks, first=0)
-        self.owners: dict[int, Holding] = {}
+        self.owners: dict[int, ScheduledRequest] = {}
         self._free_slots = self._all_slots()
         self._free_records = list(range(self.limits.host_records - 1, -1, -1))
         # What the host tier can hold: less than it was to once an allocation has failed.
         self._host_rooms = (self.limits.host_records, self.limits.host_blocks)
         self._untold_releases = self._all_slots() if any(self._generations) else []
-        self.moving: list[Holding] = []
+        self.moving: list[ScheduledRequest] = []
         # Of requests that have ended.
-        self._kept: list[Holding] = []
+        self._kept: list[ScheduledRequest] = []
 
     @property
     def has_slot(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free_slots)
 
-    def staying(self) -> list[Holding]:
+    def staying(self) -> list[ScheduledRequest]:
         """Those who have a slot, or are on their way to one; not those who are on their way to the host."""
         own = [one for one in self.owners.values() if not _is_leaving(one)]
         return own + [one for one in self.moving if one.phase is RequestPhase.OFFLOADED]
@@ -158,66 +158,66 @@ class Holdings:
         leaving = (one for one in self.moving if _is_leaving(one))
         return sum(self.pool.count_sole(one.block_ids) for one in leaving)
 
-    def first_blocks(self, holding: Holding) -> int:
+    def first_blocks(self, scheduled: ScheduledRequest) -> int:
         """Blocks for the prompt of a request, and the drafts after it."""
-        return self.limits.blocks_up_to(holding.request.prompt_len - 1 + self.limits.mtp_step)
+        return self.limits.blocks_up_to(scheduled.request.prompt_len - 1 + self.limits.mtp_step)
 
-    def admit(self, holding: Holding) -> None:
+    def admit(self, scheduled: ScheduledRequest) -> None:
         """Give a waiting request a slot, the prefix that others have left, and the blocks of its prompt."""
-        holding.forget_place()
-        holding.slot = self._free_slots.pop()
-        holding.generation = self._next_generation(holding.slot)
-        holding.resumption = self.prefix.resume(holding)
-        holding.block_ids += self.pool.allocate(self.first_blocks(holding) - len(holding.block_ids))
-        self.owners[holding.slot] = holding
-        holding.enter(RequestPhase.PREFILLING)
+        scheduled.forget_place()
+        scheduled.slot = self._free_slots.pop()
+        scheduled.generation = self._next_generation(scheduled.slot)
+        scheduled.resumption = self.prefix.resume(scheduled)
+        scheduled.block_ids += self.pool.allocate(self.first_blocks(scheduled) - len(scheduled.block_ids))
+        self.owners[scheduled.slot] = scheduled
+        scheduled.enter(RequestPhase.PREFILLING)
 
-    def withdraw(self, holding: Holding) -> None:
+    def preempt(self, scheduled: ScheduledRequest) -> None:
         """Take back what a request holds, in the midst of its work: it waits, and begins anew."""
-        assert holding.transfer is None
-        assert not holding.is_in_open_round
-        del self.owners[holding.slot]
-        self.prefix.leave(holding)
-        self._free(Place("slot", holding.slot), holding.block_ids)
-        holding.forget_place()
-        holding.enter(RequestPhase.WAITING)
+        assert scheduled.transfer is None
+        assert not scheduled.is_in_open_round
+        del self.owners[scheduled.slot]
+        self.prefix.leave(scheduled)
+        self._free(Place("slot", scheduled.slot), scheduled.block_ids)
+        scheduled.forget_place()
+        scheduled.enter(RequestPhase.WAITING)
 
-    def count_missing(self, holding: Holding, position: int, ahead: int = 0) -> int:
+    def count_missing(self, scheduled: ScheduledRequest, position: int, ahead: int = 0) -> int:
         """Blocks that it still needs so that every position up to `position` can be written, and as many more
         as it may use of those ahead.
         """
         limits = self.limits
-        needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(holding.request))
-        return max(needed - len(holding.block_ids), 0)
+        needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(scheduled.request))
+        return max(needed - len(scheduled.block_ids), 0)
 
-    def grow(self, holding: Holding, count: int) -> list[BlockUpdate]:
+    def grow(self, scheduled: ScheduledRequest, count: int) -> list[BlockUpdate]:
         """Give a request `count` more blocks; return their entries in the block table."""
-        owned = len(holding.block_ids)
+        owned = len(scheduled.block_ids)
         new = self.pool.allocate(count)
-        holding.block_ids += new
-        return [BlockUpdate(holding.slot, owned + index, block_id) for index, block_id in enumerate(new)]
+        scheduled.block_ids += new
+        return [BlockUpdate(scheduled.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
-    def give_back(self, holding: Holding) -> None:
+    def give_back(self, scheduled: ScheduledRequest) -> None:
         """End a request and take back what it holds, once nothing is still to touch it."""
-        holding.enter(RequestPhase.FINISHED)
-        self.owners.pop(holding.slot, None)
-        self.prefix.leave(holding)
-        self._kept.append(holding)
+        scheduled.enter(RequestPhase.FINISHED)
+        self.owners.pop(scheduled.slot, None)
+        self.prefix.leave(scheduled)
+        self._kept.append(scheduled)
         self.sweep()
 
     def sweep(self) -> None:
         """Take back what was kept of ended requests and nothing touches any more."""
-        ended = [holding for holding in self._kept if not holding.is_pinned]
+        ended = [scheduled for scheduled in self._kept if not scheduled.is_pinned]
         if not ended:
             return
-        self._kept = [holding for holding in self._kept if holding.is_pinned]
-        for holding in ended:
-            if holding.transfer is not None:
-                self._free(holding.transfer.target, holding.transfer.target_block_ids)
-                self._end_transfer(holding)
-            if (place := holding.place) is not None:
-                self._free(place, holding.block_ids)
-            holding.slot, holding.host_record, holding.block_ids = 0, None, []
+        self._kept = [scheduled for scheduled in self._kept if scheduled.is_pinned]
+        for scheduled in ended:
+            if scheduled.transfer is not None:
+                self._free(scheduled.transfer.target, scheduled.transfer.target_block_ids)
+                self._end_transfer(scheduled)
+            if (place := scheduled.place) is not None:
+                self._free(place, scheduled.block_ids)
+            scheduled.slot, scheduled.host_record, scheduled.block_ids = 0, None, []
 
     def host_room(self) -> tuple[int, int]:
         """Records and blocks of host memory that are free."""
@@ -225,65 +225,65 @@ class Holdings:
         used = self.limits.host_records - len(self._free_records)
         return max(records - used, 0), max(blocks - self.host_pool.num_used, 0)
 
-    def offload(self, holding: Holding) -> None:
+    def offload(self, scheduled: ScheduledRequest) -> None:
         """Begin to bring a running request to the host, which has room for it."""
-        blocks = self.host_pool.allocate(len(holding.block_ids))
-        self._begin_transfer(holding, Place("host", self._free_records.pop()), blocks)
+        blocks = self.host_pool.allocate(len(scheduled.block_ids))
+        self._begin_transfer(scheduled, Place("host", self._free_records.pop()), blocks)
 
-    def resume(self, holding: Holding) -> None:
+    def resume(self, scheduled: ScheduledRequest) -> None:
         """Begin to bring an offloaded request back, for which a slot and blocks are free."""
-        blocks = self.pool.allocate(len(holding.block_ids))
-        self._begin_transfer(holding, Place("slot", self._free_slots.pop()), blocks)
+        blocks = self.pool.allocate(len(scheduled.block_ids))
+        self._begin_transfer(scheduled, Place("slot", self._free_slots.pop()), blocks)
 
-    def plan_copy(self, holding: Holding, copy_id: int) -> tuple[Copy, list[BlockUpdate]]:
+    def plan_copy(self, scheduled: ScheduledRequest, copy_id: int) -> tuple[Copy, list[BlockUpdate]]:
         """The copy of a transfer whose request has left the plans, and its new slot's block-table row."""
-        transfer = holding.transfer
+        transfer = scheduled.transfer
         assert transfer is not None
         assert transfer.copy_id is None, "a copy is planned once"
         transfer.copy_id = copy_id
-        pairs = tuple(zip(holding.block_ids, transfer.target_block_ids, strict=True))
-        return Copy(copy_id, transfer.source, transfer.target, pairs), self._target_row(holding)
+        pairs = tuple(zip(scheduled.block_ids, transfer.target_block_ids, strict=True))
+        return Copy(copy_id, transfer.source, transfer.target, pairs), self._target_row(scheduled)
 
-    def finish_transfer(self, holding: Holding) -> None:
+    def finish_transfer(self, scheduled: ScheduledRequest) -> None:
         """The copy of a transfer is complete: its target is where the request stands, its source is free."""
-        transfer = self._end_transfer(holding)
-        if holding.phase is RequestPhase.FINISHED:
+        transfer = self._end_transfer(scheduled)
+        if scheduled.phase is RequestPhase.FINISHED:
             self._free(transfer.target, transfer.target_block_ids)
             self.sweep()
             return
-        self.owners.pop(holding.slot, None)
-        self._free(transfer.source, holding.block_ids)
-        holding.block_ids = transfer.target_block_ids
+        self.owners.pop(scheduled.slot, None)
+        self._free(transfer.source, scheduled.block_ids)
+        scheduled.block_ids = transfer.target_block_ids
         if transfer.target.tier == "host":
-            holding.slot, holding.host_record = 0, transfer.target.number
-            holding.enter(RequestPhase.OFFLOADED)
+            scheduled.slot, scheduled.host_record = 0, transfer.target.number
+            scheduled.enter(RequestPhase.OFFLOADED)
             return
-        holding.slot, holding.host_record = transfer.target.number, None
-        holding.generation = transfer.generation
-        self.owners[holding.slot] = holding
-        holding.enter(RequestPhase.RUNNING)
+        scheduled.slot, scheduled.host_record = transfer.target.number, None
+        scheduled.generation = transfer.generation
+        self.owners[scheduled.slot] = scheduled
+        scheduled.enter(RequestPhase.RUNNING)
 
-    def cancel_copies(self, copy_ids: Collection[int]) -> list[Holding]:
+    def cancel_copies(self, copy_ids: Collection[int]) -> list[ScheduledRequest]:
         """Host memory could not be had for these copies: their requests, which are returned, stay where they
         are, and the tier is as large as what it holds.
         """
         failed = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
-        for holding, transfer in failed:
-            self._end_transfer(holding)
+        for scheduled, transfer in failed:
+            self._end_transfer(scheduled)
             self._free(transfer.target, transfer.target_block_ids)
         if failed:
             used = self.limits.host_records - len(self._free_records)
             self._host_rooms = (used, self.host_pool.num_used)
         self.sweep()
-        return [holding for holding, _ in failed]
+        return [scheduled for scheduled, _ in failed]
 
-    def drop_copies(self, copy_ids: Collection[int]) -> list[Holding]:
+    def drop_copies(self, copy_ids: Collection[int]) -> list[ScheduledRequest]:
         """The plan of these copies was lost: they are not under way. Return whose they are and live."""
         lost = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
         for _, transfer in lost:
             transfer.copy_id = None
         self.sweep()
-        return [holding for holding, _ in lost if holding.phase is not RequestPhase.FINISHED]
+        return [scheduled for scheduled, _ in lost if scheduled.phase is not RequestPhase.FINISHED]
 
     def take_releases(self) -> list[Release]:
         """The slots taken back since the device was told last."""
@@ -294,25 +294,25 @@ class Holdings:
         """A plan was lost: slots that are free, or of which the device knows no owner, are released again,
         the targets of the copies that the next plan brings among them.
         """
-        told = {holding.slot for holding in (*self.owners.values(), *self._kept) if holding.is_told}
+        told = {scheduled.slot for scheduled in (*self.owners.values(), *self._kept) if scheduled.is_told}
         told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
 
     def all_block_updates(self) -> list[BlockUpdate]:
         """The block-table entries of everybody whose slot the device knows, or who is being copied to one."""
-        told = [holding for holding in self.owners.values() if holding.is_told]
-        entries = [block_table_row(holding.slot, holding.block_ids) for holding in told]
-        entries += [self._target_row(holding) for holding, _ in self._copied_to_slots()]
+        told = [scheduled for scheduled in self.owners.values() if scheduled.is_told]
+        entries = [block_table_row(scheduled.slot, scheduled.block_ids) for scheduled in told]
+        entries += [self._target_row(scheduled) for scheduled, _ in self._copied_to_slots()]
         return [entry for row in entries for entry in row]
 
-    def check_integrity(self, live: Collection[Holding]) -> None:
+    def check_integrity(self, live: Collection[ScheduledRequest]) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and the phase of
         each of the `live` requests agrees with what it holds.
         """
-        everyone = {id(holding): holding for holding in (*live, *self._kept)}.values()
-        transfers = [holding.transfer for holding in everyone if holding.transfer is not None]
-        for holding in everyone:
-            self._check_holding(holding)
+        everyone = {id(scheduled): scheduled for scheduled in (*live, *self._kept)}.values()
+        transfers = [scheduled.transfer for scheduled in everyone if scheduled.transfer is not None]
+        for scheduled in everyone:
+            self._check_scheduled(scheduled)
         tiers = (
             ("slot", self.pool, self._free_slots, list(range(1, len(self._generations)))),
             ("host", self.host_pool, self._free_records, list(range(self.limits.host_records))),
@@ -329,41 +329,43 @@ class Holdings:
         assert [id(h) for h in self.moving] == [id(h) for h in self.moving if h.transfer is not None]
         assert len(self.moving) == len(transfers)
 
-    def _check_holding(self, holding: Holding) -> None:
-        phase, has_slot, has_record = holding.phase, holding.slot > 0, holding.host_record is not None
+    def _check_scheduled(self, scheduled: ScheduledRequest) -> None:
+        phase, has_slot, has_record = scheduled.phase, scheduled.slot > 0, scheduled.host_record is not None
         if phase is RequestPhase.FINISHED:
-            assert holding.is_pinned, "a request that has ended holds something"
+            assert scheduled.is_pinned, "a request that has ended holds something"
         elif phase is RequestPhase.WAITING:
-            assert (holding.place, holding.block_ids, holding.is_told) == (None, [], False)
-            known = () if holding.replay is None else holding.replay.known
-            assert tuple(known) == tuple(holding.request.output_token_ids), "told tokens are forgotten"
+            assert (scheduled.place, scheduled.block_ids, scheduled.is_told) == (None, [], False)
+            known = () if scheduled.replay is None else scheduled.replay.known
+            assert tuple(known) == tuple(scheduled.request.output_token_ids), "told tokens are forgotten"
         else:
             is_offloaded = phase is RequestPhase.OFFLOADED
             assert (has_slot, has_record) == (not is_offloaded, is_offloaded), f"{phase} agrees with no place"
         if has_slot and phase is not RequestPhase.FINISHED:
-            assert self.owners[holding.slot] is holding
-            assert holding.generation == self._generations[holding.slot], "an owner of a slot is out of date"
+            assert self.owners[scheduled.slot] is scheduled
+            assert scheduled.generation == self._generations[scheduled.slot], (
+                "an owner of a slot is out of date"
+            )
 
-    def _begin_transfer(self, holding: Holding, target: Place, blocks: list[int]) -> None:
-        assert holding.place is not None
-        assert holding.transfer is None, "a request is moved twice at once"
+    def _begin_transfer(self, scheduled: ScheduledRequest, target: Place, blocks: list[int]) -> None:
+        assert scheduled.place is not None
+        assert scheduled.transfer is None, "a request is moved twice at once"
         generation = self._next_generation(target.number) if target.tier == "slot" else 0
-        holding.transfer = Transfer(holding.place, target, generation, blocks)
-        self.moving.append(holding)
+        scheduled.transfer = Transfer(scheduled.place, target, generation, blocks)
+        self.moving.append(scheduled)
 
-    def _end_transfer(self, holding: Holding) -> Transfer:
-        transfer = holding.transfer
+    def _end_transfer(self, scheduled: ScheduledRequest) -> Transfer:
+        transfer = scheduled.transfer
         assert transfer is not None, "there is no transfer to end"
-        self.moving.remove(holding)
-        holding.transfer = None
+        self.moving.remove(scheduled)
+        scheduled.transfer = None
         return transfer
 
-    def _copied_to_slots(self) -> list[tuple[Holding, Transfer]]:
+    def _copied_to_slots(self) -> list[tuple[ScheduledRequest, Transfer]]:
         copied = [(h, h.transfer) for h in self.moving if h.transfer is not None]
         return [(h, t) for h, t in copied if t.copy_id is not None and t.target.tier == "slot"]
 
-    def _target_row(self, holding: Holding) -> list[BlockUpdate]:
-        transfer = holding.transfer
+    def _target_row(self, scheduled: ScheduledRequest) -> list[BlockUpdate]:
+        transfer = scheduled.transfer
         assert transfer is not None
         if transfer.target.tier == "host":
             return []
@@ -386,8 +388,8 @@ class Holdings:
         return list(range(len(self._generations) - 1, 0, -1))
 
 
-def _is_leaving(holding: Holding) -> bool:
-    return holding.transfer is not None and holding.transfer.target.tier == "host"
+def _is_leaving(scheduled: ScheduledRequest) -> bool:
+    return scheduled.transfer is not None and scheduled.transfer.target.tier == "host"
 
 
 def block_table_row(slot: int, block_ids: Iterable[int]) -> list[BlockUpdate]:
