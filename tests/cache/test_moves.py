@@ -204,8 +204,8 @@ def test_a_place_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> 
     slot, record = Place("slot", 1), Place("host", 0)
     wrong = (
         (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
-        (bare, slot, Place("snapshot", 0), (), "target must lie in a tier that was allocated, got 'check"),
-        (runner, slot, Place("snapshot", 99), (), "target must be checkpoint 0 to "),
+        (bare, slot, Place("snapshot", 0), (), "target must lie in a tier that was allocated, got 'snap"),
+        (runner, slot, Place("snapshot", 99), (), "target must be snapshot 0 to "),
         (runner, Place("slot", 0), record, (), "source must be slot 1 to 4, got 0; give the runner room for"),
         (runner, Place("slot", 5), record, (), "source must be slot 1 to 4, got 5; give the runner room for"),
         (runner, Place("host", -1), slot, (), "source must be host 0 to 1, got -1; give the runner room for"),
