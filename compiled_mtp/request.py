@@ -267,7 +267,7 @@ class Request:
         return self._stop_ids
 
     @property
-    def is_halved(self) -> bool:
+    def is_two_phase(self) -> bool:
         """Whether its rounds run as two halves: masks are made in between, or logits are looked at."""
         return self.guide is not None or self.params.logprobs is not None
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.packed_weight import find_packed
-from compiled_mtp.ops.shares import add_tree
 
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
@@ -49,7 +49,7 @@ def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
     return _first(y, x)
 
 
-def product_in_shares(x: Tensor, weight: Tensor, weight_scale: Tensor | None, shares: int) -> Tensor:
+def product_in_k_splits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, k_splits: int) -> Tensor:
     """`product`, of so many equal shares of K, added as a tree.
 
     Each is a product of its own: measured, `bmm` gives it the same bits however many stand beside it, and
@@ -57,14 +57,14 @@ def product_in_shares(x: Tensor, weight: Tensor, weight_scale: Tensor | None, sh
     """
     packed = find_packed(weight)
     if packed is not None:
-        assert len(packed.matrices) == shares
+        assert len(packed.matrices) == k_splits
         return packed.product(x.float())
-    a_row = max(1, weight.numel() // shares)
-    padded = _padded(x, -(-_LEAST_MULTIPLICATIONS // a_row)).unflatten(1, (shares, -1)).transpose(0, 1)
+    a_row = max(1, weight.numel() // k_splits)
+    padded = _padded(x, -(-_LEAST_MULTIPLICATIONS // a_row)).unflatten(1, (k_splits, -1)).transpose(0, 1)
     y = padded.new_empty((padded.shape[1], weight.shape[0]))
     casts = ((slice(None), weight),) if weight.dtype == torch.float32 else _casts(weight, weight_scale)
     for part, values in casts:
-        y[:, part] = add_tree(torch.bmm(padded, values.unflatten(1, (shares, -1)).permute(1, 2, 0)))
+        y[:, part] = add_tree(torch.bmm(padded, values.unflatten(1, (k_splits, -1)).permute(1, 2, 0)))
     return _first(y, x)
 
 

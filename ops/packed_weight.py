@@ -8,7 +8,7 @@ Measured (AVX2, weights not in the caches, 4 rows): 86 us where ATen takes 390 f
 [256, 512]. A row has the same bits among 3, 4, 8 .. 28 rows and with every number of threads, but not among
 1, 2, 7 or 32, so rows go in pieces. A column has the same bits beside any others: ranks may hold some each.
 
-What is summed in shares of K (ops/shares.py) is packed by shares, each a matrix of its own. Of [256, 512]
+What is summed in shares of K (ops/k_splits.py) is packed by shares, each a matrix of its own. Of [256, 512]
 four take 53 us where one takes 24, and those of ATen 106.
 """
 
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.numerics import number
-from compiled_mtp.ops.shares import add_tree
 
 # What one call multiplies at most.
 MOST_ROWS = 24
@@ -64,8 +64,8 @@ class PackedWeight(NamedTuple):
         if len(self.matrices) == 1:
             y: Tensor = multiply(x, self.matrices[0], None)
             return y
-        shares = x.unflatten(1, (len(self.matrices), -1)).transpose(0, 1).contiguous().unbind()
-        return add_tree([multiply(share, m, None) for share, m in zip(shares, self.matrices, strict=True)])
+        k_splits = x.unflatten(1, (len(self.matrices), -1)).transpose(0, 1).contiguous().unbind()
+        return add_tree([multiply(share, m, None) for share, m in zip(k_splits, self.matrices, strict=True)])
 
 
 def find_packed(weight: Tensor) -> PackedWeight | None:
@@ -87,7 +87,7 @@ def largest_exponent(weight: Tensor) -> int:
     return int(torch.frexp(largest)[1]) if torch.isfinite(largest) else 0
 
 
-def pack(weight: Tensor, shares: int = 1, exponent: int | None = None) -> bool:
+def pack(weight: Tensor, k_splits: int = 1, exponent: int | None = None) -> bool:
     """Keep `weight` [N, K] packed with the tensor, for `find_packed`; returns whether it could be done.
 
     In so many equal shares of K. exponent: `largest_exponent` of the whole of which the weight is a piece, if
@@ -104,7 +104,7 @@ def pack(weight: Tensor, shares: int = 1, exponent: int | None = None) -> bool:
         # without. The operator `quantized::linear_dynamic_fp16` does the same, and takes 17 us longer a call.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            columns = scaled.chunk(shares, dim=1)
+            columns = scaled.chunk(k_splits, dim=1)
             matrices = tuple([torch.fbgemm_pack_gemm_matrix_fp16(share.contiguous()) for share in columns])
             packed = PackedWeight(matrices, factor)
             least = _least_rows(packed, weight.shape[1])

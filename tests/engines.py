@@ -43,10 +43,10 @@ def make_engine(
         # Blocks that several hold, or are kept for others, have what a request resumes from.
         pool = engine.scheduler.pool
         # What the prefix cache gives up leaves before it is written.
-        spills = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "prefix_host")
-        failed = carry_out(replace(plan, moves=spills, block_updates=()))
+        evictions = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "prefix_host")
+        failed = carry_out(replace(plan, moves=evictions, block_updates=()))
         poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
-        return failed + carry_out(replace(plan, moves=plan.moves[len(spills) :]))
+        return failed + carry_out(replace(plan, moves=plan.moves[len(evictions) :]))
 
     engine.runner.moves.carry_out = poison_then_carry_out  # type: ignore[method-assign]
     return engine

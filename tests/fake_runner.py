@@ -95,7 +95,7 @@ class FakeRunner:
         self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         # What goes to the host tier of the prefix cache.
-        self.spills: dict[int, tuple[Copy, int]] = {}
+        self.evictions: dict[int, tuple[Copy, int]] = {}
         self.fails_spills = False
         self.open_round: StepPlan | None = None
         # By slot, the launch with the last piece of its prompt.
@@ -128,7 +128,7 @@ class FakeRunner:
         """As `Runner.drop_launches` does: nothing is under way any more."""
         self.results.clear()
         self.copies.clear()
-        self.spills.clear()
+        self.evictions.clear()
         self.failed_copies = []
         self.open_round = None
         self.has_failed = True
@@ -151,7 +151,7 @@ class FakeRunner:
             self._forget_round(plan)
             for copy in _copies(plan):
                 self.copies.pop(copy.copy_id, None)
-                self.spills.pop(copy.copy_id, None)
+                self.evictions.pop(copy.copy_id, None)
             self.failed_copies = []
             return StepResult(plan, error="the device is on fire")
         return result
@@ -163,7 +163,7 @@ class FakeRunner:
     def _with_copies(self, result: StepResult) -> StepResult:
         """The result, and which copies are complete by then."""
         done = []
-        for waiting in (self.copies, self.spills):
+        for waiting in (self.copies, self.evictions):
             for copy_id, (copy, wait) in list(waiting.items()):
                 if wait == 0 or result.plan.kind == "move":
                     del waiting[copy_id]
@@ -184,7 +184,7 @@ class FakeRunner:
         assert row.seed is not None, "a slot is filled before its request is admitted"
         assert not row.prompt
         row.prompt, row.pos = list(saved.prompt), saved.pos
-        coming = [eviction for eviction, _ in self.spills.values()]
+        coming = [eviction for eviction, _ in self.evictions.values()]
         assert copy.source not in [eviction.target for eviction in coming if eviction.has_rows]
         for block, target in copy.blocks:
             assert block not in [pair[1] for eviction in coming for pair in eviction.blocks]
@@ -200,7 +200,7 @@ class FakeRunner:
             self.rows[copy.target] = Row(None, None, list(source.prompt), source.pos)
         for block, target in copy.blocks:
             self.kv["prefix_host", target] = dict(self.kv["slot", block])
-        self.spills[copy.copy_id] = (copy, self.copy_delay)
+        self.evictions[copy.copy_id] = (copy, self.copy_delay)
 
     def _install(self, plan: StepPlan) -> None:
         for move in plan.moves:
@@ -485,7 +485,7 @@ class FittingScheduler(Scheduler):
 
 
 def make_scheduler(
-    *, depth: Depth | None = None, is_halved: Callable[[], bool] | None = None, **numbers: int
+    *, depth: Depth | None = None, is_two_phase: Callable[[], bool] | None = None, **numbers: int
 ) -> Scheduler:
     defaults = {
         "max_batch": 3,
@@ -497,21 +497,21 @@ def make_scheduler(
         "max_in_flight": 1,
     }
     scheduler = FittingScheduler(Limits(**(defaults | numbers)), depth=depth)
-    if is_halved is not None:
-        halve_rounds(scheduler, is_halved)
+    if is_two_phase is not None:
+        split_rounds(scheduler, is_two_phase)
     return scheduler
 
 
-def halve_rounds(scheduler: Scheduler, is_halved: Callable[[], bool]) -> None:
-    """Let rounds run as two halves as if a request needed it, whenever `is_halved`, asked once a round."""
+def split_rounds(scheduler: Scheduler, is_two_phase: Callable[[], bool]) -> None:
+    """Let rounds run as two halves as if a request needed it, whenever `is_two_phase`, asked once a round."""
     planner = scheduler._planner
     plan_round = planner._plan_round
 
     def plan() -> StepPlan:
         wants = planner._wants
-        planner._wants = halved = wants._replace(is_halved=wants.is_halved or is_halved())
+        planner._wants = two_phase = wants._replace(is_two_phase=wants.is_two_phase or is_two_phase())
         made = plan_round()
-        if planner._wants is halved:
+        if planner._wants is two_phase:
             planner._wants = wants
         return made
 

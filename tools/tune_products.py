@@ -123,7 +123,7 @@ def entry_of(way: Way) -> tuple[str, int]:
     if way.kernel == "operator" or way.is_narrow:
         return own.label, way.rows
     if own.recipe == "w8a8":
-        name = w8a8_config.product_name(own.n, own.k, way.count, own.k // own.shares)
+        name = w8a8_config.product_name(own.n, own.k, way.count, own.k // own.k_splits)
         return name, w8a8_config.row_class(way.rows)
     return own.tall(way.count).name, large_m_config.row_class(way.rows)
 

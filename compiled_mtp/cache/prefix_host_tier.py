@@ -90,7 +90,7 @@ class PrefixHostTier:
         """Forget everything."""
         self._states = _Row(self.num_records)
         self._blocks = _Row(self.num_blocks)
-        self._spills: list[Eviction] = []
+        self._evictions: list[Eviction] = []
         self._coming: dict[int, tuple[Item, ...]] = {}
 
     @property
@@ -128,12 +128,12 @@ class PrefixHostTier:
                 items.append(item)
         if items:
             place = None if record is None or snapshot is None else snapshot[0]
-            self._spills.append(Eviction(place, record, pairs, tuple(items)))
+            self._evictions.append(Eviction(place, record, pairs, tuple(items)))
 
-    def take_spills(self) -> list[Eviction]:
+    def take_evictions(self) -> list[Eviction]:
         """What the plan that is made now copies, before anything else."""
-        spills, self._spills = self._spills, []
-        return spills
+        evictions, self._evictions = self._evictions, []
+        return evictions
 
     def begin(self, eviction: Eviction, copy_id: int) -> None:
         """A spill has been planned as this copy."""
@@ -186,7 +186,7 @@ class PrefixHostTier:
         that there are.
         """
         coming = [item for items in self._coming.values() for item in items]
-        coming += [item for eviction in self._spills for item in eviction.items]
+        coming += [item for eviction in self._evictions for item in eviction.items]
         for row in (self._states, self._blocks):
             row.check_integrity()
             for item in row.items.values():

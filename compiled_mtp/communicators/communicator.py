@@ -1,7 +1,7 @@
 """What ranks exchange inside a step: parts of sums before a norm, and their pieces of the logits.
 
 Ranks add nothing up themselves. Every rank gets the parts of all, in the order of the ranks, and the norm
-adds them in its tree's order (ops/shares.py): the same numbers in the same order, whatever the number of
+adds them in its tree's order (ops/k_splits.py): the same numbers in the same order, whatever the number of
 ranks.
 """
 
@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.registry import add_overload
-from compiled_mtp.ops.shares import add_tree
 
 # An operator's arguments are tensors and numbers: the number of an exchange stands for it. As registration
 # is process-wide in torch, so is this.
@@ -71,7 +71,7 @@ class Communicator(ABC):
         gathered: torch.Tensor = torch.ops.compiled_mtp.communicator(x, self.world, self._number)
         return gathered
 
-    def gather_parts(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def gather_partials(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[world, M, N] for `RMSNorm.add`, from each rank's parts [P, M, N] float32 of sums that are due in
         `dtype`; P, which may be another on each rank, is a power of two.
 
@@ -173,23 +173,23 @@ def _communicator(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return _find(number)._come(x)
 
 
-def _exchange_parts(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _gather_partials(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
     communicator = _find(number)
     communicator.count += 1
     return communicator._gather_sums(parts.contiguous())
 
 
-def _exchange_sum(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _all_reduce(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
     communicator = _find(number)
     communicator.count += 1
     return communicator._add(parts.contiguous(), dtype)
 
 
-def _exchange_parts_fake(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _gather_partials_fake(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return parts.new_empty((world, *parts.shape[1:]))
 
 
-def _exchange_sum_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _all_reduce_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
     return parts.new_empty(parts.shape[1:], dtype=dtype)
 
 
@@ -199,8 +199,8 @@ def _exchange_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
 
 for _name, _call, _fake in (
     ("exchange", _communicator, _exchange_fake),
-    ("exchange_parts", _exchange_parts, _exchange_parts_fake),
-    ("exchange_sum", _exchange_sum, _exchange_sum_fake),
+    ("exchange_parts", _gather_partials, _gather_partials_fake),
+    ("exchange_sum", _all_reduce, _all_reduce_fake),
 ):
     _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_mtp::{_name}", _fake, lib=_LIBRARY)

@@ -2,7 +2,7 @@
 
 Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm
 whose residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual),
-where the true activation is their sum; in decode x may still lie in parts [P, M, H] (`linear_parts`).
+where the true activation is their sum; in decode x may still lie in parts [P, M, H] (`linear_partials`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import (
     NARROW_ROWS,
-    count_parts,
+    count_partials,
     linear,
-    linear_parts,
+    linear_partials,
     linear_side,
     linear_silu_mul,
 )
-from compiled_mtp.ops.linear_w8a8 import count_parts as count_w8a8_parts
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.linear_w8a8 import count_partials as count_w8a8_partials
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
@@ -75,7 +75,7 @@ class Linear(nn.Module):
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
         # Of a rank's piece the exchange adds the parts up.
-        self.num_parts, self.num_large_m_parts = self._part_counts()
+        self.num_partials, self.num_large_m_partials = self._part_counts()
         # `settle_resident` decides. An exchange between ranks counts on a fence. So does a draft's layer,
         # which reads positions and slots early that were made just before: fc is that fence.
         self.may_be_resident = may_be_resident and communicator is None
@@ -89,7 +89,7 @@ class Linear(nn.Module):
         how = (is_prefill, self.whole_n, 0, self.resident and not is_prefill)
         return linear(as_they_are(x), self.weight, self.weight_scale, False, *how)
 
-    def parts(self, x: Activations, rows: Rows) -> torch.Tensor:
+    def partials(self, x: Activations, rows: Rows) -> torch.Tensor:
         """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
         quantised rows on a GPU the sum. Of several ranks' parts each is what one makes.
         """
@@ -105,30 +105,30 @@ class Linear(nn.Module):
             values, x_scale = quantized(x)
             count = 1 if is_prefill else self._count_of(values)
             last = (count, whole_k, self.is_float32, is_stacked)
-            parts = linear_w8a8_parts(values, x_scale, weight, factors, *last)
+            partials = linear_w8a8_partials(values, x_scale, weight, factors, *last)
             dtype = torch.float32 if self.is_float32 else torch.bfloat16
         else:
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             how = (is_prefill, is_stacked, self.resident and not is_prefill)
-            parts = linear_parts(x, weight, factors, count, 0, whole_k, *how)
-        return parts if communicator is None else communicator.gather_parts(parts, dtype)
+            partials = linear_partials(x, weight, factors, count, 0, whole_k, *how)
+        return partials if communicator is None else communicator.gather_partials(partials, dtype)
 
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""
-        count = count_w8a8_parts if self.quantizes_rows else count_parts
+        count = count_w8a8_partials if self.quantizes_rows else count_partials
         few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
         return few, many
 
     @property
     def _is_stacked(self) -> bool:
-        """Whether the number of parts follows that of the rows: see `linear_parts`."""
-        return self.num_parts != self.num_large_m_parts
+        """Whether the number of parts follows that of the rows: see `linear_partials`."""
+        return self.num_partials != self.num_large_m_partials
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The parts of a product of so many rows: no choice between them, which would be one of the program,
         but an expression that holds for every batch size."""
-        few, many = self.num_parts, self.num_large_m_parts
+        few, many = self.num_partials, self.num_large_m_partials
         return few if few == many else few + (many - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
@@ -138,14 +138,14 @@ class Linear(nn.Module):
         if not self.quantizes_rows:
             whole = communicator.gather_columns(as_they_are(x))
             whole_n = weight.shape[0] * communicator.world
-            sums = linear_parts(whole, weight, factors, 1, whole_n, 0, True)[0]
+            sums = linear_partials(whole, weight, factors, 1, whole_n, 0, True)[0]
         elif self.has_prompt_order:
             sums = linear_w8a8(
                 *communicator.gather_quantized(*quantized(x)), weight, factors, self.is_float32
             )
         else:
             rows = communicator.gather_quantized(*quantized(x))
-            sums = linear_w8a8_parts(*rows, weight, factors, 1, 0, self.is_float32)[0]
+            sums = linear_w8a8_partials(*rows, weight, factors, 1, 0, self.is_float32)[0]
         return communicator.gather_columns(sums)[None]
 
 
@@ -240,7 +240,7 @@ class Attention(nn.Module):
             self.first_key,
             *prompt_chunks,
         )
-        return self.o_proj.parts(y, rows)
+        return self.o_proj.partials(y, rows)
 
 
 class GatedDeltaNet(nn.Module):
@@ -302,7 +302,7 @@ class GatedDeltaNet(nn.Module):
             place = (rows.state_index, rows.base, rows.start)
             norm = (self.norm_weight, *rings, *place, *last, self.out_proj.resident)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
-        return self.out_proj.parts(y, rows)
+        return self.out_proj.partials(y, rows)
 
 
 class MLP(nn.Module):
@@ -329,7 +329,7 @@ class MLP(nn.Module):
             gate_up = self.gate_up
             how = (gate_up.whole_n, 0, gate_up.resident)
             y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, *how)
-        return self.down.parts(y, rows)
+        return self.down.partials(y, rows)
 
 
 class DecoderLayer(nn.Module):

@@ -82,7 +82,7 @@ class MoE(nn.Module):
             return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
         x = as_they_are(x)
         y = moe_experts(x, weights, ids, *stacks, *scales, is_prefill, self.whole_width)
-        return y if communicator is None else communicator.gather_parts(y[None], x.dtype)
+        return y if communicator is None else communicator.gather_partials(y[None], x.dtype)
 
     def _some_sums(
         self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator

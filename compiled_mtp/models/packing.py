@@ -15,8 +15,8 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import weights_of
 from compiled_mtp.models.weight_format import Formats
+from compiled_mtp.ops.k_splits import count_cpu_k_splits
 from compiled_mtp.ops.packed_weight import largest_exponent, may_pack, pack, unpack
-from compiled_mtp.ops.shares import cpu_share_count
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def pack_weights(
     ]
     exponents = _most([largest_exponent(weight) for weight, _ in products], communicator)
     failed = [
-        int(not pack(weight, shares, exponent))
-        for (weight, shares), exponent in zip(products, exponents, strict=True)
+        int(not pack(weight, k_splits, exponent))
+        for (weight, k_splits), exponent in zip(products, exponents, strict=True)
     ]
     packed = 0
     for (weight, _), has_failed in zip(products, _most(failed, communicator), strict=True):
@@ -66,7 +66,7 @@ def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]
         for module in model.modules():
             for weight in weights_of([module]):
                 is_summed = isinstance(module, Linear) and module.is_before_norm
-                yield weight, cpu_share_count(weight.shape[1]) if is_summed else 1
+                yield weight, count_cpu_k_splits(weight.shape[1]) if is_summed else 1
         if isinstance(model, TargetModel) and model.is_tied:
             yield model.head_weight, 1
 

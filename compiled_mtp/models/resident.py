@@ -18,7 +18,7 @@ def settle_resident(model: nn.Module) -> None:
     linears = [module for module in modules if isinstance(module, Linear)]
     is_plain = not any(getattr(module, "quantizes_rows", False) for module in modules)
     for linear in linears:
-        parts = linear.num_parts if linear.is_before_norm else 0
+        parts = linear.num_partials if linear.is_before_norm else 0
         is_possible = is_plain and linear.may_be_resident
         linear.resident = is_possible and can_be_resident(linear.weight, parts, linear.is_gated)
     is_any = any(linear.resident for linear in linears)

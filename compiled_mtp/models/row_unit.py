@@ -11,9 +11,9 @@ from torch import nn
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.weight_format import FP8
+from compiled_mtp.ops.k_splits import count_cpu_k_splits, count_k_splits
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.packed_weight import find_packed
-from compiled_mtp.ops.shares import cpu_share_count, share_count
 
 CANDIDATES = (1, 2, 4, 8)
 # Every engine compares with the same row count, so two engines that pass agree with each other too.
@@ -27,17 +27,17 @@ def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [module.weight for module in modules if isinstance(module, (Linear, Router))]
 
 
-def shares_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+def k_splits_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Of every matrix that a CPU sums in shares, unless it is packed so, the columns of one."""
-    shares = []
+    k_splits = []
     for module in modules:
         if not isinstance(module, Linear) or not module.is_before_norm:
             continue
         weight, world = module.weight, 1 if module.communicator is None else module.communicator.world
-        count = share_count if module.quantizes_rows else cpu_share_count
+        count = count_k_splits if module.quantizes_rows else count_cpu_k_splits
         if find_packed(weight) is None:
-            shares.append(weight[:, : weight.shape[1] * world // count(weight.shape[1] * world)])
-    return shares
+            k_splits.append(weight[:, : weight.shape[1] * world // count(weight.shape[1] * world)])
+    return k_splits
 
 
 def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) -> int | None:

@@ -14,7 +14,7 @@ from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.shards import shard_layout, with_prompt_rows
 from compiled_mtp.models.weight_format import PLAIN
 from compiled_mtp.ops.fp8 import FP8_BLOCK
-from compiled_mtp.ops.shares import CPU_SHARES, share_count
+from compiled_mtp.ops.k_splits import CPU_K_SPLITS, count_k_splits
 from compiled_mtp.runner.assemble import Fill
 from compiled_mtp.runner.spec import EngineSpec
 
@@ -33,8 +33,8 @@ def check_ranks(spec: EngineSpec, fill: Fill | None) -> None:
     if spec.cache is not None:
         check_key(spec.cache, read_key(spec.cache) | {"tensor_parallel": world})
     if device.type == "cpu":
-        rule = f"be at most {CPU_SHARES} on a CPU"
-        check(world <= CPU_SHARES, "tensor_parallel", rule, world, "use fewer ranks")
+        rule = f"be at most {CPU_K_SPLITS} on a CPU"
+        check(world <= CPU_K_SPLITS, "tensor_parallel", rule, world, "use fewer ranks")
         is_gloo = config.exchange in ("auto", "gloo")
         check(is_gloo, "exchange", "be auto or gloo on a CPU", config.exchange, "leave it out")
     spec.model.shard(0, world)
@@ -89,5 +89,5 @@ def _check_sums(spec: EngineSpec, path: Path | None) -> None:
             continue
         # A CPU cuts what is not quantised into shares of any length.
         if is_gpu or (spec.weight_recipe == "w8a8" and width % FP8_BLOCK == 0):
-            shares, rule = share_count(width), f"be summed in {world} shares at least"
-            check(shares >= world, name, rule, f"{shares} of {width} columns", "use fewer ranks")
+            k_splits, rule = count_k_splits(width), f"be summed in {world} shares at least"
+            check(k_splits >= world, name, rule, f"{k_splits} of {width} columns", "use fewer ranks")

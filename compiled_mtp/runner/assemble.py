@@ -27,7 +27,7 @@ from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.row_unit import find_row_unit, shares_of, weights_of
+from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.plan import SPARE_SLOTS
@@ -250,7 +250,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
-    weights = [*weights_of(target.modules()), *shares_of(target.modules()), target.head_weight]
+    weights = [*weights_of(target.modules()), *k_splits_of(target.modules()), target.head_weight]
     found = find_row_unit(weights, row_counts)
     # The largest of all ranks: each one's is a multiple of the smaller ones.
     unit = -spec.agree(-(found or 2 * units[-1]))

@@ -38,7 +38,7 @@ class _Wants(NamedTuple):
     likeliest ids (-1: no log probabilities), of some the processed ones, and the drafts that it leaves.
     """
 
-    is_halved: bool = False
+    is_two_phase: bool = False
     is_guided: bool = False
     logprobs: int = -1
     has_processed_logprobs: bool = False
@@ -66,7 +66,7 @@ class Planner:
         self._depth = depth
         self._context_tokens = 0
         # Of the drafts that the launches planned so far leave on the device.
-        self._chain = self._choose_depth(0, is_halved=False)
+        self._chain = self._choose_depth(0, is_two_phase=False)
         self._admission = Admission(resources)
         self._preemption = Preemption(resources)
         # By Request.key.
@@ -362,7 +362,7 @@ class Planner:
         else is written where it lies.
         """
         copies, prefix_host = [], self.resources.prefix.prefix_host
-        for eviction in prefix_host.take_spills():
+        for eviction in prefix_host.take_evictions():
             source, target = (
                 Place("snapshot", eviction.snapshot or 0),
                 Place("prefix_host", eviction.record or 0),
@@ -397,21 +397,21 @@ class Planner:
 
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
-        is_halved = self._wants.is_halved
-        depth = self._choose_depth(len(self.decoding_slots), is_halved=is_halved)
+        is_two_phase = self._wants.is_two_phase
+        depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
         # Whoever came back from elsewhere may have other drafts; statistics alone know of it.
         num_drafts, self._chain = min(depth, self._chain), depth
         plan = self._make_plan(
-            "verify" if is_halved else "decode",
+            "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
             [upload for one in self._replaying for upload in _known_drafts(one, depth)],
             shape=RoundShape(depth, depth),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
-            wants_drafts=self._wants.has_drafts and not is_halved,
+            wants_drafts=self._wants.has_drafts and not is_two_phase,
         )
-        if is_halved:
+        if is_two_phase:
             members = [self.resources.owners[slot] for slot in plan.slots]
             for scheduled in members:
                 scheduled.is_in_open_round = True
@@ -460,8 +460,8 @@ class Planner:
         saves: tuple[Copy, ...] = (),
     ) -> StepPlan:
         self._restore_install()
-        spills = self._plan_spills()
-        moves: tuple[Move, ...] = (*spills, *self.resources.take_releases(), *own_moves, *self._copies)
+        evictions = self._plan_spills()
+        moves: tuple[Move, ...] = (*evictions, *self.resources.take_releases(), *own_moves, *self._copies)
         block_updates = tuple(self._block_updates)
         self._copies, self._block_updates = [], []
         self._next_step_id += 1
@@ -503,10 +503,10 @@ class Planner:
         self._is_caught_up = depth > 0
         return catches_up
 
-    def _choose_depth(self, num_requests: int, *, is_halved: bool) -> int:
+    def _choose_depth(self, num_requests: int, *, is_two_phase: bool) -> int:
         mtp_step = self.limits.mtp_step
         depth = (
-            mtp_step if self._depth is None else self._depth(num_requests, self._context_tokens, is_halved)
+            mtp_step if self._depth is None else self._depth(num_requests, self._context_tokens, is_two_phase)
         )
         if not 0 <= depth <= mtp_step:
             raise ValueError(f"depth must lie in 0..{mtp_step} (mtp_step), got {depth}; choose another")
@@ -515,12 +515,12 @@ class Planner:
 
 def _wants(requests: Sequence[Request]) -> _Wants:
     has_drafts = any(request.params.include_drafts for request in requests)
-    halved = [request for request in requests if request.is_halved]
-    if not halved:
+    two_phase = [request for request in requests if request.is_two_phase]
+    if not two_phase:
         return _Wants(has_drafts=has_drafts)
-    listed = max(-1 if (most := request.params.logprobs) is None else most for request in halved)
-    is_guided = any(request.guide is not None for request in halved)
-    has_processed = any(request.has_processed_logprobs for request in halved)
+    listed = max(-1 if (most := request.params.logprobs) is None else most for request in two_phase)
+    is_guided = any(request.guide is not None for request in two_phase)
+    has_processed = any(request.has_processed_logprobs for request in two_phase)
     return _Wants(True, is_guided, listed, has_processed, has_drafts=has_drafts or is_guided)
 
 

@@ -137,7 +137,7 @@ class Prompts:
             elif position == marked:
                 marked = 0
         # Its first token is a plan of its own where something is to be done with its logits.
-        is_last = end == request.prompt_len and not request.is_halved
+        is_last = end == request.prompt_len and not request.is_two_phase
         # The last row of a piece gives the first token of the next, that of the prompt nothing of it.
         next_ids = request.prompt_token_ids[start + 1 : end + 1] if request.wants_prompt_logprobs else ()
         token_ids = tuple(request.prompt_token_ids[start:end])

@@ -50,7 +50,7 @@ class DepthPolicy:
         self._counts = {**self._counts, depth: dict.fromkeys(_REASONS, 0)}
         self.controller.add_depth(depth)
 
-    def choose(self, num_requests: int, context_tokens: int, is_halved: bool) -> int:
+    def choose(self, num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
         """The depth of the next round; with no requests, of the first tokens before it."""
         controller = self.controller
         if not num_requests:
@@ -58,7 +58,7 @@ class DepthPolicy:
         above, most = self._context_span
         if not above < context_tokens <= most:
             self._context, self._context_span = context_class(context_tokens), context_span(context_tokens)
-        planned = (num_requests, is_halved)
+        planned = (num_requests, is_two_phase)
         if planned != self._planned:
             self._planned, self._planned_bucket = planned, self._bucket(planned)
         depth = controller.choose(self._planned_bucket, self._context)

@@ -22,7 +22,7 @@ from compiled_mtp.ops.gdn_triton import (
     tile_constants,
     widen_key,
 )
-from compiled_mtp.ops.shares import NARROW_ROWS
+from compiled_mtp.ops.k_splits import NARROW_ROWS
 
 
 @triton.jit

@@ -4,8 +4,8 @@ The parts of K alone decide a row's bits: each is summed from zero in one order,
 ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). They depend on the weight, never on the number of rows. The tile
 follows the rows: 16 to 128 were measured to give the same bits (tests/gpu/test_linear.py checks).
 
-A product before a norm (`linear_parts`) has `share_count(K)` parts, its shares, whatever the table says, so
-that any number of programs, or of GPUs that hold a piece of the weight each, may sum a subtree.
+A product before a norm (`linear_partials`) has `count_k_splits(K)` splits, whatever the table says, so that
+any number of programs, or of GPUs that hold a piece of the weight each, may sum a subtree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.shares import NARROW_ROWS, SHARE_UNIT, part_counts, share_count
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, NARROW_ROWS, count_k_splits, part_counts
 
 MAX_SIDE_BY_SIDE = 4
 # The GPU that was measured, an H200; of fewer than MIN_PROGRAMS programs a tile is too large.
@@ -44,7 +44,7 @@ class LinearConfig:
     prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
 
     Where block_k is a whole part, all of a program's weights are loaded at once, before the previous kernel
-    has finished; block_k may then exceed SHARE_UNIT, and there may be any number of chains.
+    has finished; block_k may then exceed K_SPLIT_UNIT, and there may be any number of chains.
     """
 
     block_m: int
@@ -58,8 +58,8 @@ class LinearConfig:
     sequential: bool = False
 
     def part_length(self, k: int) -> int:
-        """Columns of one part of K, a multiple of SHARE_UNIT."""
-        return -(-k // (self.split * self.chains * SHARE_UNIT)) * SHARE_UNIT
+        """Columns of one part of K, a multiple of K_SPLIT_UNIT."""
+        return -(-k // (self.split * self.chains * K_SPLIT_UNIT)) * K_SPLIT_UNIT
 
     def is_even(self, k: int) -> bool:
         """Whether every step of every chain is whole."""
@@ -122,7 +122,7 @@ def narrow_config(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> Linea
 
 def fp8_tile_of_32(config: LinearConfig) -> LinearConfig:
     """FP8 tiles of 32 rows: side by side the chains would not fit in the registers."""
-    block_k = min(config.block_k, SHARE_UNIT)
+    block_k = min(config.block_k, K_SPLIT_UNIT)
     return replace(config, block_m=32, block_k=block_k, sequential=True, num_stages=4)
 
 
@@ -168,10 +168,10 @@ def block_registers(block_m: int, block_n: int, num_warps: int) -> int:
     return block_m * block_n // (32 * num_warps)
 
 
-def with_shares(config: LinearConfig, shares: int, split: int, is_fp8: bool) -> LinearConfig:
-    """The configuration for `shares` parts in `split` programs."""
-    chains = shares // split
-    config = replace(config, split=split, chains=chains, block_k=min(config.block_k, SHARE_UNIT))
+def with_k_splits(config: LinearConfig, k_splits: int, split: int, is_fp8: bool) -> LinearConfig:
+    """The configuration for `k_splits` parts in `split` programs."""
+    chains = k_splits // split
+    config = replace(config, split=split, chains=chains, block_k=min(config.block_k, K_SPLIT_UNIT))
     if chains == 1 or (is_fp8 and chains <= MAX_SIDE_BY_SIDE):
         return config
     # Side by side, 27B's down took 52 us where one share after the other takes 45.
@@ -180,11 +180,11 @@ def with_shares(config: LinearConfig, shares: int, split: int, is_fp8: bool) -> 
 
 def shared_split(arch: str, n: int, k: int, weight_dtype: torch.dtype) -> int:
     """The table's number of programs for a product before a norm; else as many as fill the processors."""
-    config, shares = narrow_config(arch, n, k, weight_dtype), share_count(k)
-    if config.split * config.chains == shares:
+    config, k_splits = narrow_config(arch, n, k, weight_dtype), count_k_splits(k)
+    if config.split * config.chains == k_splits:
         return config.split
     split = 1
-    while split < shares and -(-n // config.block_n) * split < MIN_PROGRAMS:
+    while split < k_splits and -(-n // config.block_n) * split < MIN_PROGRAMS:
         split *= 2
     return split
 
@@ -209,9 +209,11 @@ def linear_config(
     """
     config = narrow_config(arch, n, k, weight_dtype)
     if split:
-        config = with_shares(config, share_count(k) // pieces, split, weight_dtype == torch.float8_e4m3fn)
+        config = with_k_splits(
+            config, count_k_splits(k) // pieces, split, weight_dtype == torch.float8_e4m3fn
+        )
     elif prefill:
-        config = replace(config, chains=1, block_k=min(config.block_k, SHARE_UNIT))
+        config = replace(config, chains=1, block_k=min(config.block_k, K_SPLIT_UNIT))
     fp8 = weight_dtype == torch.float8_e4m3fn
     if x_dtype == torch.float32:
         # Float32 products run on the plain units, where registers and not memory are scarce.
@@ -269,8 +271,8 @@ def choose(
     )
 
 
-def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    """In how many parts `linear_parts` is fastest with so many rows; 1 on a CPU. No count changes a bit.
+def count_partials(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
+    """In how many parts `linear_partials` is fastest with so many rows; 1 on a CPU. No count changes a bit.
 
     A piece of the columns has as many as the whole weight, as far as it has shares: as many programs, each of
     less work. With the whole's number in proportion fewer would share the memory's speed.
@@ -281,8 +283,8 @@ def count_parts(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int 
     n, k = whole_size(weight, whole_n, whole_k)
     split = shared_split(device.arch, n, k, weight.dtype)
     if rows > NARROW_ROWS:
-        shares = share_count(k)
+        k_splits = count_k_splits(k)
         # Measured with 27B's out: 128 rows in one part, two, four and eight take 54, 34, 31 and 35 us.
-        while split < shares and -(-n // LARGE_M_PART_ROWS) * split < LARGE_M_PROGRAMS:
+        while split < k_splits and -(-n // LARGE_M_PART_ROWS) * split < LARGE_M_PROGRAMS:
             split *= 2
     return min(split, part_counts(weight.shape[1], k)[-1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.cpu_product import bfloat16_product, product, product_in_shares
+from compiled_mtp.ops.cpu_product import bfloat16_product, product, product_in_k_splits
+from compiled_mtp.ops.k_splits import count_cpu_k_splits
 from compiled_mtp.ops.numerics import silu
-from compiled_mtp.ops.shares import cpu_share_count
 
 
 def linear(
@@ -37,7 +37,7 @@ def linear_silu_mul(
     return silu(gate).mul_(up).to(x.dtype)
 
 
-def linear_parts(
+def linear_partials(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor | None,
@@ -48,7 +48,7 @@ def linear_parts(
     stacked: bool,
     resident: bool,
 ) -> Tensor:
-    assert count == 1, "count_parts is 1 on a CPU"
+    assert count == 1, "count_partials is 1 on a CPU"
     k, whole = x.shape[1], whole_k or x.shape[1]
-    y = product_in_shares(x, weight, weight_scale, cpu_share_count(whole) * k // whole)
+    y = product_in_k_splits(x, weight, weight_scale, count_cpu_k_splits(whole) * k // whole)
     return y if stacked else y[None].to(x.dtype if k == whole else torch.float32)

@@ -43,7 +43,7 @@ def tile_counters(device: torch.device) -> torch.Tensor:
     return persistent_counters(device)
 
 
-def prefetch_parts(config: LinearConfig) -> int:
+def prefetch_partials(config: LinearConfig) -> int:
     """Pieces of a weight row sent to L2, one a thread."""
     return max(1, config.num_warps * 32 // config.block_n)
 
@@ -55,7 +55,7 @@ def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
         return 0
     length = config.part_length(k) * config.chains
     shortest = max(0, k - (config.split - 1) * length)
-    return min(config.prefetch_bytes, shortest * item) // (prefetch_parts(config) * 16) * 16
+    return min(config.prefetch_bytes, shortest * item) // (prefetch_partials(config) * 16) * 16
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -99,9 +99,9 @@ def launch_linear_parts(args: Any) -> torch.Tensor:
         return whole_sum if args.stacked else whole_sum[None]
     config = choose(x, weight, whole, False, args.count)
     out_float32 = args.stacked or not is_sum(weight, args.count, args.whole_k)
-    how = {"keep_parts": True, "resident": args.resident}
-    parts = launch_product(config, x, weight, args.weight_scale, out_float32, **how)
-    return parts.flatten(0, 1) if args.stacked else parts
+    how = {"keep_partials": True, "resident": args.resident}
+    partials = launch_product(config, x, weight, args.weight_scale, out_float32, **how)
+    return partials.flatten(0, 1) if args.stacked else partials
 
 
 def launch_product(
@@ -111,17 +111,17 @@ def launch_product(
     weight_scale: torch.Tensor | None,
     out_float32: bool,
     gated: bool = False,
-    keep_parts: bool = False,
+    keep_partials: bool = False,
     resident: bool = False,
 ) -> torch.Tensor:
     """Launch the fastest kernel that can make the product; all give the same bits: `launch_resident` if
     `resident` allows it, the copy engine's for many rows, else `launch_config`."""
     device, dtype = device_of(x.device.index), torch.float32 if out_float32 else x.dtype
-    if resident and (own_tile := find_resident(device, x, weight, config, gated, keep_parts)):
-        return launch_resident(own_tile, config, x, weight, dtype, gated, keep_parts)
-    found = find_large_m(device, x, weight, config, gated, keep_parts)
+    if resident and (own_tile := find_resident(device, x, weight, config, gated, keep_partials)):
+        return launch_resident(own_tile, config, x, weight, dtype, gated, keep_partials)
+    found = find_large_m(device, x, weight, config, gated, keep_partials)
     if found is None:
-        return launch_config(config, x, weight, weight_scale, out_float32, gated, keep_parts)
+        return launch_config(config, x, weight, weight_scale, out_float32, gated, keep_partials)
     return launch_large_m(*found, x, weight, dtype)
 
 
@@ -132,12 +132,12 @@ def launch_config(
     weight_scale: torch.Tensor | None,
     out_float32: bool,
     gated: bool = False,
-    keep_parts: bool = False,
+    keep_partials: bool = False,
 ) -> torch.Tensor:
     """The product by `linear_kernel` with a configuration given, as the tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
     shape = (rows, n // 2 if gated else n)
-    if keep_parts:
+    if keep_partials:
         shape = (config.split, *shape)
     out = torch.empty(shape, dtype=torch.float32 if out_float32 else x.dtype, device=x.device)
     if rows == 0 or n == 0:
@@ -146,7 +146,7 @@ def launch_config(
     part_length = config.part_length(k)
     split = config.split
     partials = counters = None
-    if split > 1 and not keep_parts:
+    if split > 1 and not keep_partials:
         assert tiles <= MAX_TILES, "a weight this wide must not be split"
         tile_size = config.block_m * config.block_n
         partials = torch.empty(split * tiles * tile_size, dtype=torch.float32, device=x.device)
@@ -176,11 +176,11 @@ def launch_config(
         SEQUENTIAL=config.sequential,
         EVEN_K=config.is_even(k),
         FP8=weight_scale is not None,
-        SPLIT=1 if keep_parts else split,
+        SPLIT=1 if keep_partials else split,
         PDL=has_pdl,
-        PREFETCH_PARTS=prefetch_parts(config) if piece and not config.is_one_step(k) else 0,
+        PREFETCH_PARTS=prefetch_partials(config) if piece and not config.is_one_step(k) else 0,
         GATED=gated,
-        KEEP_PARTS=keep_parts,
+        KEEP_PARTS=keep_partials,
         ONE_STEP=config.is_one_step(k),
         ON_DEVICE=x.is_cuda,
         num_warps=config.num_warps,

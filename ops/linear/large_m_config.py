@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig
 from compiled_mtp.ops.linear.descriptors import is_describable
-from compiled_mtp.ops.shares import SHARE_UNIT
 
 LARGE_M_TABLE = Path(__file__).with_name("large_m.json")
 # The generation on which rows of both kernels were compared.
@@ -63,7 +63,7 @@ class LargeMProduct:
     split: int
     chains: int
     gated: bool = False
-    keep_parts: bool = False
+    keep_partials: bool = False
 
     @property
     def width(self) -> int:
@@ -73,13 +73,13 @@ class LargeMProduct:
     @property
     def is_even(self) -> bool:
         """Whether chains are whole steps, and programs need not wait for one another."""
-        is_whole = self.k % (self.split * self.chains * SHARE_UNIT) == 0
-        return is_whole and (self.keep_parts or self.split == 1)
+        is_whole = self.k % (self.split * self.chains * K_SPLIT_UNIT) == 0
+        return is_whole and (self.keep_partials or self.split == 1)
 
     @property
     def name(self) -> str:
         """Its name in the table."""
-        kind = "gated" if self.gated else f"parts{self.split}" if self.keep_parts else "product"
+        kind = "gated" if self.gated else f"parts{self.split}" if self.keep_partials else "product"
         return f"{self.n}x{self.k} {kind}"
 
 
@@ -136,7 +136,7 @@ def find_large_m(
     weight: torch.Tensor,
     config: LinearConfig,
     gated: bool = False,
-    keep_parts: bool = False,
+    keep_partials: bool = False,
 ) -> tuple[LargeMTile, LargeMProduct] | None:
     """The tile of the product of more than 16 bfloat16 rows, or None where `linear_kernel` has to do it.
 
@@ -149,7 +149,7 @@ def find_large_m(
         return None
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return None
-    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_parts)
+    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_partials)
     if not (product.is_even and is_describable(x) and is_describable(weight)):
         return None
     tile = choose_tile(product, row_class(rows), device.shared_bytes)

@@ -124,8 +124,8 @@ def large_m_kernel(
     first_row = tile % row_tiles * BM
     row = first_row + tl.arange(0, BM)
     first = tile // row_tiles * (B1 + B2)
-    part = tl.program_id(1)
-    first_k = part * (part_length * CHAINS)
+    partial = tl.program_id(1)
+    first_k = partial * (part_length * CHAINS)
     half = n // 2
     COUNT: tl.constexpr = 2 if B2 > 0 else 1
     PIECES: tl.constexpr = 2 if GATED else 1
@@ -176,7 +176,7 @@ def large_m_kernel(
             column = first + B1 + tl.arange(0, B2)
             store_tile(silu_times(sums[1], BM, B2, dtype), out, row, rows, column, half)
     else:
-        part_out = out + part.to(tl.int64) * rows * n
+        part_out = out + partial.to(tl.int64) * rows * n
         store_tile(sums[0], part_out, row, rows, column, n)
         if B2 > 0:
             store_tile(sums[1], part_out, row, rows, first + B1 + tl.arange(0, B2), n)
@@ -191,7 +191,7 @@ def launch_large_m(
     """
     (rows, k), n = x.shape, weight.shape[0]
     width = product.width
-    shape = (product.split, rows, width) if product.keep_parts else (rows, width)
+    shape = (product.split, rows, width) if product.keep_partials else (rows, width)
     out = torch.empty(shape, dtype=out_dtype, device=x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(width, tile.block_n + tile.rest_n)

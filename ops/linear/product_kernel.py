@@ -192,8 +192,8 @@ def linear_kernel(
         column = tl.minimum(first_column // 2 + tl.arange(0, BN) // 2, n // 2 - 1) + n // 2 * (
             tl.arange(0, BN) % 2
         )
-    part = tl.program_id(1)
-    first_k = part * (part_length * CHAINS)
+    partial = tl.program_id(1)
+    first_k = partial * (part_length * CHAINS)
     in_k = tl.arange(0, BK)
     # Weight rows beyond N are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
@@ -315,20 +315,20 @@ def linear_kernel(
             total += sum_2 + sum_3
 
     if KEEP_PARTS:
-        part_out = out + part.to(tl.int64) * rows * n
+        part_out = out + partial.to(tl.int64) * rows * n
         store_tile(total, part_out, row, row_inside, first_column, n, BM, BN, False)
     elif SPLIT == 1:
         store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
     else:
         in_tile = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         part_stride = tl.num_programs(0).to(tl.int64) * (BM * BN)
-        first_part = partials + tile.to(tl.int64) * (BM * BN) + in_tile
-        tl.store(first_part + part * part_stride, total, mask=row_inside)
+        first_partial = partials + tile.to(tl.int64) * (BM * BN) + in_tile
+        tl.store(first_partial + partial * part_stride, total, mask=row_inside)
         # All threads' parts must be written before one of them announces it.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
-            total = load_tree(first_part, part_stride, row_inside, SPLIT)
+            total = load_tree(first_partial, part_stride, row_inside, SPLIT)
             store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
             # Zero for the next launch, which may be a replay of the same graph.
             tl.store(counters + tile, 0)

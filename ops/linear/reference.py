@@ -1,4 +1,4 @@
-"""The specifications of `linear`, `linear_side`, `linear_silu_mul` and `linear_parts`."""
+"""The specifications of `linear`, `linear_side`, `linear_silu_mul` and `linear_partials`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
+from compiled_mtp.ops.k_splits import add_tree, count_cpu_k_splits, count_k_splits, part_counts
 from compiled_mtp.ops.linear.config import is_sum, whole_size
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.shares import add_tree, cpu_share_count, part_counts, share_count
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 
 Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
@@ -43,8 +43,8 @@ def _weight_fits(
     elif weight_scale is not None:
         raise fail("weight_scale", "be None unless the weight is FP8", weight.dtype, "drop it")
     n, k = whole_size(weight, whole_n, whole_k)
-    shares = (share_count if weight.is_cuda else cpu_share_count)(k)
-    if (N and n % N) or k % K or (k > K and K * shares % k):
+    k_splits = (count_k_splits if weight.is_cuda else count_cpu_k_splits)(k)
+    if (N and n % N) or k % K or (k > K and K * k_splits % k):
         rule = f"be multiples of the weight's {[N, K]} in whole shares of K"
         raise fail("whole_n and whole_k", rule, [n, k], "pass the sizes of the weight that was cut, or 0")
 
@@ -154,7 +154,7 @@ def _count_fits(
     # On a CPU whoever asks adds the shares up.
     counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
     if is_known(count) and count not in counts:
-        remedy = "pass count_parts(weight, rows, whole_n, whole_k)"
+        remedy = "pass count_partials(weight, rows, whole_n, whole_k)"
         raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
 
 
@@ -168,7 +168,7 @@ def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -
 @operator(
     launches=LAUNCHES, resident_launches=RESIDENT_LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True
 )
-def linear_parts(
+def linear_partials(
     x: Rows,
     weight: Weight,
     weight_scale: Scale | None,
@@ -182,7 +182,7 @@ def linear_parts(
     """A product before a norm: x @ weight.T in P parts, which the norm adds up.
 
     Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
-    and x those columns. count = P, by rule count_parts(weight, rows, whole_n, whole_k): a number in the
+    and x those columns. count = P, by rule count_partials(weight, rows, whole_n, whole_k): a number in the
     graph, or code that a compiler has cached would outlive the table that P comes from; where programs are
     for several numbers of rows it may be an expression of them. Returns [P, M, N], the P parts of each sum in
     float32; with P = 1 and a whole weight the sum, rounded to x's dtype. stacked: [P * M, N] instead, always
@@ -198,13 +198,13 @@ def linear_parts(
         whole = linear.reference(x, weight, weight_scale, stacked)
         return whole if stacked else whole[None]
     k = whole_k or x.shape[1]
-    length = k // share_count(k)
-    shares = []
+    length = k // count_k_splits(k)
+    k_splits = []
     for first in range(0, x.shape[1], length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        shares.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
-    size = len(shares) // count
-    parts = [add_tree(shares[first : first + size]) for first in range(0, len(shares), size)]
-    return torch.cat(parts) if stacked else torch.stack(parts)
+        k_splits.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
+    size = len(k_splits) // count
+    partials = [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
+    return torch.cat(partials) if stacked else torch.stack(partials)

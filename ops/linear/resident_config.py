@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import Device, device_of
+from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig, choose
 from compiled_mtp.ops.linear.descriptors import is_describable
 from compiled_mtp.ops.linear.large_m_config import ARCH, LargeMProduct
-from compiled_mtp.ops.shares import NARROW_ROWS
 
 RESIDENT_TABLE = Path(__file__).with_name("resident.json")
 # Columns that a row of a piece has at least, so that shared memory is read without conflicts.
@@ -64,7 +64,7 @@ def find_resident(
     weight: torch.Tensor,
     config: LinearConfig,
     gated: bool = False,
-    keep_parts: bool = False,
+    keep_partials: bool = False,
 ) -> ResidentTile | None:
     """The tile of a product of up to 16 bfloat16 rows that holds its weight, or None.
 
@@ -79,12 +79,12 @@ def find_resident(
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return None
     (n, k) = weight.shape
-    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_parts)
+    product = LargeMProduct(n, k, config.split, config.chains, gated, keep_partials)
     is_possible = product.is_even and is_describable(x) and is_describable(weight)
     return resident_tile(product) if is_possible else None
 
 
-def can_be_resident(weight: torch.Tensor, parts: int = 0, gated: bool = False) -> bool:
+def can_be_resident(weight: torch.Tensor, partials: int = 0, gated: bool = False) -> bool:
     """Whether a product of few rows with this weight may be launched so, and then is no fence (`Launch`).
 
     parts: of a product before a norm, in how many parts it is left; 0 of others.
@@ -92,5 +92,5 @@ def can_be_resident(weight: torch.Tensor, parts: int = 0, gated: bool = False) -
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False
     row = weight[:1]
-    config = choose(row, weight, (0, 0), False, parts)
-    return find_resident(device_of(weight.device.index), row, weight, config, gated, parts > 0) is not None
+    config = choose(row, weight, (0, 0), False, partials)
+    return find_resident(device_of(weight.device.index), row, weight, config, gated, partials > 0) is not None

@@ -121,8 +121,8 @@ def resident_kernel(
     shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     COUNT: gl.constexpr = len(PIECES)
     tile = gl.program_id(0)
-    part = gl.program_id(1)
-    first_k = part * (LENGTH * CHAINS)
+    partial = gl.program_id(1)
+    first_k = partial * (LENGTH * CHAINS)
     weights = ()
     inputs = ()
     for index in gl.static_range(CHAINS * COUNT):
@@ -148,7 +148,7 @@ def resident_kernel(
             x_tile = inputs[chain * COUNT + piece].permute([1, 0]).load(gl.DotOperandLayout(1, layout, 2))
             total = mma_v2(weight_tile, x_tile, total, input_precision="ieee")
         sums += (total,)
-    out += part.to(gl.int64) * rows * n
+    out += partial.to(gl.int64) * rows * n
     store_sums(add_chains(sums, 0, CHAINS), out, tile, rows, n, GATED)
 
 
@@ -159,7 +159,7 @@ def launch_resident(
     weight: torch.Tensor,
     out_dtype: torch.dtype,
     gated: bool = False,
-    keep_parts: bool = False,
+    keep_partials: bool = False,
 ) -> torch.Tensor:
     """x @ weight.T of up to 16 bfloat16 rows, with K as `config` cuts it.
 
@@ -167,7 +167,7 @@ def launch_resident(
     """
     (rows, k), n = x.shape, weight.shape[0]
     width = n // 2 if gated else n
-    shape = (config.split, rows, width) if keep_parts else (rows, width)
+    shape = (config.split, rows, width) if keep_partials else (rows, width)
     out = torch.empty(shape, dtype=out_dtype, device=x.device)
     if rows == 0:
         return out

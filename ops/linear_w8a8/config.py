@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_mtp.ops.shares import part_counts
+from compiled_mtp.ops.k_splits import part_counts
 
 # Of an H200, and how many programs should at least have a place there; with up to 16 rows fewer do.
 PROCESSORS = 132
@@ -28,8 +28,8 @@ class W8A8Config:
     prefetch_bytes: int = 512
 
 
-def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
-    """Tiles for `rows` rows where `split` programs sum `shares` shares each: measured on an H200 at 27B's
+def configuration(rows: int, n: int, split: int, k_splits: int) -> W8A8Config:
+    """Tiles for `rows` rows where `split` programs sum `k_splits` shares each: measured on an H200 at 27B's
     sizes with 4 and 128 rows."""
     programs = -(-n // 128) * split
     if rows <= 16 and programs >= MIN_FEW_ROWS:
@@ -40,11 +40,11 @@ def configuration(rows: int, n: int, split: int, shares: int) -> W8A8Config:
     if rows <= 64:
         return W8A8Config(64, 128, 8, 4)
     # Narrow, since a thread loads a factor for each row that it holds sums of.
-    return W8A8Config(128, 64, 4, 6) if shares <= 2 else W8A8Config(64, 64, 8, 4)
+    return W8A8Config(128, 64, 4, 6) if k_splits <= 2 else W8A8Config(64, 64, 8, 4)
 
 
-def count_parts(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
-    """In how many parts `linear_w8a8_parts` fills the processors with this weight and so many rows; 1 on a
+def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
+    """In how many parts `linear_w8a8_partials` fills the processors with this weight and so many rows; 1 on a
     CPU. No count changes a bit.
 
     whole_k: K of the weight of which `weight` holds neighbouring shares of the columns, 0 if it is whole.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compiled_mtp.ops.cpu_product import product
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantized_values
+from compiled_mtp.ops.k_splits import add_tree, count_k_splits
 from compiled_mtp.ops.linear_w8a8.config import parts_dtype
-from compiled_mtp.ops.shares import add_tree, share_count
 
 
 def linear_w8a8(
@@ -21,7 +21,7 @@ def linear_w8a8(
     return y if out_float32 else y.bfloat16()
 
 
-def linear_w8a8_parts(
+def linear_w8a8_partials(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
@@ -32,13 +32,17 @@ def linear_w8a8_parts(
     stacked: bool,
 ) -> Tensor:
     values, k = quantized_values(x, x_scale), x.shape[1]
-    length = (whole_k or k) // share_count(whole_k or k)
-    shares = []
+    length = (whole_k or k) // count_k_splits(whole_k or k)
+    k_splits = []
     for first in range(0, k, length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        shares.append(product(values[:, columns], weight[:, columns], scale))
-    size = len(shares) // count
-    parts = torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
-    return parts.flatten(0, 1) if stacked else parts.to(parts_dtype(weight, count, whole_k, out_float32))
+        k_splits.append(product(values[:, columns], weight[:, columns], scale))
+    size = len(k_splits) // count
+    partials = torch.stack(
+        [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
+    )
+    return (
+        partials.flatten(0, 1) if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))
+    )

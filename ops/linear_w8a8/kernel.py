@@ -16,11 +16,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration, parts_dtype
 from compiled_mtp.ops.linear_w8a8.keep import keep
 from compiled_mtp.ops.linear_w8a8.large_m_config import find_large_m
 from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m
-from compiled_mtp.ops.shares import share_count
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -38,7 +38,7 @@ def linear_w8a8_kernel(
     weight_stride,
     x_scale_stride,
     scale_stride,
-    share_length,
+    split_length,
     BM: tl.constexpr,
     BN: tl.constexpr,
     SHARES: tl.constexpr,
@@ -54,7 +54,7 @@ def linear_w8a8_kernel(
     row = (tile % row_tiles) * BM + tl.arange(0, BM)
     first_column = (tile // row_tiles) * BN
     column = first_column + tl.arange(0, BN)
-    first_k = tl.program_id(1) * (share_length * SHARES)
+    first_k = tl.program_id(1) * (split_length * SHARES)
     # Weight rows beyond N and rows beyond the last are read as the last one and never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
     if PDL:
@@ -82,16 +82,16 @@ def linear_w8a8_kernel(
     two = total
     four = total
     share = 0
-    left = share_length
+    left = split_length
     # One loop over all shares: a loop for each would empty its pipeline between them.
-    for at in tl.range(0, share_length * SHARES, 128, num_stages=STAGES):
+    for at in tl.range(0, split_length * SHARES, 128, num_stages=STAGES):
         product = tl.dot(tl.load(weight_at + at), tl.load(x_at + at))
         factor = tl.load(x_scale_at + at // 128) * tl.load(scale_at + at // 128)
         total = tl.fma(product, tl.broadcast_to(factor[None, :], (BN, BM)), total)
         if SHARES > 1:
             left -= 128
             if left == 0:
-                left = share_length
+                left = split_length
                 if share & 1 == 0:
                     one = keep(total) if ON_DEVICE else total
                 elif SHARES > 2:
@@ -123,19 +123,19 @@ def launch(args: Any) -> torch.Tensor:
 def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
     whole_k = args.whole_k or args.x.shape[1]
     dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32 or args.stacked)
-    parts = launch_product(args, args.count, whole_k // share_count(whole_k), dtype)
-    return parts.flatten(0, 1) if args.stacked else parts
+    partials = launch_product(args, args.count, whole_k // count_k_splits(whole_k), dtype)
+    return partials.flatten(0, 1) if args.stacked else partials
 
 
-def launch_product(args: Any, count: int, share_length: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_product(args: Any, count: int, split_length: int, dtype: torch.dtype) -> torch.Tensor:
     """[count, M, N] by the kernel that is faster with so many rows and possible: the same bits."""
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
     (rows, k), n = args.x.shape, args.weight.shape[0]
-    tile = find_large_m(device_of(args.x.device.index), args.x, args.weight, count, share_length)
+    tile = find_large_m(device_of(args.x.device.index), args.x, args.weight, count, split_length)
     if tile is not None:
-        return launch_large_m(tile, *tensors, count, share_length, dtype)
-    config = configuration(rows, n, count, k // (share_length * count))
-    return launch_config(config, *tensors, count, share_length, dtype)
+        return launch_large_m(tile, *tensors, count, split_length, dtype)
+    config = configuration(rows, n, count, k // (split_length * count))
+    return launch_config(config, *tensors, count, split_length, dtype)
 
 
 def launch_config(
@@ -145,10 +145,10 @@ def launch_config(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     count: int,
-    share_length: int,
+    split_length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[count, M, N] of shares of `share_length` columns with a configuration given, as a tuner does."""
+    """[count, M, N] of shares of `split_length` columns with a configuration given, as a tuner does."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((count, rows, n), dtype=dtype, device=x.device)
     if rows == 0 or n == 0:
@@ -169,10 +169,10 @@ def launch_config(
         weight.stride(0),
         x_scale.stride(0),
         weight_scale.stride(0),
-        share_length,
+        split_length,
         BM=config.block_m,
         BN=config.block_n,
-        SHARES=k // (share_length * count),
+        SHARES=k // (split_length * count),
         STAGES=config.num_stages,
         PREFETCH=prefetch,
         PDL=has_pdl,

@@ -50,9 +50,9 @@ def row_class(rows: int) -> int:
     return next((most for most in (NARROW_ROWS, 64, 128, 256) if rows <= most), 2048)
 
 
-def product_name(n: int, k: int, count: int, share_length: int) -> str:
+def product_name(n: int, k: int, count: int, split_length: int) -> str:
     """The table's name of a product of a piece [n, k] of the weight, or of one before a norm in parts."""
-    return f"{n}x{k} " + ("product" if share_length == k else f"parts{count}")
+    return f"{n}x{k} " + ("product" if split_length == k else f"parts{count}")
 
 
 @functools.cache
@@ -64,20 +64,20 @@ def read_large_m_table() -> dict[str, dict[str, list[Any] | None]]:
 
 
 def ranked_tiles(
-    n: int, shares: int, split: int, rows: int, shared_bytes: int, places: int = 1
+    n: int, k_splits: int, split: int, rows: int, shared_bytes: int, places: int = 1
 ) -> list[LargeMTile]:
-    """Tiles that fit where `split` programs have `shares` shares each, and `places` of them a place on a
+    """Tiles that fit where `split` programs have `k_splits` shares each, and `places` of them a place on a
     processor: those first that waste least of the last round of programs and of reading rows again."""
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
     ranked = []
     for warps, first, count, rest in itertools.product((8, 4), (64, 128), (1, 2, 3, 4), (0, 16, 32, 64)):
         width, threads = first * count + rest, 32 * warps
-        levels = shares.bit_length()
+        levels = k_splits.bit_length()
         sums = block_m * width // threads * levels + block_m * first // threads
         most = min(MOST_REGISTERS[min(levels, 2) - 1], 65536 // (threads * places) - OTHER_REGISTERS)
         stage = 128 * (block_m + width) + 4 * block_m + 128 * (count + 1)
         # Triton 3.9 gives a piece on its way out room of its own where shares are added up.
-        out_bytes = 4 * block_m * first if shares > 1 else 0
+        out_bytes = 4 * block_m * first if k_splits > 1 else 0
         stages = min(MAX_STAGES, (shared_bytes // places - 2048 - out_bytes) // stage)
         if sums > most or stages < 3:
             continue
@@ -92,16 +92,16 @@ def ranked_tiles(
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
-    n: int, k: int, count: int, share_length: int, rows: int, shared_bytes: int
+    n: int, k: int, count: int, split_length: int, rows: int, shared_bytes: int
 ) -> LargeMTile | None:
     """The tile of a row class, None where `linear_w8a8_kernel` is faster or no tile fits."""
-    measured = read_large_m_table().get(product_name(n, k, count, share_length), {})
+    measured = read_large_m_table().get(product_name(n, k, count, split_length), {})
     if str(rows) in measured:
         fields = measured[str(rows)]
         return None if fields is None else LargeMTile(*fields)
     if rows <= NARROW_ROWS:
         return None
-    ranked = ranked_tiles(n, k // (share_length * count), count, rows, shared_bytes)
+    ranked = ranked_tiles(n, k // (split_length * count), count, rows, shared_bytes)
     return ranked[0] if ranked else None
 
 
@@ -111,7 +111,7 @@ def is_describable(matrix: torch.Tensor) -> bool:
 
 
 def find_large_m(
-    device: Device, x: torch.Tensor, weight: torch.Tensor, count: int, share_length: int
+    device: Device, x: torch.Tensor, weight: torch.Tensor, count: int, split_length: int
 ) -> LargeMTile | None:
     """The tile of a product of many rows, or of few where that was measured to be faster, or None where
     `linear_w8a8_kernel` has to do it: on another GPU than Hopper, in the interpreter, and with rows of either
@@ -121,4 +121,4 @@ def find_large_m(
         return None
     if not (is_describable(x) and is_describable(weight)):
         return None
-    return choose_tile(n, k, count, share_length, row_class(rows), device.shared_bytes)
+    return choose_tile(n, k, count, split_length, row_class(rows), device.shared_bytes)

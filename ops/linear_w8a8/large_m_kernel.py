@@ -66,7 +66,7 @@ def store_piece(total, out, row, rows, first, n, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "scale_stride", "x_scale_stride"])
 def large_m_w8a8_kernel(
     x_tiles, x_scale, weight_tiles, rest_tiles, weight, weight_scale, out, rows, n, weight_stride,
-    x_scale_stride, scale_stride, share_length,
+    x_scale_stride, scale_stride, split_length,
     BM: tl.constexpr, B1: tl.constexpr, COUNT: tl.constexpr, B2: tl.constexpr, SHARES: tl.constexpr,
     STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def large_m_w8a8_kernel(
     # The pieces of all programs end here, or with the weight.
     whole = tl.num_programs(0) // row_tiles * (COUNT * B1)
     rest = whole + tile * B2
-    first_k = tl.program_id(1) * (share_length * SHARES)
+    first_k = tl.program_id(1) * (split_length * SHARES)
     PIECES: tl.constexpr = COUNT + (1 if B2 > 0 else 0)
     if PDL:
         if PREFETCH > 0:
@@ -112,9 +112,9 @@ def large_m_w8a8_kernel(
     two = total
     four = total
     share = 0
-    left = share_length
+    left = split_length
     # Named here, the stages are those of the factors' loads too.
-    for block in tl.range(0, share_length * SHARES // 128, num_stages=STAGES):
+    for block in tl.range(0, split_length * SHARES // 128, num_stages=STAGES):
         at = first_k + block * 128
         row_factor = tl.load(x_scale_at + block)
         x_tile = x_tiles.load([first_row, at])
@@ -138,7 +138,7 @@ def large_m_w8a8_kernel(
         if SHARES > 1:
             left -= 128
             if left == 0:
-                left = share_length
+                left = split_length
                 if share & 1 == 0:
                     one = keep_sums(total, PIECES, ON_DEVICE)
                 elif SHARES > 2:
@@ -175,10 +175,10 @@ def launch_large_m(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     count: int,
-    share_length: int,
+    split_length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[count, M, N] of shares of `share_length` columns, of matrices that have descriptors."""
+    """[count, M, N] of shares of `split_length` columns, of matrices that have descriptors."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((count, rows, n), dtype=dtype, device=x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
@@ -196,12 +196,12 @@ def launch_large_m(
         weight.stride(0),
         x_scale.stride(0),
         weight_scale.stride(0),
-        share_length,
+        split_length,
         BM=tile.block_m,
         B1=tile.block_n,
         COUNT=tile.count,
         B2=tile.rest_n,
-        SHARES=k // (share_length * count),
+        SHARES=k // (split_length * count),
         STAGES=tile.num_stages,
         PREFETCH=min(tile.prefetch_bytes, k // count),
         PDL=has_pdl,

@@ -1,4 +1,4 @@
-"""The specifications of `linear_w8a8` and `linear_w8a8_parts`, and what runs on the CPU."""
+"""The specifications of `linear_w8a8` and `linear_w8a8_partials`, and what runs on the CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known
 from compiled_mtp.ops.fp8 import FP8_BLOCK
+from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
 from compiled_mtp.ops.linear_w8a8.config import parts_dtype
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Remedy
 
 Rows = Annotated[Tensor, "M K", FP8, Remedy("pass what quantize_rows gives")]
@@ -88,7 +88,7 @@ def linear_w8a8(
 
 
 @operator(launches=LAUNCHES, check=_count_fits, fake=_parts, has_cpu_route=True)
-def linear_w8a8_parts(
+def linear_w8a8_partials(
     x: Rows,
     x_scale: RowFactors,
     weight: Weight,
@@ -102,16 +102,20 @@ def linear_w8a8_parts(
 
     Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
     shares of the columns, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
-    sum, in bfloat16 unless `out_float32`; `stacked` as `linear_parts` has it. K is cut into shares that are
-    added as a tree (ops.shares): every P gives the same bits.
+    sum, in bfloat16 unless `out_float32`; `stacked` as `linear_partials` has it. The K splits are added as a
+    tree (ops.k_splits): every P gives the same bits.
     """
-    length = (whole_k or x.shape[1]) // share_count(whole_k or x.shape[1])
-    shares = []
+    length = (whole_k or x.shape[1]) // count_k_splits(whole_k or x.shape[1])
+    k_splits = []
     for first in range(0, x.shape[1], length):
         columns = slice(first, first + length)
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
-        shares.append(sum_blocks(x[:, columns], x_scale[:, blocks], weight[:, columns], scale))
-    size = len(shares) // count
-    parts = torch.stack([add_tree(shares[first : first + size]) for first in range(0, len(shares), size)])
-    return parts.flatten(0, 1) if stacked else parts.to(parts_dtype(weight, count, whole_k, out_float32))
+        k_splits.append(sum_blocks(x[:, columns], x_scale[:, blocks], weight[:, columns], scale))
+    size = len(k_splits) // count
+    partials = torch.stack(
+        [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
+    )
+    return (
+        partials.flatten(0, 1) if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))
+    )

@@ -78,7 +78,7 @@ def weigh_slots(partial, weights, row, column, inside, SLOTS: tl.constexpr, WIDT
 
 
 @triton.jit
-def add_shares(
+def add_k_splits(
     partial,
     weights,
     row,
@@ -94,9 +94,9 @@ def add_shares(
         return weigh_slots(partial, weights, row, column, inside, SLOTS, WIDTH)
     else:
         half: tl.constexpr = SHARES // 2
-        left = add_shares(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+        left = add_k_splits(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
         other = partial + half * stride
-        return left + add_shares(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
+        return left + add_k_splits(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -114,7 +114,7 @@ def combine_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     stride = num_pairs.to(tl.int64) * WIDTH
-    total = add_shares(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
+    total = add_k_splits(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
-from compiled_mtp.ops.shares import share_count
 
 # Pairs an expert has on average, from which on tiles of 64 are fuller than they are wasteful.
 W8A8_TALL_PAIRS = 16
@@ -237,11 +237,11 @@ def launch(args: Any) -> torch.Tensor:
     if rows == 0:
         return out
     # A prompt's many rows would write and read as much again for each share.
-    shares = 1 if args.prefill else share_count(whole) * inner // whole
+    k_splits = 1 if args.prefill else count_k_splits(whole) * inner // whole
     config = configuration(x.dtype, args.gate_up_scale is not None, args.prefill)
     tiles, pairs = plan(args.ids, experts, config.tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    partial = torch.empty((shares, num_pairs, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((k_splits, num_pairs, width), dtype=torch.float32, device=x.device)
     multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, tiles, pairs, hidden, slots)
     multiply_down(config, hidden, down, args.down_scale, tiles, pairs, partial)
     combine(partial, weights, out)
@@ -303,7 +303,7 @@ def multiply_down(
     partial: torch.Tensor,
 ) -> None:
     """Write `partial` [shares, M * slots, N] of `hidden`, pairs in their own order."""
-    (shares, num_pairs, width), inner, num_tiles = partial.shape, hidden.shape[1], tiles.shape[1]
+    (k_splits, num_pairs, width), inner, num_tiles = partial.shape, hidden.shape[1], tiles.shape[1]
     down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
         hidden,
         down if scale is None else down.view(torch.uint8),
@@ -313,7 +313,7 @@ def multiply_down(
         partial,
         num_tiles,
         num_pairs,
-        SHARES=shares,
+        SHARES=k_splits,
         BN=config.down_columns,
         BK=config.k_tile(inner),
         **shared_constants(config, hidden, width, inner, scale is not None),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantize, quantized_values
+from compiled_mtp.ops.k_splits import count_cpu_k_splits, count_k_splits
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
-from compiled_mtp.ops.shares import cpu_share_count, share_count
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I32, Remedy
 
 _STACK = Remedy("stack the experts and put the shared expert last")
@@ -38,7 +38,7 @@ def _experts_fit(
     if whole_width > I and prefill and down.is_cuda:
         remedy = "its experts are whole there: pass them so"
         raise fail("whole_width", "be 0 for a prompt's rows on a GPU", whole_width, remedy)
-    count = share_count if down.is_cuda else cpu_share_count
+    count = count_k_splits if down.is_cuda else count_cpu_k_splits
     if whole_width and I * count(whole_width) % whole_width:
         rule = f"be the width of experts of which {I} are whole shares"
         raise fail("whole_width", rule, whole_width, "pass the width of the experts that were cut, or 0")
@@ -70,8 +70,8 @@ def moe_experts(
     dtype. The bits of a row depend on that row, the weights and `prefill` alone: with it the rows are a
     prompt's, for which a GPU has tiles that are faster with many rows. whole_width: MI of the experts of
     which gate_up and down hold some neighbouring rows and columns, 0 if they are whole: the result is then a
-    part of each sum, float32, to be added by the norm as `linear_parts` has it. For that MI is cut into equal
-    shares, each is summed over a row's slots, and those sums are added as a tree; on a GPU not for a prompt.
+    part of each sum, float32, to be added by the norm as `linear_partials` has it. For that MI is cut into
+    equal splits, each is summed over a row's slots, and those sums are added as a tree; on a GPU not for a prompt.
     """
 
     def multiply(row: Tensor, stack: Tensor, scale: Tensor | None, expert: int) -> Tensor:

@@ -56,11 +56,11 @@ def paged_attention(
         num_keys = min(max(lasts[begin : begin + count]) + 1, max_keys)
         step = max(1, _MAX_SCORES // (num_q_heads * max(SPLIT, num_keys)))
         for first in range(begin, begin + count, step):
-            part = slice(first, min(first + step, begin + count))
-            own = lasts[part]
+            partial = slice(first, min(first + step, begin + count))
+            own = lasts[partial]
             end = min(max(own) + 1, max_keys)
-            attended = _attend(q[part].float(), softmax_scale, kv, kv_scale, table, own, end, first_key)
-            torch.mul(attended, sigmoid(gate[part].float()), out=out[part])
+            attended = _attend(q[partial].float(), softmax_scale, kv, kv_scale, table, own, end, first_key)
+            torch.mul(attended, sigmoid(gate[partial].float()), out=out[partial])
     return out.flatten(1).to(q.dtype)
 
 
@@ -89,13 +89,13 @@ def _attend(
     keys = _find_keys(table, kv, begin, splits)
     pages = _Pages(kv, kv_scale, keys.run)
     size = max(1, _MAX_GATHER // (num_kv_heads * max(SPLIT, queries.shape[1]) * hd))
-    parts = (keys.runs,) if splits <= size else keys.runs.split(size, dim=1)
+    partials = (keys.runs,) if splits <= size else keys.runs.split(size, dim=1)
     # Keys and values at once, where they are few.
-    both = pages.read(parts[0]) if len(parts) == 1 else None
+    both = pages.read(partials[0]) if len(partials) == 1 else None
     scores = []
-    for part in parts:
-        k, scale = pages.read(part[0]) if both is None else both.half(0)
-        count = part.shape[1]
+    for partial in partials:
+        k, scale = pages.read(partial[0]) if both is None else both.half(0)
+        count = partial.shape[1]
         repeated = queries.expand(count, -1, -1, -1).reshape(-1, *queries.shape[1:])
         score = torch.bmm(repeated, k.flatten(0, 1).transpose(1, 2)).view(count, num_kv_heads, -1, SPLIT)
         scores.append(score if scale is None else score.mul_(scale.unsqueeze(2)))
@@ -105,8 +105,10 @@ def _attend(
     # A row that sees a key has a sum of 1 at least, any other of 0.
     total = _add(weights.sum(-1, keepdim=True)).clamp_(min=1.0)
     sums = []
-    for part, weight in zip(parts, (weights,) if len(parts) == 1 else weights.split(size), strict=True):
-        v, scale = pages.read(part[1]) if both is None else both.half(1)
+    for partial, weight in zip(
+        partials, (weights,) if len(partials) == 1 else weights.split(size), strict=True
+    ):
+        v, scale = pages.read(partial[1]) if both is None else both.half(1)
         # The weight of a key that is not seen is 0, but 0 * NaN is not.
         if scale is not None:
             weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
@@ -117,11 +119,11 @@ def _attend(
     return result.view(num_kv_heads, query_len, group, hd).transpose(0, 1).reshape(q.shape)
 
 
-def _add(parts: Tensor) -> Tensor:
+def _add(partials: Tensor) -> Tensor:
     """The sum of parts [n, ...] in their order; mutates the first."""
-    first, *rest = parts.unbind(0)
-    for part in rest:
-        first.add_(part)
+    first, *rest = partials.unbind(0)
+    for partial in rest:
+        first.add_(partial)
     return first
 
 

@@ -262,9 +262,9 @@ def launch(args: Any) -> torch.Tensor:
     has_groups = num_requests * hkv * row_tiles >= GROUPED_ITEMS
     most_requests = max(32, triton.next_power_of_2(num_requests))
     # [request, split, kv head, row of the kv head]
-    parts = num_splits * rows * hq
-    part_sum = torch.empty((parts, hd), dtype=torch.float32, device=q.device)
-    part_largest, part_total = torch.empty((2, parts), dtype=torch.float32, device=q.device).unbind()
+    partials = num_splits * rows * hq
+    part_sum = torch.empty((partials, hd), dtype=torch.float32, device=q.device)
+    part_largest, part_total = torch.empty((2, partials), dtype=torch.float32, device=q.device).unbind()
     verify_kernel[(programs,)](
         q,
         kv,

@@ -75,12 +75,12 @@ def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.const
     item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
     unit = tl.max(ends, 0) - 1 - item // (row_tiles * HKV)
     request = tl.sum((ends <= unit).to(tl.int32), 0)
-    part = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_unit
-    return request, part, item // row_tiles % HKV, item % row_tiles
+    partial = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_unit
+    return request, partial, item // row_tiles % HKV, item % row_tiles
 
 
 @triton.jit
-def fold_part(acc, total, largest, part_acc, part_total, part_largest):
+def fold_partial(acc, total, largest, part_acc, part_total, part_largest):
     """The sums of an online softmax and those of the keys behind them; the last axis of acc is the dims.
 
     A part without keys changes nothing, not even the sign of a zero: rows of one tile see different parts.
@@ -150,7 +150,7 @@ def attend_splits(
             scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False, False,
         )  # fmt: skip
         if ((i + 1) * BN) % split_size == 0:
-            sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+            sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
             acc = tl.zeros((BM, HD), tl.float32)
             largest = tl.full((BM,), -float("inf"), tl.float32)
             total = tl.zeros((BM,), tl.float32)
@@ -162,12 +162,12 @@ def attend_splits(
             scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True, LOAD_FIRST,
         )  # fmt: skip
         if ((i + 1) * BN) % split_size == 0:
-            sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+            sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
             acc = tl.zeros((BM, HD), tl.float32)
             largest = tl.full((BM,), -float("inf"), tl.float32)
             total = tl.zeros((BM,), tl.float32)
     # Of the last split, which may be open.
-    sums, sums_total, sums_largest = fold_part(sums, sums_total, sums_largest, acc, total, largest)
+    sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
     return sums, sums_largest, sums_total
 
 
@@ -237,8 +237,8 @@ def verify_kernel(
             HKV, MAX_REQUESTS, GROUP_SPLITS,
         )  # fmt: skip
     first_split = split_of(first_key)
-    first_part = first_split // size
-    counts = tl.where(last >= first_key, split_of(last) // size + 1 - first_part, 0)
+    first_partial = first_split // size
+    counts = tl.where(last >= first_key, split_of(last) // size + 1 - first_partial, 0)
     ends = tl.cumsum(counts, 0)
     row_tiles = tl.cdiv(query_len * GROUP, BM)
     num_items = tl.max(ends, 0) * row_tiles * HKV
@@ -250,12 +250,14 @@ def verify_kernel(
     if PDL:
         gdc_wait()
     for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
-        request, part, kv_head, row_tile = find_item(turn, ends, counts, requests, row_tiles, first_part, HKV)
+        request, partial, kv_head, row_tile = find_item(
+            turn, ends, counts, requests, row_tiles, first_partial, HKV
+        )
         is_request = requests == request
         end = tl.sum(tl.where(is_request, last, 0), 0) + 1
         seen_by_all = tl.sum(tl.where(is_request, lowest, 0), 0) + 1
         # Splits of one group are equally long.
-        split = tl.maximum(part * size, first_split)
+        split = tl.maximum(partial * size, first_split)
         begin = split_begin(split)
         table = block_table + request.to(tl.int64) * table_stride
         row = row_tile * BM + tl.arange(0, BM)
@@ -269,7 +271,7 @@ def verify_kernel(
         row_position = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
         cache = kv + kv_head.to(tl.int64) * head_stride
         scales = kv_scale + kv_head.to(tl.int64) * scale_head_stride
-        end = tl.minimum(end, split_begin((part + 1) * size))
+        end = tl.minimum(end, split_begin((partial + 1) * size))
         if HAS_GROUPS:
             sums, largest, total = attend_splits(
                 queries, cache, scales, table, begin, end, split_begin(split + 1) - begin, seen_by_all,
@@ -286,7 +288,7 @@ def verify_kernel(
             )  # fmt: skip
         # Rows of an item lie one after another: one address and constant offsets.
         at = (
-            ((request.to(tl.int64) * num_splits + part) * HKV + kv_head) * query_len * GROUP
+            ((request.to(tl.int64) * num_splits + partial) * HKV + kv_head) * query_len * GROUP
         ) + row_tile * BM
         row = tl.arange(0, BM)
         is_row = row < query_len * GROUP - row_tile * BM
@@ -296,26 +298,26 @@ def verify_kernel(
 
 
 @triton.jit
-def load_parts(part_sum, part_largest, part_total, part, step, index, last, dim, HD: tl.constexpr):
+def load_partials(part_sum, part_largest, part_total, partial, step, index, last, dim, HD: tl.constexpr):
     """Sums, maxima and totals of the parts `index` of a row, of those behind the last one the last one's.
 
     Without masks, which would make the compiler wait for each load before it issues the next.
     """
-    at = part + tl.minimum(index, last) * step
+    at = partial + tl.minimum(index, last) * step
     sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
     return sums, tl.load(part_largest + at), tl.load(part_total + at)
 
 
 @triton.jit
 def load_splits(
-    part_sum, part_largest, part_total, part, step, start, last, dim,
+    part_sum, part_largest, part_total, partial, step, start, last, dim,
     HD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """What splits 0, 1, ... of groups start .. start + GROUPS - 1 left, a tuple each."""
     loaded = ()
     for index in tl.static_range(GROUP_SPLITS):
         split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
-        loaded += (load_parts(part_sum, part_largest, part_total, part, step, split, last, dim, HD),)
+        loaded += (load_partials(part_sum, part_largest, part_total, partial, step, split, last, dim, HD),)
     return loaded
 
 
@@ -330,7 +332,7 @@ def fold_splits(
     for index in tl.static_range(GROUP_SPLITS):
         split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
         split_largest = tl.where((split >= begin) & (split < end), loaded[index][1], -float("inf"))
-        sums, total, largest = fold_part(
+        sums, total, largest = fold_partial(
             sums, total, largest, loaded[index][0], loaded[index][2], split_largest
         )
     return sums, total, largest
@@ -338,21 +340,21 @@ def fold_splits(
 
 @triton.jit
 def load_groups(
-    part_sum, part_largest, part_total, part, step, size, start, begin, end, last, dim,
+    part_sum, part_largest, part_total, partial, step, size, start, begin, end, last, dim,
     HD: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Sums [GROUPS, BD], totals and maxima of groups start .. start + GROUPS - 1 of a row, from parts of
     `size` splits; splits before `begin` and from `end` on do not count."""
     if size == GROUP_SPLITS:
         group = start + tl.arange(0, GROUPS)
-        sums, largest, total = load_parts(
-            part_sum, part_largest, part_total, part, step, group, last, dim, HD
+        sums, largest, total = load_partials(
+            part_sum, part_largest, part_total, partial, step, group, last, dim, HD
         )
         is_group = (group >= begin // GROUP_SPLITS) & (group * GROUP_SPLITS < end)
         largest = tl.where(is_group, largest, -float("inf"))
     else:
         loaded = load_splits(
-            part_sum, part_largest, part_total, part, step, start, last, dim, HD, GROUPS, GROUP_SPLITS
+            part_sum, part_largest, part_total, partial, step, start, last, dim, HD, GROUPS, GROUP_SPLITS
         )
         sums, total, largest = fold_splits(loaded, start, begin, end, BD, GROUPS, GROUP_SPLITS)
     return sums, total, largest
@@ -409,13 +411,13 @@ def combine_kernel(
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
     # Part 0; the next one lies `step` further.
     step = HKV * query_len * GROUP
-    part = row // query_len * num_splits * step
-    part += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
+    partial = row // query_len * num_splits * step
+    partial += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
     # Positions are older than this call's keys.
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
-    last_part = tl.maximum(end - 1, 0)
+    last_partial = tl.maximum(end - 1, 0)
     num_groups = tl.cdiv(end, GROUP_SPLITS)
     acc = tl.zeros((BD,), tl.float32)
     gate_at = gate + row * gate_row_stride + head * gate_head_stride + dim
@@ -424,18 +426,18 @@ def combine_kernel(
             positions, num_requests, query_len, num_keys - 1, first_key, num_programs,
             HKV, MAX_REQUESTS, GROUP_SPLITS,
         )  # fmt: skip
-        last_part = last_part // size
+        last_partial = last_partial // size
         if PDL:
             gdc_wait()
         g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = load_groups(
-            part_sum, part_largest, part_total, part, step, size, 0, begin, end, last_part, dim,
+            part_sum, part_largest, part_total, partial, step, size, 0, begin, end, last_partial, dim,
             HD, BD, FIRST_GROUPS, GROUP_SPLITS,
         )  # fmt: skip
         acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
         for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
             next_sums, next_total, next_largest = load_groups(
-                part_sum, part_largest, part_total, part, step, size, start, begin, end, last_part, dim,
+                part_sum, part_largest, part_total, partial, step, size, start, begin, end, last_partial, dim,
                 HD, BD, NEXT_GROUPS, GROUP_SPLITS,
             )  # fmt: skip
             acc, denominator, largest = add_groups(
@@ -445,20 +447,30 @@ def combine_kernel(
         if PDL:
             gdc_wait()
         first = load_splits(
-            part_sum, part_largest, part_total, part, step, 0, last_part, dim, HD, FIRST_GROUPS, GROUP_SPLITS
+            part_sum,
+            part_largest,
+            part_total,
+            partial,
+            step,
+            0,
+            last_partial,
+            dim,
+            HD,
+            FIRST_GROUPS,
+            GROUP_SPLITS,
         )
         g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
         acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
         if num_groups > FIRST_GROUPS:
             loaded = load_splits(
-                part_sum, part_largest, part_total, part, step, FIRST_GROUPS, last_part, dim,
+                part_sum, part_largest, part_total, partial, step, FIRST_GROUPS, last_partial, dim,
                 HD, NEXT_GROUPS, GROUP_SPLITS,
             )  # fmt: skip
             for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
                 # One step ahead: a long context waits for memory once, too.
                 later = load_splits(
-                    part_sum, part_largest, part_total, part, step, start + NEXT_GROUPS, last_part, dim,
+                    part_sum, part_largest, part_total, partial, step, start + NEXT_GROUPS, last_partial, dim,
                     HD, NEXT_GROUPS, GROUP_SPLITS,
                 )  # fmt: skip
                 next_sums, next_total, next_largest = fold_splits(

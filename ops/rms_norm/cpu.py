@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.fp8 import quantize
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.kept import kept
 from compiled_mtp.ops.numerics import number
-from compiled_mtp.ops.rms_norm.reference import as_parts
-from compiled_mtp.ops.shares import add_tree
+from compiled_mtp.ops.rms_norm.reference import as_partials
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,7 +34,7 @@ def add_rms_norm(
     resident: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if x.dim() == 2 and x.shape[0] != residual.shape[0]:
-        x = as_parts(x, residual)
+        x = as_partials(x, residual)
     if kept_rows is not None:
         x, residual = x.index_select(-2, kept_rows), residual.index_select(0, kept_rows)
     if x.dim() == 3:

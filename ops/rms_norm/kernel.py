@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.fp8_triton import quantize_groups
-from compiled_mtp.ops.rms_norm.reference import as_parts
-from compiled_mtp.ops.shares import NARROW_ROWS
+from compiled_mtp.ops.k_splits import NARROW_ROWS
+from compiled_mtp.ops.rms_norm.reference import as_partials
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -227,12 +227,12 @@ def add_and_norm(
     rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
     out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)
     new_residual = torch.empty_like(out)
-    parts = as_parts(x, residual)
+    partials = as_partials(x, residual)
     if rows:
-        strides = (row_stride(parts), parts.stride(0), row_stride(residual))
+        strides = (row_stride(partials), partials.stride(0), row_stride(residual))
         add_rms_norm_kernel[(rows,)](
             x, residual, args.weight, kept_rows, out, new_residual, values, factors, *strides, args.eps,
-            PARTS=parts.shape[0], RESIDENT=resident, **launch_options(residual),
+            PARTS=partials.shape[0], RESIDENT=resident, **launch_options(residual),
         )  # fmt: skip
     return out, new_residual
 

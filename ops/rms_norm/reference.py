@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known, wrong_dtype, wrong_shape
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.registry import Launch, operator
-from compiled_mtp.ops.shares import add_tree
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I64, Like, Remedy
 
 # One row is one sum, which ATen splits over threads beyond this length when there is no other row.
@@ -42,7 +42,7 @@ def rms_norm(x: Rows, weight: Weight, eps: float) -> Annotated[Tensor, "M H", Li
     return torch.addcmul(y, y, weight.float()).to(x.dtype).contiguous()
 
 
-def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:
+def _is_sum_or_partials(x: Tensor, residual: Tensor, M: int, H: int) -> None:
     _is_hidden_row(H)
     if x.dim() > 3:
         raise fail("x", f"have shape [{M}, {H}] or [parts, {M}, {H}]", list(x.shape), "drop dimensions")
@@ -55,14 +55,14 @@ def _is_sum_or_parts(x: Tensor, residual: Tensor, M: int, H: int) -> None:
     if rest:
         raise wrong_shape("residual", residual, ("rows", "H"), {"rows": x.shape[-2], "H": H}, "compare x")
     if count not in (PART_COUNTS if M else (0, *PART_COUNTS)):
-        raise fail("x", f"have one of {PART_COUNTS} parts", count, "pass linear_parts' result")
+        raise fail("x", f"have one of {PART_COUNTS} parts", count, "pass linear_partials' result")
     if count > 1 and x.dtype != torch.float32:
         raise wrong_dtype("x", x, (torch.float32,))
     if x.dtype not in (residual.dtype, torch.float32):
         raise wrong_dtype("residual", residual, (x.dtype,))
 
 
-def as_parts(x: Tensor, residual: Tensor) -> Tensor:
+def as_partials(x: Tensor, residual: Tensor) -> Tensor:
     """x as [P, M, H], whichever form it has."""
     if x.dim() == 3:
         return x
@@ -81,7 +81,7 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     resident_launches=(Launch("add_rms_norm_kernel", reads_early=("weight",)),),
-    check=_is_sum_or_parts,
+    check=_is_sum_or_partials,
     has_cpu_route=True,
     fake=_norm_and_residual,
 )
@@ -95,14 +95,14 @@ def add_rms_norm(
 ) -> tuple[Rows, Rows]:
     """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
 
-    x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_parts`
+    x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_partials`
     gives, [P, M, H]: P of 1, 2, 4 or 8 float32 parts, to be added as the tree
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
     that dtype; or those float32 parts `stacked`, [P * M, H]. kept_rows [N], if given, names the rows that are
     wanted, in that order (each below M, not checked: it would cost a synchronisation). resident: the
     weights of products around it may be resident (`linear`). Returns (norm, new residual), [M, H] or [N, H].
     """
-    x = add_tree(as_parts(x, residual)).to(residual.dtype)
+    x = add_tree(as_partials(x, residual)).to(residual.dtype)
     if kept_rows is not None:
         x, residual = x[kept_rows], residual[kept_rows]
     new_residual = (x.float() + residual.float()).to(x.dtype).contiguous()
@@ -110,7 +110,7 @@ def add_rms_norm(
 
 
 def _is_groups(x: Tensor, residual: Tensor, M: int, H: int) -> None:
-    _is_sum_or_parts(x, residual, M, H)
+    _is_sum_or_partials(x, residual, M, H)
     if H < 2 * FP8_BLOCK or H % FP8_BLOCK:
         rule = f"have a multiple of {FP8_BLOCK} columns, two at least"
         raise fail("x", rule, H, "use add_rms_norm and quantize_rows")

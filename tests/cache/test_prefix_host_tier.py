@@ -9,12 +9,12 @@ KEYS = [b"%d" % number for number in range(9)]
 
 def bring(prefix_host: PrefixHostTier) -> list[int]:
     """Plan and complete every copy; the records and blocks that they went to."""
-    places, spills = [], prefix_host.take_spills()
-    for copy_id, eviction in enumerate(spills):
+    places, evictions = [], prefix_host.take_evictions()
+    for copy_id, eviction in enumerate(evictions):
         prefix_host.begin(eviction, copy_id)
         places += [] if eviction.record is None else [eviction.record]
         places += sorted(block for _, block in eviction.blocks)
-    prefix_host.finish_copies(range(len(spills)))
+    prefix_host.finish_copies(range(len(evictions)))
     return places
 
 
@@ -22,7 +22,7 @@ def test_a_state_is_found_when_its_copy_is_complete() -> None:
     prefix_host = PrefixHostTier(2, 4)
     prefix_host.eviction(KEYS[0], 1, 5, (7, 10), [30, 31])
     assert not prefix_host.has_state(KEYS[0])
-    (eviction,) = prefix_host.take_spills()
+    (eviction,) = prefix_host.take_evictions()
     assert (eviction.snapshot, [block for block, _ in eviction.blocks]) == (7, [30, 31])
     prefix_host.begin(eviction, 3)
     prefix_host.finish_copies([2])
@@ -32,13 +32,13 @@ def test_a_state_is_found_when_its_copy_is_complete() -> None:
     assert prefix_host.has_blocks(KEYS[0])
     # What is there is not brought again.
     prefix_host.eviction(KEYS[0], 1, 6, (8, 11), [40, 41])
-    assert prefix_host.take_spills() == []
+    assert prefix_host.take_evictions() == []
 
 
 def test_a_copy_that_is_lost_brings_nothing_and_takes_nothing() -> None:
     prefix_host = PrefixHostTier(1, 2)
     prefix_host.eviction(KEYS[0], 1, 5, (7, 10), [30, 31])
-    (eviction,) = prefix_host.take_spills()
+    (eviction,) = prefix_host.take_evictions()
     prefix_host.begin(eviction, 3)
     prefix_host.drop_copies([3])
     prefix_host.finish_copies([3])
@@ -84,7 +84,7 @@ def test_a_shelf_that_gets_no_memory_keeps_what_it_has() -> None:
     prefix_host.eviction(KEYS[0], 1, 0, (0, 1), [1, 2])
     bring(prefix_host)
     prefix_host.eviction(KEYS[1], 1, 0, (0, 5), [3, 4])
-    (eviction,) = prefix_host.take_spills()
+    (eviction,) = prefix_host.take_evictions()
     prefix_host.begin(eviction, 9)
     prefix_host.cancel_copies([9, 10])
     prefix_host.check_integrity([])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from compiled_mtp.communicators.communicator import CommunicatorError
-from compiled_mtp.ops.shares import add_tree
+from compiled_mtp.ops.k_splits import add_tree
 from tests.communicators.threads import exchanges
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
@@ -321,7 +321,7 @@ def test_many_rows_are_added_on_their_way() -> None:
     communicator = exchanges(1)[0]
     parts = torch.randn(4, 64, 8)
     sums = add_tree(parts)[None]
-    assert communicator.gather_parts(parts, torch.bfloat16).equal(sums)
+    assert communicator.gather_partials(parts, torch.bfloat16).equal(sums)
     communicator.adds = lambda rows: rows >= 64  # type: ignore[method-assign]
-    assert communicator.gather_parts(parts, torch.bfloat16).equal(sums.bfloat16())
-    assert communicator.gather_parts(parts[:, :63], torch.bfloat16).equal(sums[:, :63])
+    assert communicator.gather_partials(parts, torch.bfloat16).equal(sums.bfloat16())
+    assert communicator.gather_partials(parts[:, :63], torch.bfloat16).equal(sums[:, :63])

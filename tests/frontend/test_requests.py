@@ -336,7 +336,7 @@ def test_nothing_is_forced_without_being_asked(frontend: RequestProcessor) -> No
     ):
         (request,) = make(frontend, **fields)  # type: ignore[arg-type]
         assert request.guide is None
-        assert not request.is_halved
+        assert not request.is_two_phase
 
 
 def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
+from compiled_mtp.ops.k_splits import add_tree, part_counts
+from compiled_mtp.ops.linear import count_partials, linear, linear_partials, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import linear_config, narrow_config, read_table
 from compiled_mtp.ops.rms_norm import add_rms_norm
-from compiled_mtp.ops.shares import add_tree, part_counts
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import check_launch, check_row_invariance, rel_l2
 
@@ -158,13 +158,13 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
-    assert {count_parts(weight, rows) for rows in (1, 16, 17, 256)} <= set(part_counts(k, k))
-    wanted = add_rms_norm(linear_parts(x, weight, scale, 1), residual, factor, 1e-6)
+    assert {count_partials(weight, rows) for rows in (1, 16, 17, 256)} <= set(part_counts(k, k))
+    wanted = add_rms_norm(linear_partials(x, weight, scale, 1), residual, factor, 1e-6)
     exact = x.double() @ (weight.double() if scale is None else dequantize(weight, scale).double()).T
-    assert rel_l2(linear_parts(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
+    assert rel_l2(linear_partials(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
     for count in part_counts(k, k):
         for rows in range(1, 257):
-            parts = linear_parts(x[:rows], weight, scale, count)
+            parts = linear_partials(x[:rows], weight, scale, count)
             got = add_rms_norm(parts, residual[:rows], factor, 1e-6)
             same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
             assert same, f"{rows} rows, {count} programs"
@@ -194,13 +194,13 @@ def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
     the bits that they have without it."""
     x, weight, _ = make(256, n, k, False)
     unaligned = torch.empty(256, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
-    most_parts = count_parts(weight, 256)
+    most_parts = count_partials(weight, 256)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "logits": lambda rows: linear(rows, weight, None, True),
         "product": lambda rows: linear(rows, weight),
         "gated": lambda rows: linear_silu_mul(rows, weight),
-        "parts": lambda rows: linear_parts(rows, weight, None, most_parts).transpose(0, 1),
-        "piece": lambda rows: linear_parts(rows, weight, None, 1, n, 8 * k)[0],
+        "parts": lambda rows: linear_partials(rows, weight, None, most_parts).transpose(0, 1),
+        "piece": lambda rows: linear_partials(rows, weight, None, 1, n, 8 * k)[0],
     }
     call = calls[kind]
     wanted = call(unaligned)
@@ -233,9 +233,9 @@ def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, prompt_chu
             columns = slice(first, first + length)
             piece_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
             count = max(part_counts(length, k))
-            prompt_chunk = linear_parts(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
+            prompt_chunk = linear_partials(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
             parts.append(add_tree(prompt_chunk.float()))
-        whole = linear_parts(x[:rows], weight, scale, 8)
+        whole = linear_partials(x[:rows], weight, scale, 8)
         assert torch.equal(add_tree(parts).bfloat16(), add_tree(whole).bfloat16()), f"{rows} rows"
 
 
@@ -263,11 +263,11 @@ def test_scales_beyond_k_are_not_read() -> None:
     guarded = torch.full((64,), float("nan"), device="cuda")
     guarded[: scale.numel()] = scale.flatten()
     scale = guarded[: scale.numel()].view(scale.shape)
-    count = count_parts(weight, 5)
+    count = count_partials(weight, 5)
     for rows in (1, 5):
         assert linear(x[:rows], weight, scale).isfinite().all()
         assert linear_silu_mul(x[:rows], weight, scale).isfinite().all()
-        assert linear_parts(x[:rows], weight, scale, count).isfinite().all()
+        assert linear_partials(x[:rows], weight, scale, count).isfinite().all()
 
 
 @pytest.mark.parametrize("n, k", [(1024, 2048), (333, 1001)])

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.k_splits import part_counts
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized
-from compiled_mtp.ops.shares import part_counts
 from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
 from tests.ops.harness import assert_same_bits, check_row_invariance, rel_l2
 
@@ -61,11 +61,11 @@ def test_descriptors_change_no_bit(n: int, k: int) -> None:
     x, x_scale, weight, scale = make(600, n, k)
     unaligned = torch.empty(600, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
     wanted = linear_w8a8(unaligned, x_scale, weight, scale)
-    parts = linear_w8a8_parts(unaligned, x_scale, weight, scale, 4)
+    parts = linear_w8a8_partials(unaligned, x_scale, weight, scale, 4)
     for rows in (1, 4, 16, 17, 32, 64, 65, 128, 129, 256, 257, 600):
         given = (x[:rows], x_scale[:rows], weight, scale)
         assert torch.equal(linear_w8a8(*given), wanted[:rows]), rows
-        assert torch.equal(linear_w8a8_parts(*given, 4), parts[:, :rows]), rows
+        assert torch.equal(linear_w8a8_partials(*given, 4), parts[:, :rows]), rows
 
 
 @pytest.mark.parametrize("n, k", SHAPES[:3])
@@ -75,7 +75,7 @@ def test_programs_have_the_same_bits(n: int, k: int) -> None:
     factor = torch.randn(n, device="cuda").bfloat16()
 
     def run(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = linear_w8a8_parts(x[:rows], x_scale[:rows], weight, scale, count)
+        parts = linear_w8a8_partials(x[:rows], x_scale[:rows], weight, scale, count)
         return add_rms_norm(parts, residual[:rows], factor, 1e-6)
 
     wanted = run(257, 1)

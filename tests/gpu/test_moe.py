@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.shares import add_tree
 from tests.ops.harness import check_row_invariance, poisoned_allocations, rel_l2
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ import torch
 
 from compiled_mtp.ops.fp8 import quantize_weight
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
-from compiled_mtp.ops.linear import linear, linear_parts
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.linear import linear, linear_partials
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.shares import add_tree
 from tests.ops.rank_cases import check_attention_heads, check_gdn_prefill_heads
 from tests.ops.test_moe_experts import pieces_of, routing
 from tests.ops.test_moe_halves import in_halves, in_w8a8_halves
@@ -64,9 +64,9 @@ def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
         own_scale = None if scale is None else scale[:, blocks].contiguous()
         whole_k = k if world > 1 else 0
         if kind != "w8a8":
-            return linear_parts(x[:, columns].contiguous(), own, own_scale, 1, 0, whole_k)[0]
+            return linear_partials(x[:, columns].contiguous(), own, own_scale, 1, 0, whole_k)[0]
         rows_of_x = quantised[0][:, columns].contiguous(), quantised[1][:, blocks].contiguous()
-        return linear_w8a8_parts(*rows_of_x, own, own_scale, 1, whole_k)[0]
+        return linear_w8a8_partials(*rows_of_x, own, own_scale, 1, whole_k)[0]
 
     whole = part(0, 1)
     for world in (2, 4):
@@ -78,8 +78,8 @@ def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
         prompt = linear_w8a8(*quantised, values, scale)
         own = linear_w8a8(*quantised, values[:some].contiguous(), own_scale)
     else:
-        prompt = linear_parts(x, values, scale, 1, 0, 0, True)[0]
-        own = linear_parts(x, values[:some].contiguous(), own_scale, 1, n, 0, True)[0]
+        prompt = linear_partials(x, values, scale, 1, 0, 0, True)[0]
+        own = linear_partials(x, values[:some].contiguous(), own_scale, 1, n, 0, True)[0]
     assert torch.equal(own, prompt[:, :some])
     # The gates of an FP8 release: a product of a few rows of the weight.
     few = random(8, k, scale=k**-0.5)

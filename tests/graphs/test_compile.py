@@ -176,7 +176,7 @@ def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch:
     shapes: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        products = [node for node in graph.graph.nodes if "linear_parts" in str(node.target)]
+        products = [node for node in graph.graph.nodes if "linear_partials" in str(node.target)]
         shapes.extend(node.meta["example_value"].shape for node in products)
 
         def run(*args: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.linear import linear, linear_partials, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose
-from compiled_mtp.ops.shares import add_tree
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -35,7 +35,7 @@ HOPPER = Device("sm_90", SHARED_BYTES, False, True, 132)
 # Gate|up and down of 27B, whose tiles are measured.
 GATE_UP, DOWN = (
     LargeMProduct(34816, 5120, 1, 1, gated=True),
-    LargeMProduct(5120, 17408, 4, 2, keep_parts=True),
+    LargeMProduct(5120, 17408, 4, 2, keep_partials=True),
 )
 
 
@@ -86,7 +86,7 @@ def test_every_tile_has_the_bits_of_linear_kernel(
             launch_large_m(tile, LargeMProduct(n, k, 1, chains), x, weight, torch.float32), wanted
         )
     for split in (s for s in (2, 4) if s <= chains):
-        product = LargeMProduct(n, k, split, chains // split, keep_parts=True)
+        product = LargeMProduct(n, k, split, chains // split, keep_partials=True)
         parts = launch_large_m(tile, product, x, weight, torch.float32)
         assert parts.shape == (split, rows, n)
         assert torch.equal(add_tree(parts), wanted), f"{split} programs"
@@ -110,8 +110,8 @@ Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS: dict[str, Call] = {
     "linear": lambda x, w: linear.launch(x, w, None, True),
     "gated": lambda x, w: linear_silu_mul.launch(x, w * 2.0**-18),
-    "parts": lambda x, w: add_tree(linear_parts.launch(x, w, None, 2)),
-    "piece": lambda x, w: add_tree(linear_parts.launch(x[:, 256:], w[:, 256:], None, 1, 66, 512)),
+    "parts": lambda x, w: add_tree(linear_partials.launch(x, w, None, 2)),
+    "piece": lambda x, w: add_tree(linear_partials.launch(x[:, 256:], w[:, 256:], None, 1, 66, 512)),
 }
 
 
@@ -162,7 +162,7 @@ def test_which_products_have_descriptors() -> None:
     # Chains that are no whole steps, and programs that wait for one another.
     assert not find(HOPPER, torch.zeros(17, 328).bfloat16(), torch.zeros(64, 328).bfloat16())
     assert not LargeMProduct(64, 512, 2, 1).is_even
-    assert LargeMProduct(64, 512, 2, 1, keep_parts=True).is_even
+    assert LargeMProduct(64, 512, 2, 1, keep_partials=True).is_even
 
 
 def test_a_measured_tile_comes_before_the_rule() -> None:
@@ -184,10 +184,10 @@ def test_the_rule_leaves_no_program_for_a_second_round() -> None:
 def test_tiles_fit(rows: int) -> None:
     """What the rule and the table give, on whole weights and on pieces."""
     products = [GATE_UP, DOWN, LargeMProduct(248320, 5120, 1, 2), LargeMProduct(64, 512, 1, 4)]
-    products += [LargeMProduct(5120, 6144, split, 8 // split, keep_parts=True) for split in (1, 2, 4, 8)]
+    products += [LargeMProduct(5120, 6144, split, 8 // split, keep_partials=True) for split in (1, 2, 4, 8)]
     products += [
         LargeMProduct(4352, 5120, 1, 1, gated=True),
-        LargeMProduct(5120, 2176, 1, 1, keep_parts=True),
+        LargeMProduct(5120, 2176, 1, 1, keep_partials=True),
     ]
     for product in products:
         tiles = [tile for _, tile in ranked_tiles(product, rows, SHARED_BYTES)]

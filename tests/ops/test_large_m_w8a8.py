@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
-from compiled_mtp.ops.shares import add_tree, share_count
+from compiled_mtp.ops.k_splits import add_tree, count_k_splits
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -54,12 +54,12 @@ def ordered(rows: int, n: int, k: int) -> Quantised:
 def test_every_tile_has_the_bits_of_the_other_kernel(
     interpreter: None, rows: int, n: int, k: int, tile: tuple[int, ...], split: int
 ) -> None:
-    args, length = ordered(rows, n, k), k // share_count(k)
+    args, length = ordered(rows, n, k), k // count_k_splits(k)
     got = launch_large_m(LargeMTile(*tile, 4, 3), *args, split, length, torch.float32)
     wanted = module.launch_config(W8A8Config(16, 64, 4, 3), *args, split, length, torch.float32)
     assert got.shape == (split, rows, n)
     assert torch.equal(got, wanted)
-    reference = linear_w8a8_parts.reference(*args, split, 0, True)
+    reference = linear_w8a8_partials.reference(*args, split, 0, True)
     torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-2)
 
 
@@ -78,7 +78,7 @@ def test_operators_have_the_same_bits_for_every_number_of_rows(
     x, x_scale, weight, scale = ordered(70, 130, 256)
     for call in (
         lambda rows, given: linear_w8a8.launch(given, x_scale[:rows], weight, scale, True),
-        lambda rows, given: add_tree(linear_w8a8_parts.launch(given, x_scale[:rows], weight, scale, 2)),
+        lambda rows, given: add_tree(linear_w8a8_partials.launch(given, x_scale[:rows], weight, scale, 2)),
     ):
         wanted = call(70, x)
         launched.clear()

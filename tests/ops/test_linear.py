@@ -10,7 +10,8 @@ import torch
 
 from compiled_mtp.models.row_unit import cancelling
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, add_tree, count_k_splits
+from compiled_mtp.ops.linear import count_partials, linear, linear_partials, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import (
     NAMED_DTYPES,
     LinearConfig,
@@ -19,7 +20,6 @@ from compiled_mtp.ops.linear.config import (
     linear_config,
     read_table,
 )
-from compiled_mtp.ops.shares import SHARE_UNIT, add_tree, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import (
     check_compiles,
@@ -65,7 +65,7 @@ def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
     for args in ((x, weight, scale, False, False), (x, weight, scale, True, True)):
         check_equal(linear, linear.reference, args, rtol=8e-3, atol=1e-3)
     check_equal(linear_silu_mul, linear_silu_mul.reference, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
-    check_equal(linear_parts, linear_parts.reference, (x, weight, scale, 1), rtol=8e-3, atol=1e-3)
+    check_equal(linear_partials, linear_partials.reference, (x, weight, scale, 1), rtol=8e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,14 +119,14 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
-    check_registration(torch.ops.compiled_mtp.linear_parts.default, (*cases[0], 0, 0, False, False, False))
-    check_compiles(linear_parts, cases)
+    check_registration(torch.ops.compiled_mtp.linear_partials.default, (*cases[0], 0, 0, False, False, False))
+    check_compiles(linear_partials, cases)
     for x, *_ in cases:
-        parts = linear_parts(x, weight, None, 1)
-        assert torch.equal(parts, linear_parts(x, weight, None, 1, prefill=True))
+        parts = linear_partials(x, weight, None, 1)
+        assert torch.equal(parts, linear_partials(x, weight, None, 1, prefill=True))
         torch.testing.assert_close(parts[0], linear(x, weight))
     with pytest.raises(ValueError, match=r"count must be one of \(1,\) for this weight and device, got 2"):
-        linear_parts(cases[0][0], weight, None, 2)
+        linear_partials(cases[0][0], weight, None, 2)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
@@ -138,13 +138,13 @@ def test_pieces_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows:
     x = torch.randn(rows, k).bfloat16()
     if kind != "fp8":
         weight, scale, x = torch.randn(200, k).to(getattr(torch, kind)), None, x.to(getattr(torch, kind))
-    whole = linear_parts(x, weight, scale, 1)
+    whole = linear_partials(x, weight, scale, 1)
     assert whole.dtype == x.dtype
     for pieces in (2, 4):
         parts = []
         for x_piece, piece, first in zip(x.chunk(pieces, 1), weight.chunk(pieces, 1), range(4), strict=False):
             blocks = None if scale is None else scale.chunk(pieces, 1)[first]
-            part = linear_parts(x_piece.contiguous(), piece.contiguous(), blocks, 1, 0, k)
+            part = linear_partials(x_piece.contiguous(), piece.contiguous(), blocks, 1, 0, k)
             assert part.dtype == torch.float32
             parts.append(part[0])
         assert torch.equal(add_tree(parts).to(x.dtype), whole[0]), pieces
@@ -153,7 +153,7 @@ def test_pieces_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows:
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (5, 20), (7, 64)])
 def test_small_shares_have_the_bits_of_a_row_too(n: int, k: int) -> None:
     x, weight = torch.randn(70, k), torch.randn(n, k)
-    check_row_invariance(lambda m: linear_parts(x[:m], weight, None, 1)[0], range(1, 70), 70)
+    check_row_invariance(lambda m: linear_partials(x[:m], weight, None, 1)[0], range(1, 70), 70)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -161,14 +161,14 @@ def test_the_reference_of_parts_is_their_tree(count: int) -> None:
     """As on a GPU whose operators are put back on their reference: P is the kernel's."""
     x = torch.randn(5, 1024)
     weight, scale, exact = block_fp8(200, 1024)
-    parts = linear_parts.reference(x, weight, scale, count)
+    parts = linear_partials.reference(x, weight, scale, count)
     assert parts.shape == (count, 5, 200)
     torch.testing.assert_close(parts.sum(0), (x.double() @ exact.T).float(), rtol=1e-4, atol=1e-4)
-    eight = linear_parts.reference(x, weight, scale, 8)
+    eight = linear_partials.reference(x, weight, scale, 8)
     assert torch.equal(add_tree(parts), add_tree(eight))
     if count == 4:
         half = [
-            linear_parts.reference(x[:, c], weight[:, c], scale[:, b], count // 2, 200, 1024)
+            linear_partials.reference(x[:, c], weight[:, c], scale[:, b], count // 2, 200, 1024)
             for c, b in ((slice(0, 512), slice(0, 4)), (slice(512, 1024), slice(4, 8)))
         ]
         assert torch.equal(torch.cat(half), parts)
@@ -177,8 +177,8 @@ def test_the_reference_of_parts_is_their_tree(count: int) -> None:
 def test_shares_are_equal_and_whole_blocks() -> None:
     """All the released shapes: 0.8B, 4B, 9B, 27B, 35B-A3B and an expert."""
     for k in (2048, 4096, 5120, 6144, 8192, 9216, 12288, 17408):
-        assert share_count(k) == 8
-    assert [share_count(k) for k in (3584, 512, 256, 128, 1001)] == [4, 4, 2, 1, 1]
+        assert count_k_splits(k) == 8
+    assert [count_k_splits(k) for k in (3584, 512, 256, 128, 1001)] == [4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -295,23 +295,23 @@ def test_programs_and_pieces_have_the_same_bits(
     if fp8:
         weight, scale, _ = block_fp8(n, k)
     x = torch.randn(rows, k).bfloat16()
-    shares = share_count(k)
-    whole = linear_parts.launch(x, weight, scale, shares)
+    k_splits = count_k_splits(k)
+    whole = linear_partials.launch(x, weight, scale, k_splits)
     wanted = add_tree(whole).bfloat16()
     torch.testing.assert_close(wanted, linear.reference(x, weight, scale), rtol=2e-2, atol=1e-2)
-    for count in (c for c in (1, 2, 4, 8) if c <= shares):
-        parts = linear_parts.launch(x, weight, scale, count)
+    for count in (c for c in (1, 2, 4, 8) if c <= k_splits):
+        parts = linear_partials.launch(x, weight, scale, count)
         assert parts.shape == (count, rows, n)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
-        stacked = linear_parts.launch(x, weight, scale, count, stacked=True)
+        stacked = linear_partials.launch(x, weight, scale, count, stacked=True)
         assert (stacked.dtype, stacked.shape) == (torch.float32, (count * rows, n))
         assert torch.equal(stacked.unflatten(0, (count, rows)).to(parts.dtype), parts)
-    if shares == 8:
+    if k_splits == 8:
         for first in (0, k // 2):
             columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)
             piece_scale = None if scale is None else scale[:, blocks]
-            parts = linear_parts.launch(x[:, columns], weight[:, columns], piece_scale, 2, n, k)
+            parts = linear_partials.launch(x[:, columns], weight[:, columns], piece_scale, 2, n, k)
             half = whole[:4] if first == 0 else whole[4:]
             assert torch.equal(add_tree(parts), add_tree(half))
 
@@ -392,7 +392,7 @@ def test_one_part_of_a_prompt_is_its_product_in_interpreter(interpreter: None, k
     x = torch.randn(7, 256).bfloat16()
     if kind != "fp8":
         weight, scale, x = torch.randn(40, 256).to(getattr(torch, kind)), None, x.to(getattr(torch, kind))
-    part = linear_parts.launch(x, weight, scale, 1, 0, 0, True)
+    part = linear_partials.launch(x, weight, scale, 1, 0, 0, True)
     assert part.dtype == x.dtype
     assert torch.equal(part[0], linear.launch(x, weight, scale, False, True))
 
@@ -412,16 +412,16 @@ def test_one_split_for_every_number_of_rows() -> None:
         shape, rows_of = (n, k, torch.bfloat16, dtype), (1, 17, 33, 65, 512)
         configs = [linear_config("sm_90", 227 * 1024, *shape, block_rows(rows), False) for rows in rows_of]
         assert len({(config.part_length(k), config.chains) for config in configs}) == 1
-        for split in (count for count in (1, 2, 4, 8) if count <= share_count(k)):
+        for split in (count for count in (1, 2, 4, 8) if count <= count_k_splits(k)):
             shared = [
                 linear_config("sm_90", 227 * 1024, *shape, block_rows(rows), False, split) for rows in rows_of
             ]
             assert {(config.split, config.part_length(k)) for config in shared} == {
-                (split, k // share_count(k))
+                (split, k // count_k_splits(k))
             }
             configs += shared
         for config in configs:
-            assert config.is_one_step(k) or SHARE_UNIT % config.block_k == 0
+            assert config.is_one_step(k) or K_SPLIT_UNIT % config.block_k == 0
             assert config.num_stages * config.stage_bytes(2, dtype.itemsize) <= 227 * 1024
             if dtype == torch.float8_e4m3fn:
                 # A tile must lie in one block of scales, and a step must be one block.
@@ -432,7 +432,7 @@ def test_one_split_for_every_number_of_rows() -> None:
 
 
 def test_the_table_holds_shares_for_products_before_a_norm() -> None:
-    """Else `linear_parts` would run with other parts than were measured."""
+    """Else `linear_partials` would run with other parts than were measured."""
     for entry, fields in read_table()["sm_90"].items():
         shape, _ = entry.split()
         n, k = map(int, shape.split("x"))
@@ -440,7 +440,7 @@ def test_the_table_holds_shares_for_products_before_a_norm() -> None:
         assert all(count in (1, 2, 4, 8) for count in (split, chains)), entry
         is_mtp_fc = k == 2 * n
         if k > n and not is_mtp_fc and n != 257:
-            assert split * chains == share_count(k), entry
+            assert split * chains == count_k_splits(k), entry
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_piece_has_as_many_programs_as_the_whole(
 
     def count(pieces: int) -> int:
         weight: Any = SimpleNamespace(device=on_gpu, dtype=torch.bfloat16, shape=(5120, k // pieces))
-        return count_parts(weight, rows, 0, k)
+        return count_partials(weight, rows, 0, k)
 
     assert tuple(count(pieces) for pieces in (1, 2, 4, 8)) == counts
 

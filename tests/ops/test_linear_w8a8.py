@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.k_splits import add_tree, part_counts
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.shares import add_tree, part_counts
 from tests.ops.harness import (
     assert_same_bits,
     check_compiles,
@@ -80,9 +80,9 @@ def test_equals_float64(n: int, k: int) -> None:
     wanted = exact(*args)
     assert rel_l2(linear_w8a8(*args), wanted) < 2 * rel_l2(wanted.bfloat16(), wanted)
     for count in part_counts(k, k):
-        parts = linear_w8a8_parts(*args, count)
-        assert rel_l2(add_tree(linear_w8a8_parts.reference(*args, count)), wanted) < 2e-3
-        assert torch.equal(add_tree(parts).bfloat16(), linear_w8a8_parts(*args, 1)[0])
+        parts = linear_w8a8_partials(*args, count)
+        assert rel_l2(add_tree(linear_w8a8_partials.reference(*args, count)), wanted) < 2e-3
+        assert torch.equal(add_tree(parts).bfloat16(), linear_w8a8_partials(*args, 1)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
@@ -92,7 +92,7 @@ def test_a_cpu_reads_weights_in_fp8_and_multiplied_out_alike(rows: int) -> None:
     wanted = exact(x, x_scale, weight, scale)
     args = (x[:rows], x_scale[:rows])
     values = dequantize(weight, scale)
-    for product in (linear_w8a8, lambda *a, **k: linear_w8a8_parts(*a, 1, **k)[0]):
+    for product in (linear_w8a8, lambda *a, **k: linear_w8a8_partials(*a, 1, **k)[0]):
         whole = product(x, x_scale, weight, scale, out_float32=True)
         assert whole.dtype == torch.float32
         assert rel_l2(whole, wanted) < 1e-6
@@ -118,11 +118,11 @@ def test_products_compile_and_refuse() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(linear_w8a8.overload, (*cases[0], False), test_utils=kinds)
     check_compiles(linear_w8a8, cases)
-    torch.library.opcheck(linear_w8a8_parts.overload, (*cases[0], 2, 0, False, False), test_utils=kinds)
-    check_compiles(linear_w8a8_parts, [(*case, 2) for case in cases])
+    torch.library.opcheck(linear_w8a8_partials.overload, (*cases[0], 2, 0, False, False), test_utils=kinds)
+    check_compiles(linear_w8a8_partials, [(*case, 2) for case in cases])
     x, x_scale, weight, scale = cases[0]
     with pytest.raises(ValueError, match=r"count must be one of \(1, 2\) for this weight, got 4"):
-        linear_w8a8_parts(x, x_scale, weight, scale, 4)
+        linear_w8a8_partials(x, x_scale, weight, scale, 4)
     with pytest.raises(ValueError, match="x_scale must have shape"):
         linear_w8a8(x, x_scale[:, :1], weight, scale)
     with pytest.raises(ValueError, match="weight must have dtype"):
@@ -145,21 +145,21 @@ def test_kernel_in_interpreter(interpreter: None, rows: int, n: int, k: int) -> 
 def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> None:
     """Shares added by 1, 2, 4 and 8 programs, and a half of them."""
     args = make(rows, 130, k)
-    wanted = linear_w8a8_parts.launch(*args, 1)[0]
+    wanted = linear_w8a8_partials.launch(*args, 1)[0]
     whole = part_counts(k, k)[-1]
-    check_launch(linear_w8a8_parts, (*args, whole), rtol=1e-4, atol=1e-4)
+    check_launch(linear_w8a8_partials, (*args, whole), rtol=1e-4, atol=1e-4)
     for count in part_counts(k, k):
-        parts = linear_w8a8_parts.launch(*args, count)
+        parts = linear_w8a8_partials.launch(*args, count)
         assert parts.dtype == (torch.bfloat16 if count == 1 else torch.float32)
         assert torch.equal(add_tree(parts).bfloat16(), wanted), f"{count} programs"
-        stacked = linear_w8a8_parts.launch(*args, count, stacked=True)
+        stacked = linear_w8a8_partials.launch(*args, count, stacked=True)
         assert stacked.dtype == torch.float32
         assert torch.equal(stacked.view(parts.shape).to(parts.dtype), parts)
     x, x_scale, weight, scale = args
     blocks = k // 256
     half = (x[:, : k // 2], x_scale[:, :blocks], weight[:, : k // 2], scale[:, :blocks])
-    left = add_tree(linear_w8a8_parts.launch(*half, 2, k))
-    assert torch.equal(left, add_tree(linear_w8a8_parts.launch(*args, whole)[: whole // 2]))
+    left = add_tree(linear_w8a8_partials.launch(*half, 2, k))
+    assert torch.equal(left, add_tree(linear_w8a8_partials.launch(*args, whole)[: whole // 2]))
 
 
 @pytest.mark.kernels

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
+from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
-from compiled_mtp.ops.shares import add_tree
 from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
 

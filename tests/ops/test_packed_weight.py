@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops import packed_weight
-from compiled_mtp.ops.linear import linear, linear_parts
+from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.linear import linear, linear_partials
 from compiled_mtp.ops.packed_weight import (
     PackedWeight,
     find_packed,
@@ -15,7 +16,6 @@ from compiled_mtp.ops.packed_weight import (
     pack,
     unpack,
 )
-from compiled_mtp.ops.shares import add_tree
 from tests.ops.gdn_cases import torch_threads
 from tests.ops.harness import check_row_invariance
 
@@ -84,12 +84,12 @@ def test_pieces_of_ranks_have_the_bits_of_the_whole(ranks: int) -> None:
     pieces = [piece.contiguous() for piece in sums.chunk(ranks, dim=1)]
     assert all(pack(piece, shares=4 // ranks, exponent=exponent) for piece in pieces)
     pairs = zip(rows.chunk(ranks, dim=1), pieces, strict=True)
-    parts = [linear_parts(x, piece, None, 1, 0, 512)[0] for x, piece in pairs]
-    whole = linear_parts(rows, sums, None, 1)[0]
+    parts = [linear_partials(x, piece, None, 1, 0, 512)[0] for x, piece in pairs]
+    whole = linear_partials(rows, sums, None, 1)[0]
     assert torch.equal(add_tree(parts), whole)
     torch.testing.assert_close(whole.double(), rows.double() @ weight.double().T, rtol=0, atol=1e-5)
     assert not torch.equal(whole, linear(rows, weight))
-    check_row_invariance(lambda m: linear_parts(rows[:m], sums, None, 1)[0], range(1, 37), 37)
+    check_row_invariance(lambda m: linear_partials(rows[:m], sums, None, 1)[0], range(1, 37), 37)
     unpack(sums)
     assert find_packed(sums) is None
 

@@ -10,7 +10,7 @@ import torch
 
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.gdn_verify import gdn_verify
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.linear import linear, linear_partials, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose
 from compiled_mtp.ops.linear.resident_config import (
     LEAST_PIECE,
@@ -104,13 +104,13 @@ def test_only_a_product_that_may_be_resident_is(name: str, monkeypatch: pytest.M
         if kind == "gated":
             linear_silu_mul.launch(x, weight, resident=resident)
         elif kind.startswith("parts"):
-            linear_parts.launch(x, weight, None, int(kind.removeprefix("parts")), resident=resident)
+            linear_partials.launch(x, weight, None, int(kind.removeprefix("parts")), resident=resident)
         else:
             linear.launch(x, weight, resident=resident)
-    ((tile, config, _, _, dtype, gated, keep_parts),) = launched
+    ((tile, config, _, _, dtype, gated, keep_partials),) = launched
     assert tile == ResidentTile(*read_resident_table()[name])
-    assert (gated, keep_parts) == (kind == "gated", kind.startswith("parts"))
-    assert dtype == (torch.float32 if keep_parts and config.split > 1 else torch.bfloat16)
+    assert (gated, keep_partials) == (kind == "gated", kind.startswith("parts"))
+    assert dtype == (torch.float32 if keep_partials and config.split > 1 else torch.bfloat16)
 
 
 class Launched:

@@ -199,7 +199,7 @@ def test_a_depth_out_of_range_is_refused() -> None:
 @pytest.mark.parametrize("pattern", [(1,), (1, 0)])
 def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern: tuple[int, ...]) -> None:
     turns = cycle(*pattern)
-    scheduler = make_scheduler(max_in_flight=delay, num_blocks=60, is_halved=lambda: bool(turns()))
+    scheduler = make_scheduler(max_in_flight=delay, num_blocks=60, is_two_phase=lambda: bool(turns()))
     runner = FakeRunner(scheduler, delay)
     requests, outputs = start(scheduler, runner, "a")
     requests["long"] = make_request("long", 33, 5, 8, ignore_eos=True)
@@ -221,7 +221,7 @@ def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern:
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_what_ends_between_the_halves_is_given_away_after_them(delay: int, is_lost: bool) -> None:
-    scheduler = make_scheduler(max_in_flight=delay, max_batch=2, is_halved=lambda: True)
+    scheduler = make_scheduler(max_in_flight=delay, max_batch=2, is_two_phase=lambda: True)
     runner = FakeRunner(scheduler, delay)
     requests, outputs = start(scheduler, runner, "ab")
     while not (runner.plans[-1].kind == "verify" and len(runner.plans[-1].slots) == 2):

@@ -156,7 +156,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
     mtp_step = traffic["mtp_step"]
     policies: dict[str, Any] = {
         "depth": lambda *_: rng.randint(0, mtp_step),
-        "is_halved": lambda: rng.random() < 0.5,
+        "is_two_phase": lambda: rng.random() < 0.5,
     }
     sizes = ("mtp_step", "max_batch", "num_blocks", "block_size", "host_records", "host_blocks")
     scheduler = make_scheduler(

@@ -269,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         policies = {
             "depth": lambda *_: rng.randint(0, numbers["mtp_step"]),
-            "is_halved": lambda: rng.random() < 0.5,
+            "is_two_phase": lambda: rng.random() < 0.5,
         }
         self.scheduler = make_scheduler(
             max_in_flight=delay,

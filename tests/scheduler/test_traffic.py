@@ -68,7 +68,7 @@ class Traffic:
         self.rng = rng = random.Random(traffic["seed"])
         policies: dict[str, Any] = {
             "depth": lambda *_: rng.randint(0, traffic["mtp_step"]),
-            "is_halved": lambda: rng.random() < 0.5,
+            "is_two_phase": lambda: rng.random() < 0.5,
         }
         sizes = {name: traffic[name] for name in _SIZES}
         self.scheduler = make_scheduler(**sizes, **(policies if traffic["has_policies"] else {}))

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.test_guard import wait_for_none_open
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from tests.server.serving import CHECKPOINT, Running, running
+from tests.server.test_auth import wait_for_none_open
 
 PROMPTS = ["def quicksort(", "import os", "class Stack:", "for i in range(", "# a comment", "x = [1, 2"]
 MAX_TOKENS = (3, 14)

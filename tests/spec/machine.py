@@ -122,7 +122,7 @@ class Machine:
 
     def _round(self, *, counts: bool) -> None:
         world, requests = self.world, tuple(self.requests)
-        depth = self.policy.choose(len(requests), 60, is_halved=False)
+        depth = self.policy.choose(len(requests), 60, is_two_phase=False)
         num_drafts, self._chain = min(depth, self._chain), depth
         rates = [world.rate(self.num_rounds, one) for one in requests]
         size = SIZES[bisect_left(SIZES, len(requests))]

@@ -130,11 +130,11 @@ def test_launches_that_were_dropped_are_forgotten(rig: Rig) -> None:
 
 def test_first_tokens_ask_without_counting_and_a_depth_that_becomes_ready_is_counted() -> None:
     policy = DepthPolicy((3,), (1, 2))
-    assert policy.choose(0, 0, is_halved=False) == 3
-    assert policy.choose(2, 10_000, is_halved=False) == 3
+    assert policy.choose(0, 0, is_two_phase=False) == 3
+    assert policy.choose(2, 10_000, is_two_phase=False) == 3
     assert policy.rounds() == {3: {"best": 0, "probe": 0, "retry": 0, "only": 1}}
     policy.add_depth(0)
-    policy.choose(1, 10, is_halved=True)
+    policy.choose(1, 10, is_two_phase=True)
     assert policy.rounds()[0] == {"best": 0, "probe": 0, "retry": 0, "only": 0}
     assert policy.rounds()[3]["best"] == 1
 

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models import resident as resident_module
 from compiled_mtp.models.layers import Linear, RMSNorm
+from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators
 from compiled_mtp.ops.rms_norm import add_rms_norm
-from compiled_mtp.ops.shares import NARROW_ROWS
 from compiled_mtp.rounds.catch_up import catch_up
 from compiled_mtp.rounds.two_phase import TwoPhaseRound
 from tests import tiny
@@ -39,7 +39,7 @@ OPS = Path(__file__).parents[2] / "ops"
 NUMBERS = {
     "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
     "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
-    "scale_log2", "share_length",
+    "scale_log2", "split_length",
 }  # fmt: skip
 
 

@@ -66,9 +66,9 @@ def test_cases_of_operators_that_are_their_specification_here(
     "module, name, wrong",
     [
         ("linear", "linear_silu_mul", lambda x, w, *rest: torch.ones(3, len(w) // 2).bfloat16()),
-        ("linear", "linear_parts", lambda x, w, *rest, **given: torch.ones(1, 3, len(w))),
+        ("linear", "linear_partials", lambda x, w, *rest, **given: torch.ones(1, 3, len(w))),
         ("linear_w8a8", "linear_w8a8", lambda *args: torch.ones(3, len(args[2]))),
-        ("linear_w8a8", "linear_w8a8_parts", lambda *args: torch.ones(1, 3, len(args[2]))),
+        ("linear_w8a8", "linear_w8a8_partials", lambda *args: torch.ones(1, 3, len(args[2]))),
         ("quantize_rows", "quantize_rows", lambda x: (x.to(torch.float8_e4m3fn), torch.full((3, 2), 1.1))),
         ("rms_norm", "add_rms_norm", lambda x, r, *rest: (r, r)),
         ("rms_norm", "add_rms_norm_quantized", lambda x, r, *rest: (r, r, r, torch.ones(3, 2))),

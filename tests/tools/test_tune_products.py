@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.linear import large_m_config
 from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
 from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
-from compiled_mtp.ops.shares import share_count
 
 TOOL = "tune_products"
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -44,7 +44,7 @@ def test_before_a_norm_no_narrow_candidate_changes_a_bit(
 ) -> None:
     found = tried.narrow_configs(ways.Product("a", name, n, k, recipe))
     assert found
-    assert {config.split * config.chains for config in found} == {share_count(k)}
+    assert {config.split * config.chains for config in found} == {count_k_splits(k)}
     assert all(config.is_even(k) for config in found)
 
 
@@ -141,7 +141,7 @@ def timed(ways: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ways, "bandwidth", lambda: 1e9)
     monkeypatch.setattr(ways, "time_us", lambda calls: called.append(calls[-1]()) or 50.0)
     # The operator on a CPU is another product, and without parts.
-    for name in ("linear", "linear_parts", "linear_silu_mul"):
+    for name in ("linear", "linear_partials", "linear_silu_mul"):
         monkeypatch.setattr(ways, name, getattr(ways, name).launch)
     return called
 

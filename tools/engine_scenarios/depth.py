@@ -194,10 +194,10 @@ class Bench:
             most = result.plan.num_drafts + 1 if self._rate is not None else 99
             self._num_tokens += sum(min(len(new), most) for new in result.token_ids)
 
-    def _choose(self, num_requests: int, context_tokens: int, is_halved: bool) -> int:
+    def _choose(self, num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
         if self.way != AUTO:
             return int(self.way)
-        return self.policy.choose(num_requests, context_tokens, is_halved)
+        return self.policy.choose(num_requests, context_tokens, is_two_phase)
 
 
 def texts(text: str) -> list[str]:

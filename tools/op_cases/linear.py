@@ -1,5 +1,5 @@
-"""Cases of `linear`, `linear_silu_mul` and `linear_parts`: every projection of a decode step, and the output
-head; with --set prefill=1 those of a prompt's rows."""
+"""Cases of `linear`, `linear_silu_mul` and `linear_partials`: every projection of a decode step, and the
+output head; with --set prefill=1 those of a prompt's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.linear import count_parts, linear, linear_parts, linear_side, linear_silu_mul
+from compiled_mtp.ops.linear import count_partials, linear, linear_partials, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.config import NAMED_DTYPES, read_table
 from compiled_mtp.ops.linear.large_m_config import read_large_m_table
 from compiled_mtp.ops.linear.resident_config import read_resident_table
@@ -75,15 +75,15 @@ def multiply(
     prefill: bool = False,
 ) -> torch.Tensor:
     """The operator of a kind: linear ("product", or "logits" in float32), linear_silu_mul ("gated"),
-    linear_parts ("partsN", "parts" for as many as is fastest) or linear_side ("side").
+    linear_partials ("partsN", "parts" for as many as is fastest) or linear_side ("side").
 
     whole: N and K of the weight, where it is a piece.
     """
     if kind == "gated":
         return linear_silu_mul(x, weight, scale, *whole, resident)
     if kind.startswith("parts"):
-        count = int(kind.removeprefix("parts") or count_parts(weight, x.shape[0]))
-        return linear_parts(x, weight, scale, count, *whole, resident=resident)
+        count = int(kind.removeprefix("parts") or count_partials(weight, x.shape[0]))
+        return linear_partials(x, weight, scale, count, *whole, resident=resident)
     if kind == "side":
         return linear_side(x, weight)
     return linear(x, weight, scale, kind == "logits", prefill, *whole, resident)

@@ -1,4 +1,4 @@
-"""Cases of `linear_w8a8` and `linear_w8a8_parts`: the weights that an FP8 release stores in FP8."""
+"""Cases of `linear_w8a8` and `linear_w8a8_partials`: the weights that an FP8 release stores in FP8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantized_values
-from compiled_mtp.ops.linear_w8a8 import count_parts, linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.linear_w8a8 import count_partials, linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from op_cases import FP8, LaunchCase, ModelShape, OpCase, tensor
 from op_cases.linear import BEFORE_NORM, projections, relative_error
@@ -28,7 +28,7 @@ def call(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, is_before_norm: bool
 ) -> torch.Tensor:
     if is_before_norm:
-        return linear_w8a8_parts(x, x_scale, weight, scale, count_parts(weight, x.shape[0]))
+        return linear_w8a8_partials(x, x_scale, weight, scale, count_partials(weight, x.shape[0]))
     return linear_w8a8(x, x_scale, weight, scale)
 
 
@@ -67,11 +67,11 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 
 
 def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int, gap: int = 0) -> None:
-    """linear_w8a8 ("count" 0) or linear_w8a8_parts in that many parts; gap: bytes between two rows."""
+    """linear_w8a8 ("count" 0) or linear_w8a8_partials in that many parts; gap: bytes between two rows."""
     x, weight = tensor(device, rows, k + gap, dtype=FP8)[:, :k], tensor(device, n, k, dtype=FP8)
     scales = tensor(device, rows, k // 128), tensor(device, -(-n // 128), k // 128)
     if count:
-        linear_w8a8_parts(x, scales[0], weight, scales[1], count)
+        linear_w8a8_partials(x, scales[0], weight, scales[1], count)
     else:
         linear_w8a8(x, scales[0], weight, scales[1])
 

@@ -45,11 +45,11 @@ def torch_pair(
 
 
 def make_inputs(
-    device: Any, seed: int | None, rows: int, width: int, parts: int = 0, dtype: torch.dtype = BF16
+    device: Any, seed: int | None, rows: int, width: int, partials: int = 0, dtype: torch.dtype = BF16
 ) -> tuple[Any, ...]:
     """Rows, or float32 parts of them, a residual and the norm's weight."""
     random = Source(device, seed).normal
-    x = random(parts, rows, width) if parts else random(rows, width, dtype=dtype)
+    x = random(partials, rows, width) if partials else random(rows, width, dtype=dtype)
     return x, random(rows, width, dtype=dtype), random(width, dtype=dtype), EPS
 
 
@@ -78,17 +78,17 @@ def make_pair(
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
     """The norm of a hidden row, alone, with the residual (in --set parts=N parts, 2 by rule), quantised, and
     beside that of an embedding."""
-    width, parts = shape.hidden, settings.get("parts", 2)
+    width, partials = shape.hidden, settings.get("parts", 2)
     row, weight, quantised = 2 * rows * width, 2 * width, rows * (width + 4 * width // FP8_BLOCK)
-    of_parts = functools.partial(make_inputs, parts=parts)
-    sums, moved = f"add norm of {parts} parts", (3 + 2 * parts) * row
+    of_partials = functools.partial(make_inputs, partials=partials)
+    sums, moved = f"add norm of {partials} parts", (3 + 2 * partials) * row
     made: list[tuple[str, Any, Any, int, float, Any]] = [
         ("norm", make_alone, rms_norm, 2 * row, 4e-3, torch_norm),
         ("add norm", make_inputs, add_rms_norm, 4 * row, 4e-3, torch_add_norm),
-        (sums, of_parts, add_rms_norm, moved, 4e-3, None),
+        (sums, of_partials, add_rms_norm, moved, 4e-3, None),
         (
             f"{sums}, quantised",
-            of_parts,
+            of_partials,
             add_rms_norm_quantized,
             moved + quantised,
             MAX_QUANTISED_ERROR,
@@ -115,13 +115,13 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         kinds: dict[str, tuple[Any, Any]] = {
             "alone": (rms_norm, make_alone),
             "add": (add_rms_norm, make_inputs),
-            "add-parts": (add_rms_norm, functools.partial(make_inputs, parts=4)),
-            "add-kept-parts": (add_rms_norm, functools.partial(make_kept, parts=4)),
+            "add-parts": (add_rms_norm, functools.partial(make_inputs, partials=4)),
+            "add-kept-parts": (add_rms_norm, functools.partial(make_kept, partials=4)),
             "pair": (pair_norm, make_pair),
         }
         for kind, (call, make) in kinds.items():
             made = functools.partial(make, rows=ROWS, width=width, dtype=dtype)
             yield launch(f"{kind}-{width}-{dtype_label(dtype)}", call, made)
     for width in (5120, 2048):
-        make = functools.partial(make_inputs, rows=ROWS, width=width, parts=4)
+        make = functools.partial(make_inputs, rows=ROWS, width=width, partials=4)
         yield launch(f"add-quantized-{width}-bf16", add_rms_norm_quantized, make, FP8)

@@ -10,13 +10,13 @@ from typing import Any
 from op_cases import SHAPES
 from op_cases.linear import projections
 
-from compiled_mtp.ops.linear.config import LinearConfig, with_shares
+from compiled_mtp.ops.k_splits import count_k_splits, part_counts
+from compiled_mtp.ops.linear.config import LinearConfig, with_k_splits
 from compiled_mtp.ops.linear.large_m_config import LargeMTile
 from compiled_mtp.ops.linear.large_m_config import ranked_tiles as ranked_tall
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
 from compiled_mtp.ops.linear_w8a8.large_m_config import choose_tile, row_class
 from compiled_mtp.ops.linear_w8a8.large_m_config import ranked_tiles as ranked_w8a8
-from compiled_mtp.ops.shares import part_counts, share_count
 from product_tuning.ways import Product, Way
 
 SHARED_BYTES = 227 * 1024
@@ -98,7 +98,7 @@ def narrow_configs(product: Product) -> list[LinearConfig]:
     ):
         config = LinearConfig(16, block_n, block_k, warps, stages, split, chains, FIRST_PREFETCH)
         if product.is_before_norm:
-            config = with_shares(config, share_count(k), split, is_fp8)
+            config = with_k_splits(config, count_k_splits(k), split, is_fp8)
         programs = -(-n // block_n) * split
         is_long = split == 1 or (config.part_length(k) * config.chains >= 512 and programs <= 700)
         if config.is_even(k) and is_long and programs >= min(60, n // 16):
@@ -116,7 +116,7 @@ def one_step_configs(product: Product) -> Iterator[LinearConfig]:
         chains, programs = k // (split * block_k), -(-n // block_n) * split
         registers = block_n * chains * block_k * dtype.itemsize // (warps * 32 * 4)
         is_whole = chains in (2, 4, 8) and k == split * chains * block_k
-        is_shared = not product.is_before_norm or split * chains == share_count(k)
+        is_shared = not product.is_before_norm or split * chains == count_k_splits(k)
         fits = 16 <= registers <= 128 and 100 <= programs <= 1056 and block_n >= 8 * warps // 2
         if is_whole and is_shared and fits:
             yield LinearConfig(16, block_n, block_k, warps, 2, split, chains, 0)
@@ -153,17 +153,17 @@ def w8a8_ways(product: Product, rows: int) -> Iterator[Way]:
     """cuBLAS, and in each number of parts the tile in use, others with the weight on the left, and tall
     ones."""
     yield Way(product, rows, "cuBLAS")
-    n, k, shares = product.n, product.k, product.shares
+    n, k, k_splits = product.n, product.k, product.k_splits
     for count in part_counts(k, k) if product.is_before_norm else (1,):
-        tiles: list[Any] = [configuration(rows, n, count, shares // count)]
+        tiles: list[Any] = [configuration(rows, n, count, k_splits // count)]
         for fields in next(tiles for most, tiles in LEFT_TILES.items() if rows <= most):
             left = W8A8Config(*fields)
-            if shares == count or left.block_m * left.block_n // (32 * left.num_warps) < ONE_SHARE:
+            if k_splits == count or left.block_m * left.block_n // (32 * left.num_warps) < ONE_SHARE:
                 tiles.append(left)
-        chosen = choose_tile(n, k, count, k // shares, row_class(rows), SHARED_BYTES)
+        chosen = choose_tile(n, k, count, k // k_splits, row_class(rows), SHARED_BYTES)
         tiles += [chosen] if chosen else []
         for places in (1, 2, 3):
-            ranked = ranked_w8a8(n, shares // count, count, row_class(rows), SHARED_BYTES, places)
+            ranked = ranked_w8a8(n, k_splits // count, count, row_class(rows), SHARED_BYTES, places)
             tiles += ranked[:KEPT_W8A8]
         for tile in dict.fromkeys(tiles):
             yield Way(product, rows, "tile", count, tile)

@@ -25,7 +25,7 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.resident import settle_resident
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import NARROW_ROWS, count_parts
+from compiled_mtp.ops.linear import NARROW_ROWS, count_partials
 from compiled_mtp.ops.linear.config import LinearConfig, linear_config
 from compiled_mtp.ops.linear.resident_config import LEAST_PIECE, ResidentTile, read_resident_table
 
@@ -77,8 +77,8 @@ class Stack:
         linear_config.cache_clear()
         for module in self.target.modules():
             if isinstance(module, Linear):
-                module.num_parts = count_parts(module.weight, 1)
-                module.num_large_m_parts = count_parts(module.weight, NARROW_ROWS + 1)
+                module.num_partials = count_partials(module.weight, 1)
+                module.num_large_m_partials = count_partials(module.weight, NARROW_ROWS + 1)
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 
@@ -135,7 +135,7 @@ class HeldTuner:
             if module.is_before_norm:
                 kind = f"parts{module.num_parts}"
             if module.may_be_resident:
-                self.names[f"{n}x{k} {kind}"] = (n, k, module.num_parts if module.is_before_norm else 1)
+                self.names[f"{n}x{k} {kind}"] = (n, k, module.num_partials if module.is_before_norm else 1)
         self.linears = linears
 
     def stack_us(self) -> float:

@@ -11,19 +11,19 @@ import torch
 from bench_op import ROTATED_BYTES, read_bandwidth, time_us
 from op_cases.linear import BEFORE_NORM, GATE_UP
 
-from compiled_mtp.ops.linear import linear, linear_parts, linear_silu_mul
+from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
+from compiled_mtp.ops.linear import linear, linear_partials, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose, narrow_config, shared_split
 from compiled_mtp.ops.linear.kernel import launch_config
 from compiled_mtp.ops.linear.large_m_config import LargeMProduct, LargeMTile
 from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
-from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_parts
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
 from compiled_mtp.ops.linear_w8a8.kernel import launch_config as launch_w8a8
 from compiled_mtp.ops.linear_w8a8.large_m_config import LargeMTile as LargeMTileW8A8
 from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m as launch_large_m_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
-from compiled_mtp.ops.shares import add_tree, part_counts, share_count
 from compiled_mtp.ops.silu_mul import silu_mul
 
 # Other GPUs have no tiles of many rows in the tables, nor products in FP8 of this kind.
@@ -59,14 +59,14 @@ class Product:
         return torch.bfloat16 if self.recipe == "bf16" else torch.float8_e4m3fn
 
     @property
-    def shares(self) -> int:
+    def k_splits(self) -> int:
         """In how many parts the columns may be summed at most."""
-        return share_count(self.k) if self.is_before_norm else 1
+        return count_k_splits(self.k) if self.is_before_norm else 1
 
     @property
     def chains(self) -> int:
         """In how many chains K is summed, in all programs together."""
-        return self.shares if self.is_before_norm else self.narrow.chains
+        return self.k_splits if self.is_before_norm else self.narrow.chains
 
     @property
     def narrow(self) -> LinearConfig:
@@ -127,7 +127,7 @@ def reference(product: Product, rows: int) -> Way:
     """The way whose bits the others are compared with."""
     if product.recipe != "w8a8":
         return Way(product, rows, "operator")
-    return Way(product, rows, "tile", 1, configuration(rows, product.n, 1, product.shares))
+    return Way(product, rows, "tile", 1, configuration(rows, product.n, 1, product.k_splits))
 
 
 def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -147,14 +147,14 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
         return launch_large_m(way.tile, own.tall(way.count), rows, weight, dtype)
     if isinstance(way.tile, LinearConfig):
         is_part = own.is_before_norm and way.count > 1
-        return launch_config(way.tile, rows, weight, scale, is_part, keep_parts=own.is_before_norm)
+        return launch_config(way.tile, rows, weight, scale, is_part, keep_partials=own.is_before_norm)
     if way.kernel == "plain":
         config = choose(rows, weight, (0, 0), False, way.count if own.is_before_norm else 0)
         return launch_config(config, rows, weight, None, out_float32, own.gated, own.is_before_norm)
     if own.gated:
         return linear_silu_mul(rows, weight, scale)
     if own.is_before_norm:
-        return linear_parts(rows, weight, scale, way.count)
+        return linear_partials(rows, weight, scale, way.count)
     return linear(rows, weight, scale, out_float32)
 
 
@@ -164,13 +164,13 @@ def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.T
     if way.kernel == "cuBLAS":
         one = factors.new_ones(())
         return torch._scaled_mm(rows, weight.T, one, one, out_dtype=torch.bfloat16)
-    length, dtype = own.k // own.shares, torch.float32 if way.count > 1 else torch.bfloat16
+    length, dtype = own.k // own.k_splits, torch.float32 if way.count > 1 else torch.bfloat16
     if isinstance(way.tile, W8A8Config):
         return launch_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
     if isinstance(way.tile, LargeMTileW8A8):
         return launch_large_m_w8a8(way.tile, rows, factors, weight, scale, way.count, length, dtype)
     if own.is_before_norm:
-        return linear_w8a8_parts(rows, factors, weight, scale, way.count)
+        return linear_w8a8_partials(rows, factors, weight, scale, way.count)
     return linear_w8a8(rows, factors, weight, scale)
 
 
