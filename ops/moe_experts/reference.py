@@ -71,7 +71,8 @@ def moe_experts(
     prompt's, for which a GPU has tiles that are faster with many rows. whole_width: MI of the experts of
     which gate_up and down hold some neighbouring rows and columns, 0 if they are whole: the result is then a
     part of each sum, float32, to be added by the norm as `linear_partials` has it. For that MI is cut into
-    equal splits, each is summed over a row's slots, and those sums are added as a tree; on a GPU not for a prompt.
+    equal splits, each is summed over a row's slots, and those sums are added as a tree; on a GPU not for a
+    prompt.
     """
 
     def multiply(row: Tensor, stack: Tensor, scale: Tensor | None, expert: int) -> Tensor:
