@@ -28,9 +28,9 @@ _NUMBERS = itertools.count()
 _OF_CALLER = -1
 _CALLER = threading.local()
 _LIBRARY = torch.library.Library("compiled_mtp", "FRAGMENT")
-_LIBRARY.define("exchange(Tensor x, int world, int number) -> Tensor")
-_LIBRARY.define("exchange_parts(Tensor parts, int world, int number) -> Tensor")
-_LIBRARY.define("exchange_sum(Tensor parts, ScalarType dtype, int number) -> Tensor")
+_LIBRARY.define("gather(Tensor x, int world, int number) -> Tensor")
+_LIBRARY.define("gather_partials(Tensor parts, int world, int number) -> Tensor")
+_LIBRARY.define("sum_partials(Tensor parts, ScalarType dtype, int number) -> Tensor")
 
 
 class CommunicatorError(RuntimeError):
@@ -68,7 +68,7 @@ class Communicator(ABC):
 
         Raises CommunicatorError where a rank is gone or does not come.
         """
-        gathered: torch.Tensor = torch.ops.compiled_mtp.communicator(x, self.world, self._number)
+        gathered: torch.Tensor = torch.ops.compiled_mtp.gather(x, self.world, self._number)
         return gathered
 
     def gather_partials(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -78,11 +78,11 @@ class Communicator(ABC):
         A rank's parts are neighbours in the tree: what it sends is their sum. With many rows, where the
         exchange can, the sums of all, [1, M, N]: the same bits.
         """
-        exchanges = torch.ops.compiled_mtp
+        operators = torch.ops.compiled_mtp
         if self.adds(parts.shape[1]):
-            sums: torch.Tensor = exchanges.exchange_sum(parts, dtype, self._number)
+            sums: torch.Tensor = operators.sum_partials(parts, dtype, self._number)
             return sums[None]
-        gathered: torch.Tensor = exchanges.exchange_parts(parts, self.world, self._number)
+        gathered: torch.Tensor = operators.gather_partials(parts, self.world, self._number)
         return gathered
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Communicator(ABC):
         """A program that was traced within `left_open`, in this process or another, with this exchange."""
 
         def call(*arguments: Any) -> Any:
-            before = getattr(_CALLER, "exchange", None)
+            before = getattr(_CALLER, "communicator", None)
             _CALLER.communicator = self
             try:
                 return program(*arguments)
@@ -169,7 +169,7 @@ def _find(number: int) -> Communicator:
     return found
 
 
-def _communicator(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _gather(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return _find(number)._come(x)
 
 
@@ -179,7 +179,7 @@ def _gather_partials(parts: torch.Tensor, world: int, number: int) -> torch.Tens
     return communicator._gather_sums(parts.contiguous())
 
 
-def _all_reduce(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _sum_partials(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
     communicator = _find(number)
     communicator.count += 1
     return communicator._add(parts.contiguous(), dtype)
@@ -189,18 +189,18 @@ def _gather_partials_fake(parts: torch.Tensor, world: int, number: int) -> torch
     return parts.new_empty((world, *parts.shape[1:]))
 
 
-def _all_reduce_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _sum_partials_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
     return parts.new_empty(parts.shape[1:], dtype=dtype)
 
 
-def _exchange_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _gather_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
     return x.new_empty((world, *x.shape))
 
 
 for _name, _call, _fake in (
-    ("exchange", _communicator, _exchange_fake),
-    ("exchange_parts", _gather_partials, _gather_partials_fake),
-    ("exchange_sum", _all_reduce, _all_reduce_fake),
+    ("gather", _gather, _gather_fake),
+    ("gather_partials", _gather_partials, _gather_partials_fake),
+    ("sum_partials", _sum_partials, _sum_partials_fake),
 ):
     _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_mtp::{_name}", _fake, lib=_LIBRARY)

@@ -92,7 +92,7 @@ def launch_linear_silu_mul(args: Any) -> torch.Tensor:
     return launch_product(config, args.x, args.weight, args.weight_scale, False, True, resident=args.resident)
 
 
-def launch_linear_parts(args: Any) -> torch.Tensor:
+def launch_linear_partials(args: Any) -> torch.Tensor:
     x, weight, whole = args.x, args.weight, (args.whole_n, args.whole_k)
     if args.prefill:
         whole_sum = prompt_product(x, weight, args.weight_scale, args.stacked, whole)

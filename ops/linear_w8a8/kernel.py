@@ -120,7 +120,7 @@ def launch(args: Any) -> torch.Tensor:
     return launch_product(args, 1, args.x.shape[1], dtype)[0]
 
 
-def launch_linear_w8a8_parts(args: Any) -> torch.Tensor:
+def launch_linear_w8a8_partials(args: Any) -> torch.Tensor:
     whole_k = args.whole_k or args.x.shape[1]
     dtype = parts_dtype(args.weight, args.count, args.whole_k, args.out_float32 or args.stacked)
     partials = launch_product(args, args.count, whole_k // count_k_splits(whole_k), dtype)

@@ -189,7 +189,7 @@ def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int 
 
 def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU: one part of up to 16 rows, four of more."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_parts", few_or_four)
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", few_or_four)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 

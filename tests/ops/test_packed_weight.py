@@ -75,14 +75,14 @@ def test_pieces_of_ranks_have_the_bits_of_the_whole(ranks: int) -> None:
     weight = stored_weight(1032, 512)
     rows, sums = torch.randn(37, 512), weight.clone()
     assert pack(weight)
-    assert pack(sums, shares=4)
+    assert pack(sums, k_splits=4)
     exponent = largest_exponent(weight)
     pieces = [piece.contiguous() for piece in weight.chunk(ranks)]
     assert all(pack(piece, exponent=exponent) for piece in pieces)
     assert torch.equal(torch.cat([linear(rows, piece) for piece in pieces], dim=1), linear(rows, weight))
 
     pieces = [piece.contiguous() for piece in sums.chunk(ranks, dim=1)]
-    assert all(pack(piece, shares=4 // ranks, exponent=exponent) for piece in pieces)
+    assert all(pack(piece, k_splits=4 // ranks, exponent=exponent) for piece in pieces)
     pairs = zip(rows.chunk(ranks, dim=1), pieces, strict=True)
     parts = [linear_partials(x, piece, None, 1, 0, 512)[0] for x, piece in pairs]
     whole = linear_partials(rows, sums, None, 1)[0]

@@ -163,7 +163,7 @@ def test_an_open_program_exchanges_by_its_caller() -> None:
         number = one._number
 
     def program(x: torch.Tensor) -> Any:
-        return torch.ops.compiled_mtp.communicator(x, 1, number)
+        return torch.ops.compiled_mtp.gather(x, 1, number)
 
     x = torch.zeros(1)
     one.calls(lambda x: (program(x), other.calls(program)(x), program(x)))(x)

@@ -452,7 +452,7 @@ def test_a_replica_knows_the_files_before_it_reads_one(
         ray_serve, "_import_ray", lambda _: SimpleNamespace(get_replica_context=lambda: context)
     )
     warm: list[Any] = []
-    name = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
+    name = "compiled_mtp.frontend.processor.RequestProcessor.warm_up_grammars"
     monkeypatch.setattr(name, lambda frontend: warm.append(frontend))
     fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
     with pytest.raises(ValueError, match=r"got \['config.json'\] changed"):

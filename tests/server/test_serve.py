@@ -48,7 +48,7 @@ def test_a_repository_is_served_under_its_own_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compiled_mtp.frontend.checkpoint.find_checkpoint", lambda model, is_offline: SHIPPED)
     warm: list[Any] = []
-    method = "compiled_mtp.frontend.processor.Front.warm_up_grammars"
+    method = "compiled_mtp.frontend.processor.RequestProcessor.warm_up_grammars"
     monkeypatch.setattr(method, lambda frontend: warm.append(frontend))
     config = ServerConfig(port=0, served_model_name=name)
     with pytest.raises(ValueError, match="stopped here"):
