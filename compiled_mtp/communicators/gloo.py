@@ -43,7 +43,7 @@ class GlooCommunicator(Communicator):
         self._group._set_default_timeout(timedelta(seconds=START_S))
 
     def expect_steps(self) -> None:
-        """As `Exchange.expect_steps`."""
+        """As `Communicator.expect_steps`."""
         super().expect_steps()
         self._group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 

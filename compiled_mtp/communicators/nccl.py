@@ -43,12 +43,12 @@ class NcclCommunicator(GlooCommunicator):
         self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
 
     def expect_steps(self) -> None:
-        """As `Exchange.expect_steps`."""
+        """As `Communicator.expect_steps`."""
         super().expect_steps()
         self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
     def give_up(self) -> None:
-        """As `Exchange.give_up`: kernels are told at once, but NCCL returns when no graph holds them."""
+        """As `Communicator.give_up`: kernels are told at once, but NCCL returns when no graph holds them."""
         with self._lock:
             is_first, self._is_given_up = not self._is_given_up, True
         if is_first:

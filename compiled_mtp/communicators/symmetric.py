@@ -110,16 +110,16 @@ class SymmetricCommunicator(GlooCommunicator):
         self.least(0)
 
     def expect_steps(self) -> None:
-        """As `Exchange.expect_steps`."""
+        """As `Communicator.expect_steps`."""
         super().expect_steps()
         self._control[1] = int(ENDLESS_S * 1e9)
 
     def name_missing(self) -> None:
-        """As `Exchange.name_missing`."""
+        """As `Communicator.name_missing`."""
         self._control[1] = 0
 
     def check(self) -> None:
-        """As `Exchange.check`."""
+        """As `Communicator.check`."""
         fault = int(self._control[0])
         if fault > 0:
             limit = STEP_S if self.has_steps else START_S
@@ -128,21 +128,21 @@ class SymmetricCommunicator(GlooCommunicator):
             raise CommunicatorError("the exchange was given up")
 
     def give_up(self) -> None:
-        """As `Exchange.give_up`: kernels look at the host's memory while they wait."""
+        """As `Communicator.give_up`: kernels look at the host's memory while they wait."""
         if not self._control[0]:
             self._control[0] = -1
         # Kernels may still look there, or wait for a while: what they read must not become another's.
         _GIVEN_UP.add(self)
 
     def release(self) -> None:
-        """As `Exchange.release`: once every kernel has ended, and not where the device cannot say so."""
+        """As `Communicator.release`: once every kernel has ended, and not where the device cannot say so."""
         if self in _GIVEN_UP:
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._memory.device)
                 _GIVEN_UP.discard(self)
 
     def adds(self, rows: int) -> bool:
-        """As `Exchange.adds`."""
+        """As `Communicator.adds`."""
         return rows >= _MANY_ROWS
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:

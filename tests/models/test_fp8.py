@@ -116,8 +116,8 @@ def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: py
         product = with_rows.runner.step.target.get_submodule(name)
         product.register_forward_pre_hook(lambda module, args: (rounded(args[0]), *args[1:]))
         # Before a norm.
-        partials = partial(lambda partials, x, rows: partials(rounded(x), rows), product.partials)
-        monkeypatch.setattr(product, "parts", parts)
+        partials = partial(lambda whole, x, rows: whole(rounded(x), rows), product.partials)
+        monkeypatch.setattr(product, "partials", partials)
     monkeypatch.setattr("compiled_mtp.models.moe.moe_experts", experts_by_hand)
     by_hand = distance(quantised, prefill_logits(with_rows, tokens))
     recipes = distance(quantised, unquantised)
