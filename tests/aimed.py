@@ -20,7 +20,7 @@ ROOT = Path(compiled_mtp.__file__).parent
 EVERYWHERE = frozenset[str]()
 
 
-class WaitingQueue(NamedTuple):
+class Line(NamedTuple):
     """A line of a function, and which of the times it runs."""
 
     file: str
@@ -42,7 +42,7 @@ class Aim:
         files: Collection[str],
         functions: Collection[str] = EVERYWHERE,
         *,
-        target: WaitingQueue | None = None,
+        target: Line | None = None,
         error: Callable[[], BaseException] = KeyboardInterrupt,
         is_armed: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -70,7 +70,7 @@ class Aim:
         if event == "line":
             key = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
             self.lines[key] += 1
-            if self._target == WaitingQueue(*key, self.lines[key]):
+            if self._target == Line(*key, self.lines[key]):
                 self.is_hit = True
                 raise self._error()
         return self._look
@@ -85,6 +85,6 @@ class Aim:
         finally:
             sys.settrace(before)
 
-    def targets(self) -> list[WaitingQueue]:
+    def targets(self) -> list[Line]:
         """The first and the last time of every line that has run."""
-        return [WaitingQueue(*key, time) for key, count in self.lines.items() for time in sorted({1, count})]
+        return [Line(*key, time) for key, count in self.lines.items() for time in sorted({1, count})]

@@ -45,13 +45,14 @@ def late_key(
 def traced(record: Any) -> dict[str, Any]:
     """The fields of a dataclass that are part of the key: all that are not marked NOT_TRACED.
 
-    "traced" in a field's metadata makes a JSON value of its own.
+    "traced" in a field's metadata makes a JSON value of its own; "setting" names the setting whose place it
+    takes.
     """
     found = {}
     for field in fields(record):
         write = field.metadata.get("traced", lambda value: value)
         if write is not None:
-            found[field.name] = write(getattr(record, field.name))
+            found[field.metadata.get("setting", field.name)] = write(getattr(record, field.name))
     return found
 
 

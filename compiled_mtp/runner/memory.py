@@ -340,13 +340,13 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
     chunks, prefix_host_blocks = plan_prefix_host(
         left, memory, max(_PREFIX_HOST_TOKENS, config.resume_step) // config.block_size
     )
-    shelf_sum = chunks * memory.snapshot_bytes + prefix_host_blocks * memory.block_bytes
+    prefix_tier_sum = chunks * memory.snapshot_bytes + prefix_host_blocks * memory.block_bytes
     logger.info(
         "up to %d MiB of the host's memory when they are needed: %d for requests that leave, %d for the "
         "prefix cache",
-        (host_bytes + shelf_sum) >> 20,
+        (host_bytes + prefix_tier_sum) >> 20,
         host_bytes >> 20,
-        shelf_sum >> 20,
+        prefix_tier_sum >> 20,
     )
     return replace(
         memory,

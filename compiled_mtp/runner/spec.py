@@ -62,9 +62,10 @@ class EngineSpec:
     the graph_cache that is used. num_threads: None for those that torch has. max_model_len: before memory
     bounds it. prefill_chunk: the most tokens of a prompt in a launch, busy_chunk while rounds wait for it.
     least_saved: tokens that a checkpoint near a prompt's end must save the prompt when it comes again.
-    exchange: the way to the other ranks, if any.
+    communicator: the way to the other ranks, if any.
 
-    A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata says how.
+    A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata says
+    how, and `setting` names the setting that it settles, where their names differ.
     """
 
     config: EngineConfig = field(metadata=NOT_TRACED)
@@ -87,7 +88,7 @@ class EngineSpec:
     is_compiled: bool = field(metadata=NOT_TRACED)
     has_graphs: bool = field(metadata=NOT_TRACED)
     cache: Path | None = field(metadata=NOT_TRACED)
-    communicator: Communicator | None = field(default=None, metadata={"traced": _kind})
+    communicator: Communicator | None = field(default=None, metadata={"traced": _kind, "setting": "exchange"})
 
     @property
     def has_shapes(self) -> bool:

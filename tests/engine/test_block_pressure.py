@@ -109,7 +109,7 @@ def test_a_pool_for_one_and_a_half_requests_runs_all(
 def test_copies_that_take_longer_than_launches_change_no_token(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
+    monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     engine = make_engine(
         checkpoint, num_blocks=FEW_BLOCKS, max_batch=4, mtp_step=3, max_in_flight=1, offload_gb=0.5
     )

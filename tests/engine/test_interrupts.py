@@ -20,7 +20,7 @@ from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds.two_phase import TwoPhaseRound
 from compiled_mtp.scheduler.turn import Turn
-from tests.aimed import Aim, WaitingQueue
+from tests.aimed import Aim, Line
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
 
@@ -176,7 +176,7 @@ def attack(engine: Engine, scenario: Scenario, aim: Aim, told: Told) -> None:
     told.take(engine.step())
 
 
-def sample(targets: Sequence[WaitingQueue], count: int, seed: int = 0) -> Iterator[WaitingQueue]:
+def sample(targets: Sequence[Line], count: int, seed: int = 0) -> Iterator[Line]:
     """Some of them, or all, in a random order."""
     return iter(random.Random(seed).sample(list(targets), min(count, len(targets))))
 
@@ -238,10 +238,7 @@ def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
         for key in [key for key, count in watch.lines.items() if count >= time]:
             name, told = f"{salt} {key[2]}", Told()
             engine.add_request(prompt_token_ids=prompt, params=salted(PLAIN, name), request_id=name)
-            with (
-                Aim(files, ("_keys_of",), target=WaitingQueue(*key, time)).watching(),
-                suppress(KeyboardInterrupt),
-            ):
+            with Aim(files, ("_keys_of",), target=Line(*key, time)).watching(), suppress(KeyboardInterrupt):
                 told.take(engine.step())
             drain(engine, told)
             assert told.reasons == {(name, 0): "length"}, key
@@ -501,7 +498,7 @@ def test_text_held_for_stop_strings_comes_once_and_with_its_tokens(
     if not is_recovering:
         functions |= {"_take_tokens", "append", "_take_text", "add", "take", "commit"}
 
-    def play(target: WaitingQueue | None = None) -> Aim:
+    def play(target: Line | None = None) -> Aim:
         nonlocal calls
         calls, due[0] = itertools.count(), 2
         is_down.clear()

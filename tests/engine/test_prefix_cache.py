@@ -152,9 +152,9 @@ def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) ->
 def test_what_comes_back_from_host_memory_gives_the_same(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int, kv_dtype: str
 ) -> None:
-    monkeypatch.setattr("compiled_mtp.runner.memory.shelf_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
     if max_in_flight:
-        monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
+        monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2, "kv_dtype": kv_dtype}
     engine = make_engine(checkpoint, mtp_step=mtp_step, max_in_flight=max_in_flight, **sizes)
     prompts = [prompt_of(150 + 10 * i, 30 + i, VOCAB) for i in range(3)]
@@ -192,7 +192,7 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
 
 def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
-    taken, memory = engine.runner.moves.checkpoints.nbytes, engine.runner.memory
+    taken, memory = engine.runner.moves.snapshots.nbytes, engine.runner.memory
     assert taken == memory.num_snapshots * memory.snapshot_bytes > 0
     engine.generate([PROMPT], SAMPLED)
     kept = 3 * memory.snapshot_bytes + 12 * memory.block_bytes

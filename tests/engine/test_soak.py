@@ -102,8 +102,10 @@ def test_engines_with_everything_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     rng, mib = random.Random(seed), 1 << 20
     alone = make_engine(tmp_path, mtp_step=0, max_batch=1, prefix_cache=False, offload_gb=0)
-    monkeypatch.setattr("compiled_mtp.cache.moves.Lane", LateCopyStream)
-    monkeypatch.setattr("compiled_mtp.runner.memory.shelf_bytes", lambda *_: rng.choice([0, 2, 8]) * mib)
+    monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
+    monkeypatch.setattr(
+        "compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: rng.choice([0, 2, 8]) * mib
+    )
     engine = make_engine(
         tmp_path,
         mtp_step=rng.choice([0, 1, 3]),

@@ -554,7 +554,7 @@ def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: 
 def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
-        Engine(config_of(directory, communicator="nccl"))
+        Engine(config_of(directory, exchange="nccl"))
 
 
 def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:
