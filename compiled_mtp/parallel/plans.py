@@ -77,13 +77,13 @@ class PlanWriter(_Ring):
                 check()
                 time.sleep(_PAUSE_S)
                 continue
-            prompt_chunk, left = left[:room], left[room:]
+            part, left = left[:room], left[room:]
             done = 0
-            for span in self._spans(written, len(prompt_chunk)):
+            for span in self._spans(written, len(part)):
                 size = span.stop - span.start
-                self._memory[span] = prompt_chunk[done : done + size]
+                self._memory[span] = part[done : done + size]
                 done += size
-            self._set_word(0, written + len(prompt_chunk))
+            self._set_word(0, written + len(part))
             for rank in self.readers:
                 if self._word(_MOST_RANKS + rank):
                     self._set_word(_MOST_RANKS + rank, 0)
@@ -124,10 +124,10 @@ class PlanReader(_Ring):
         taken = bytearray()
         while len(taken) < size:
             there = self._wait() - self._read
-            prompt_chunk = min(there, size - len(taken))
-            for span in self._spans(self._read, prompt_chunk):
+            part = min(there, size - len(taken))
+            for span in self._spans(self._read, part):
                 taken += self._memory[span]
-            self._read += prompt_chunk
+            self._read += part
             self._set_word(self._rank, self._read)
         return bytes(taken)
 

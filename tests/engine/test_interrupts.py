@@ -265,7 +265,10 @@ def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> 
 
 def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) -> None:
     """Of `generate`, whose caller has no name to end them by."""
-    files = ("engine.py", *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "line", "planner")))
+    files = (
+        "engine.py",
+        *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "waiting_queue", "planner")),
+    )
     functions = {"hand_over", "add", "enter", "put", "discard", "_queue_all", "_advance"}
     prompts = [prompt_of(20, 1, VOCAB), prompt_of(9, 2, VOCAB)]
     params = [PLAIN, SCORED.model_copy(update={"max_tokens": 1, "n": 3})]

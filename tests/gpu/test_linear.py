@@ -170,7 +170,7 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
             assert same, f"{rows} rows, {count} programs"
 
 
-# The head, those of 27B, and some of smaller models; whole weights, and a piece of one.
+# The head, those of 27B, and some of smaller models; whole weights, and a shard of one.
 @pytest.mark.parametrize(
     "kind, n, k",
     [
@@ -186,7 +186,7 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
         ("parts", 5120, 6144),
         ("parts", 2560, 9216),
         ("parts", 1024, 3584),
-        ("piece", 5120, 2176),
+        ("shard", 5120, 2176),
     ],
 )
 def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
@@ -200,7 +200,7 @@ def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
         "product": lambda rows: linear(rows, weight),
         "gated": lambda rows: linear_silu_mul(rows, weight),
         "parts": lambda rows: linear_partials(rows, weight, None, most_parts).transpose(0, 1),
-        "piece": lambda rows: linear_partials(rows, weight, None, 1, n, 8 * k)[0],
+        "shard": lambda rows: linear_partials(rows, weight, None, 1, n, 8 * k)[0],
     }
     call = calls[kind]
     wanted = call(unaligned)
@@ -222,19 +222,19 @@ def test_a_product_beside_another(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])
-@pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_pieces_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, prompt_chunks: int) -> None:
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_shards_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, shards: int) -> None:
     """A device that holds some of the columns gives the tree's part of its shares."""
     x, weight, scale = make(100, n, k, fp8)
-    length = k // prompt_chunks
+    length = k // shards
     for rows in (1, 4, 33, 64, 100):
         parts = []
         for first in range(0, k, length):
             columns = slice(first, first + length)
-            piece_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
+            shard_scale = None if scale is None else scale[:, first // 128 : (first + length) // 128]
             count = max(part_counts(length, k))
-            prompt_chunk = linear_partials(x[:rows, columns], weight[:, columns], piece_scale, count, n, k)
-            parts.append(add_tree(prompt_chunk.float()))
+            shard = linear_partials(x[:rows, columns], weight[:, columns], shard_scale, count, n, k)
+            parts.append(add_tree(shard.float()))
         whole = linear_partials(x[:rows], weight, scale, 8)
         assert torch.equal(add_tree(parts).bfloat16(), add_tree(whole).bfloat16()), f"{rows} rows"
 

@@ -107,18 +107,18 @@ def test_float32_equals_float64_and_rows_are_invariant(weight_dtype: torch.dtype
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("pieces", [2, 4])
-def test_pieces_have_the_bits_of_the_whole(weight_dtype: torch.dtype, prompt_chunks: int) -> None:
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_have_the_bits_of_the_whole(weight_dtype: torch.dtype, shards: int) -> None:
     """Devices that hold some of the width each: the gate's rows, up's, and those columns of down."""
     x, weights, ids, gate_up, down, *scales = make_case(70, (16, 4, 1024, 512), torch.bfloat16, weight_dtype)
 
     def rows_of(stack: torch.Tensor) -> list[torch.Tensor]:
-        gates, ups = (half.chunk(prompt_chunks, 1) for half in stack.chunk(2, 1))
+        gates, ups = (half.chunk(shards, 1) for half in stack.chunk(2, 1))
         return [torch.cat(pair, 1) for pair in zip(gates, ups, strict=True)]
 
-    cut_rows = [rows_of(t) if t is not None else [None] * prompt_chunks for t in (gate_up, scales[0])]
+    cut_rows = [rows_of(t) if t is not None else [None] * shards for t in (gate_up, scales[0])]
     cut_columns = [
-        [c.contiguous() for c in t.chunk(prompt_chunks, 2)] if t is not None else [None] * prompt_chunks
+        [c.contiguous() for c in t.chunk(shards, 2)] if t is not None else [None] * shards
         for t in (down, scales[1])
     ]
     for rows in (1, 4, 33, 70):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.scheduler import Scheduler
-from tests.aimed import Aim, WaitingQueue
+from tests.aimed import Aim, Line
 from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
 
 
@@ -148,7 +148,5 @@ def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> Non
     for steps in (4, 9):
         watch = Aim(files)
         down(watch, steps)
-        for target in [
-            WaitingQueue(*key, time) for key, most in watch.lines.items() for time in {1, 2, most}
-        ]:
+        for target in [Line(*key, time) for key, most in watch.lines.items() for time in {1, 2, most}]:
             down(Aim(files, target=target), steps)

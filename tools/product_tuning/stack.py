@@ -112,12 +112,12 @@ def choose_config(stack: Stack, entries: dict[str, list[int]], name: str, rivals
 
 def held_tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Iterator[ResidentTile]:
     """Those whose programs all have their place at once, and are enough to keep the processors busy."""
-    for block_n, prompt_chunk, in_flight in itertools.product(BLOCKS, PIECES, IN_FLIGHT):
+    for block_n, piece, in_flight in itertools.product(BLOCKS, PIECES, IN_FLIGHT):
         size = 2 * (k // split) * (block_n + ROWS)
         places = shared_bytes // size * processors
         programs = -(-n // block_n) * split
         if processors * 3 // 4 <= programs <= places:
-            yield ResidentTile(block_n, prompt_chunk, in_flight)
+            yield ResidentTile(block_n, piece, in_flight)
 
 
 class HeldTuner:
@@ -133,7 +133,7 @@ class HeldTuner:
             n, k = module.weight.shape
             kind = "gated" if module.is_gated else "product"
             if module.is_before_norm:
-                kind = f"parts{module.num_parts}"
+                kind = f"parts{module.num_partials}"
             if module.may_be_resident:
                 self.names[f"{n}x{k} {kind}"] = (n, k, module.num_partials if module.is_before_norm else 1)
         self.linears = linears
