@@ -21,7 +21,7 @@ from compiled_mtp.models.weight_format import NO_FORMATS, Formats, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
+class WeightShard:
     """`rows` rows of a stored tensor, from row `source` on, that fill `parameter` from row `start` on.
 
     Of a stack of experts [E, N, K] rows are those of each expert: a stored matrix fills the expert `expert`,
@@ -63,7 +63,7 @@ class Stored:
     """A tensor of a checkpoint: the shape it must have and where its rows go."""
 
     shape: tuple[int, ...]
-    pieces: tuple[PromptChunk, ...]
+    pieces: tuple[WeightShard, ...]
 
     @property
     def is_stack(self) -> bool:
@@ -149,7 +149,7 @@ def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
     return whole
 
 
-def _scale_piece(piece: PromptChunk, block: int) -> PromptChunk:
+def _scale_piece(piece: WeightShard, block: int) -> WeightShard:
     columns = None
     if piece.columns is not None:
         columns = (piece.columns[0] // block, -(-piece.columns[1] // block))
@@ -164,11 +164,11 @@ def _scale_piece(piece: PromptChunk, block: int) -> PromptChunk:
 
 
 def _whole(parameter: str, *shape: int) -> Stored:
-    return Stored(shape, (PromptChunk(parameter, 0, shape[0]),))
+    return Stored(shape, (WeightShard(parameter, 0, shape[0]),))
 
 
 def _part(parameter: str, start: int, *shape: int, expert: int | None = None) -> Stored:
-    return Stored(shape, (PromptChunk(parameter, start, shape[0], expert=expert),))
+    return Stored(shape, (WeightShard(parameter, start, shape[0], expert=expert),))
 
 
 def _norms_and_ffn(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stored]:
@@ -231,7 +231,7 @@ def _gdn_interleaved(c: ModelConfig, src: str, in_proj: str, gates: str, first: 
     }
 
 
-def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[PromptChunk]:
+def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[WeightShard]:
     """From q|k|v|z of one key head after another to all q, then all k, v and z."""
     per_key = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
     parts = (
@@ -243,17 +243,17 @@ def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[PromptChunk]:
     source = 0
     for head in range(c.linear_num_key_heads):
         for start, rows in parts:
-            yield PromptChunk(parameter, start + head * rows, rows, source)
+            yield WeightShard(parameter, start + head * rows, rows, source)
             source += rows
 
 
-def _split_ba(c: ModelConfig, parameter: str, start: int) -> Iterator[PromptChunk]:
+def _split_ba(c: ModelConfig, parameter: str, start: int) -> Iterator[WeightShard]:
     """The same for the gates: b|a of one key head after another."""
     per_key = c.linear_num_value_heads // c.linear_num_key_heads
     for head in range(c.linear_num_key_heads):
         for part in range(2):
             row = start + part * c.linear_num_value_heads + head * per_key
-            yield PromptChunk(parameter, row, per_key, (2 * head + part) * per_key)
+            yield WeightShard(parameter, row, per_key, (2 * head + part) * per_key)
 
 
 def _dense(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
@@ -275,9 +275,9 @@ def _moe(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stor
     }
     single = {f"{src}mlp.shared_expert.": e}
     if is_stacked:
-        stack = Stored((e, 2 * mi, h), (PromptChunk(gate_up, 0, 2 * mi, expert=0),))
+        stack = Stored((e, 2 * mi, h), (WeightShard(gate_up, 0, 2 * mi, expert=0),))
         layout[f"{src}mlp.experts.gate_up_proj"] = stack
-        layout[f"{src}mlp.experts.down_proj"] = Stored((e, h, mi), (PromptChunk(down, 0, h, expert=0),))
+        layout[f"{src}mlp.experts.down_proj"] = Stored((e, h, mi), (WeightShard(down, 0, h, expert=0),))
     else:
         single |= {f"{src}mlp.experts.{expert}.": expert for expert in range(e)}
     for name, expert in single.items():

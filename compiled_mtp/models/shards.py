@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from compiled_mtp.errors import fail
 from compiled_mtp.model_config import ModelConfig, share
-from compiled_mtp.models.layout import Layout, PromptChunk, Stored
+from compiled_mtp.models.layout import Layout, WeightShard, Stored
 from compiled_mtp.models.weight_format import PLAIN, Formats
 
 
@@ -114,7 +114,7 @@ def shard_layout(
     cuts: dict[str, Cut] = {}
     sharded = {}
     for name, stored in layout.items():
-        pieces: list[PromptChunk] = []
+        pieces: list[WeightShard] = []
         for piece in stored.pieces:
             if piece.parameter not in cuts:
                 cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
@@ -128,7 +128,7 @@ def shard_layout(
     return sharded
 
 
-def _held(piece: PromptChunk, cut: Cut) -> Iterator[PromptChunk]:
+def _held(piece: WeightShard, cut: Cut) -> Iterator[WeightShard]:
     """The parts of a whole parameter's piece that lie in what a rank holds, placed in its own parameter."""
     local = 0
     for begin, end in cut.rows or ((0, piece.start + piece.rows),):
@@ -139,7 +139,7 @@ def _held(piece: PromptChunk, cut: Cut) -> Iterator[PromptChunk]:
         local += end - begin
 
 
-def _check_blocks(piece: PromptChunk, shape: tuple[int, ...], formats: Formats) -> None:
+def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) -> None:
     form = formats.get(piece.parameter)
     if form is None:
         return
