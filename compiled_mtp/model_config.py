@@ -29,6 +29,7 @@ class ModelConfig:
     Sizes are numbers of rows, heads or features; dtypes are names ('bfloat16'). A size of a part that the
     family lacks (experts in a dense model) is 0. `family` is a name in models/family.py. `world` is the
     number of ranks that hold the model together: above 1 the sizes are those of one of them; see `shard`.
+    four_bit_group: columns that share a scale where weights that no checkpoint fills are four-bit, else 0.
     """
 
     family: str
@@ -61,6 +62,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = field(metadata=NOT_TRACED)
     quantized: bool = field(metadata=NOT_TRACED)
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
+    four_bit_group: int = field(default=0, metadata=NOT_TRACED)
     world: int = 1
 
     @property

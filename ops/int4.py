@@ -39,7 +39,7 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
 
 def pack_groups(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """Groups [K / group, N, 2] of scales [N, K / group] float16 or bfloat16, whose dtype they have, and zero
-    points [N, K / group] of 0 to 15."""
+    points [N, K / group] of 0 to 16, which version 1 of GPTQ reaches."""
     minus = (zeros.to(torch.int32) | _MINUS_128).to(torch.int16).view(scales.dtype)
     return torch.stack((scales, minus), -1).transpose(0, 1).contiguous()
 
@@ -47,7 +47,7 @@ def pack_groups(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
 def unpack_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales [N, K / group] and zero points [N, K / group] uint8: the reverse of `pack_groups`."""
     scales, minus = groups.transpose(0, 1).unbind(-1)
-    return scales.contiguous(), (minus.contiguous().view(torch.int16) & 15).to(torch.uint8)
+    return scales.contiguous(), (minus.contiguous().view(torch.int16) & 127).to(torch.uint8)
 
 
 def dequantize(words: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -396,7 +396,7 @@ def allocate(
             for n, p in DraftModel(config, dtype, torch.device("cpu"), formats).named_parameters()
         }
     for parameter in parameters.values():
-        parameter.fill_(float("nan"))
+        parameter.fill_(float("nan") if parameter.is_floating_point() else -77)
     return parameters
 
 

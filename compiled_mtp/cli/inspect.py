@@ -107,7 +107,7 @@ def describe_run(
     device = resolve_device(config.device)
     dtype = getattr(torch, config.resolve_dtype(device.type, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe)
+    formats = read_formats(model, path, device, recipe, dtype)
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)

@@ -16,7 +16,7 @@ from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, Formats
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
@@ -112,9 +112,18 @@ def _compare(
 
 
 def check_parameters(
-    layout: Mapping[str, Stored], parameters: Mapping[str, torch.Tensor], path: str | Path
+    layout: Mapping[str, Stored],
+    parameters: Mapping[str, torch.Tensor],
+    path: str | Path,
+    formats: Formats = NO_FORMATS,
 ) -> None:
     """Raise ValueError that names the first parameters that `layout` does not fill exactly."""
+    four_bits = {name for name, form in formats.items() if form.group and name in parameters}
+    parameters = {
+        name: _codes_of(parameter) if name in four_bits else parameter
+        for name, parameter in parameters.items()
+        if name.removesuffix("_scale") == name or name.removesuffix("_scale") not in four_bits
+    }
     filled = dict.fromkeys(parameters, 0)
     wrong = []
     for stored in layout.values():
@@ -132,6 +141,11 @@ def check_parameters(
     wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
     if wrong:
         raise _misfit([f"parameters that do not fit: {first_few(dict.fromkeys(wrong))}"], path)
+
+
+def _codes_of(words: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of the codes in `words`, without memory."""
+    return torch.empty((words.shape[0], words.shape[1] * 4), device="meta")
 
 
 def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:

@@ -27,6 +27,8 @@ from compiled_mtp.ops.linear import (
     linear_side,
     linear_silu_mul,
 )
+from compiled_mtp.ops.linear_w4a16 import count_partials as count_w4a16_partials
+from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
 from compiled_mtp.ops.linear_w8a8 import count_partials as count_w8a8_partials
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
 from compiled_mtp.ops.paged_attention import paged_attention
@@ -62,6 +64,7 @@ class Linear(nn.Module):
         super().__init__()
         make.add_weight(self, "weight", out_features, in_features)
         self.quantizes_rows = make.format_of("weight").quantizes_rows
+        self.has_codes = make.format_of("weight").group > 0
         self.is_before_norm = is_before_norm
         self.is_float32 = make.dtype == torch.float32
         self.communicator = communicator = make.communicator
@@ -86,6 +89,8 @@ class Linear(nn.Module):
         if self.quantizes_rows:
             return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
         is_prefill = isinstance(rows, PrefillRows)
+        if self.has_codes:
+            return linear_w4a16(as_they_are(x), *self.codes, False, is_prefill)
         how = (is_prefill, self.whole_n, 0, self.resident and not is_prefill)
         return linear(as_they_are(x), self.weight, self.weight_scale, False, *how)
 
@@ -107,6 +112,10 @@ class Linear(nn.Module):
             last = (count, whole_k, self.is_float32, is_stacked)
             partials = linear_w8a8_partials(values, x_scale, weight, factors, *last)
             dtype = torch.float32 if self.is_float32 else torch.bfloat16
+        elif self.has_codes:
+            x = as_they_are(x)
+            count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
+            partials = linear_w4a16_partials(x, *self.codes, count, whole_k, is_prefill, is_stacked)
         else:
             x = as_they_are(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
@@ -114,9 +123,17 @@ class Linear(nn.Module):
             partials = linear_partials(x, weight, factors, count, 0, whole_k, *how)
         return partials if communicator is None else communicator.gather_partials(partials, dtype)
 
+    @property
+    def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The words and groups of a four-bit weight."""
+        assert self.weight_scale is not None
+        return self.weight, self.weight_scale
+
     def _part_counts(self) -> tuple[int, int]:
         """Of few rows and of many."""
         count = count_w8a8_partials if self.quantizes_rows else count_partials
+        if self.has_codes:
+            count = count_w4a16_partials
         few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
         return few, many
 
@@ -135,7 +152,11 @@ class Linear(nn.Module):
         """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
         communicator, weight, factors = self.communicator, self.prompt_weight, self.prompt_weight_scale
         assert communicator is not None
-        if not self.quantizes_rows:
+        if self.has_codes:
+            whole = communicator.gather_columns(as_they_are(x))
+            assert factors is not None
+            sums = linear_w4a16_partials(whole, weight, factors, 1, 0, True)[0]
+        elif not self.quantizes_rows:
             whole = communicator.gather_columns(as_they_are(x))
             whole_n = weight.shape[0] * communicator.world
             sums = linear_partials(whole, weight, factors, 1, whole_n, 0, True)[0]
@@ -325,6 +346,8 @@ class MLP(nn.Module):
             y = QuantizedRows(*silu_mul_quantized(self.gate_up(x, rows)))
         elif isinstance(rows, PrefillRows) or self.quantizes_rows:
             y = silu_mul(self.gate_up(x, rows))
+        elif self.gate_up.has_codes:
+            y = linear_w4a16_silu_mul(as_they_are(x), *self.gate_up.codes)
         else:
             gate_up = self.gate_up
             how = (gate_up.whole_n, 0, gate_up.resident)

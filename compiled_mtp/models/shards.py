@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from compiled_mtp.errors import fail
 from compiled_mtp.model_config import ModelConfig, share
-from compiled_mtp.models.layout import Layout, WeightShard, Stored
+from compiled_mtp.models.layout import Layout, Stored, WeightShard
 from compiled_mtp.models.weight_format import PLAIN, Formats
 
 
@@ -147,7 +147,8 @@ def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) 
     rows = (piece.source, piece.source + piece.rows)
     edges = [(column, shape[-1]) for column in columns]
     # Rows that are multiplied out have no factors, but most make columns that are quantised in groups.
-    if form.has_factors or not piece.parameter.endswith("ffn.down"):
+    # Rows of four-bit codes have scales of their own.
+    if not form.group and (form.has_factors or not piece.parameter.endswith("ffn.down")):
         edges += [(row, shape[-2]) for row in rows] + [(piece.start, -1)]
     if any(edge % form.block and edge != size for edge, size in edges):
         got = f"rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]}"

@@ -3,12 +3,13 @@
 A format is one record. `PLAIN` weights have the activations' dtype. `FP8` weights are e4m3 with a float32
 factor for each block of 128 by 128, as the FP8 releases store them; where nothing reads them as they are, the
 loader multiplies them out. `W8A8` weights are FP8 weights whose products quantise their rows, in groups of
-128 columns, as the FP8 releases are run; `W8A8_VALUES` are the same multiplied out. No weight is ever
-quantised here.
+128 columns, as the FP8 releases are run; `W8A8_VALUES` are the same multiplied out. `four_bits` weights
+are the codes of a four-bit checkpoint, as a GPU's products read them. No weight is ever quantised here.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch import nn
 
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.errors import check, fail
-from compiled_mtp.ops import fp8
+from compiled_mtp.ops import fp8, int4
 from compiled_mtp.ops.device import shared_bytes_of
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
@@ -32,11 +33,13 @@ class WeightFormat:
     """How a weight [..., N, K] is stored.
 
     storage: dtype of the values in memory, None for the activations' own, without factors. block: rows, and
-    columns, that share a factor in the checkpoint. quantizes_rows: products take their rows in e4m3, with a
-    factor for each 128 columns. header_dtype: what a file's header calls the dtype. scale_suffix: what a
-    checkpoint adds to the name of a weight for that of its factors. values(weight [N, K], scale) gives the
-    weight's float32 values [N, K]. parameters: matches the names of the parameters whose operators take the
-    format. is_read_on(device) says whether the operators read it there without multiplying it out.
+    columns, that share a factor in the checkpoint. group: columns that share a scale and a zero point where
+    weights are four-bit codes, as ops.int4 packs them, else 0. scale_dtype: of factors or scales.
+    quantizes_rows: products take their rows in e4m3, with a factor for each 128 columns. header_dtype: what a
+    file's header calls the dtype. scale_suffix: what a checkpoint adds to the name of a weight for that of
+    its factors. values(weight [N, K], scale) gives the weight's float32 values [N, K]. parameters: matches
+    the names of the parameters whose operators take the format. is_read_on(device) says whether the operators
+    read it there without multiplying it out.
     """
 
     name: str
@@ -46,6 +49,8 @@ class WeightFormat:
     header_dtype: str = ""
     scale_suffix: str = ""
     values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda weight, scale: weight.float()
+    group: int = 0
+    scale_dtype: torch.dtype = torch.float32
     parameters: re.Pattern[str] = re.compile("")
     is_read_on: Callable[[torch.device], bool] = lambda device: True
 
@@ -54,8 +59,15 @@ class WeightFormat:
         """Whether a parameter's factors lie beside it."""
         return self.storage is not None
 
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the parameter of a weight [..., N, K]."""
+        return (*shape[:-1], shape[-1] // 4) if self.group else shape
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)]."""
+        """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)], or
+        [K / group, N, 2] of four-bit codes."""
+        if self.group:
+            return (shape[-1] // self.group, shape[-2], 2)
         return (*shape[:-2], *(-(-size // self.block) for size in shape[-2:]))
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,6 +102,29 @@ FP8 = WeightFormat(
     ),
     is_read_on=_reads_fp8,
 )
+
+_DENSE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down))\.weight$")
+
+
+@functools.cache
+def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
+    """Four-bit codes with a scale and a zero point for each `group` columns, 32, 64 or 128, of a row."""
+    dtype = str(scale_dtype).removeprefix("torch.")
+    return WeightFormat(
+        name=f"int4 in groups of {group}, scales in {dtype}",
+        storage=torch.int16,
+        block=int4.UNIT,
+        parameters=_DENSE,
+        is_read_on=lambda device: reads_int4(device),
+        group=group,
+        scale_dtype=scale_dtype,
+    )
+
+
+def reads_int4(device: torch.device) -> bool:
+    """Whether products read four-bit codes there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
 
 # What its largest tile takes.
 W8A8_SHARED_BYTES = 144 * 1024
@@ -194,6 +229,6 @@ class ParameterFactory:
         """Give `module` the weight `name` [..., N, K] in its format, or that of `like`, and its factors, or
         None, as `name`_scale."""
         form = self.format_of(like or name)
-        module.register_parameter(name, self.empty(*shape, dtype=form.storage))
-        scale = self.empty(*form.scale_shape(shape), dtype=torch.float32) if form.has_factors else None
+        module.register_parameter(name, self.empty(*form.stored_shape(shape), dtype=form.storage))
+        scale = self.empty(*form.scale_shape(shape), dtype=form.scale_dtype) if form.has_factors else None
         module.register_parameter(f"{name}_scale", scale)

@@ -16,10 +16,12 @@ import torch
 
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models import weight_format
 from compiled_mtp.models.catalogue import check_packed, describe_packed, read_stored
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
+from compiled_mtp.models.four_bits import fill_four_bits, four_bit_formats, made_up_formats
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
@@ -33,15 +35,21 @@ _VALUES_AT_ONCE = 1 << 22
 
 
 def read_formats(
-    config: ModelConfig, path: str | Path | None, device: torch.device, recipe: Recipe | None
+    config: ModelConfig,
+    path: str | Path | None,
+    device: torch.device,
+    recipe: Recipe | None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Formats:
-    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_columns`.
+    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_columns` and
+    `four_bit_formats`.
 
-    recipe: what `resolve_recipe` gives. Without a `path` (parameters that
+    recipe: what `resolve_recipe` gives. dtype: of the activations. Without a `path` (parameters that
     something else than a checkpoint fills) those of a release with this config. Raises ValueError for a
     config whose numbers of layers or experts are not those of the files.
     """
-    if not config.quantized:
+    may_have_codes = dtype == torch.bfloat16 and weight_format.reads_int4(device)
+    if not config.quantized and not may_have_codes:
         return NO_FORMATS
     headers = {} if path is None else read_stored(Path(path))
     if path is not None:
@@ -54,7 +62,15 @@ def read_formats(
     gdn_layers = [i for i, full in enumerate(config.is_full_attention) if not full]
     in_projs = {f"layers.{i}.mixer.in_proj.weight": FP8 for i in gdn_layers}
     layout = FAMILIES[config.family].layout(config, headers, in_projs)
-    return formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
+    formats: Formats = NO_FORMATS
+    if config.quantized:
+        formats = formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
+    if not may_have_codes:
+        return formats
+    if path is None:
+        group = config.four_bit_group
+        return {**formats, **made_up_formats(layout, group, device)} if group else formats
+    return {**formats, **four_bit_formats(layout, headers, device)}
 
 
 def check_weights(
@@ -84,7 +100,8 @@ def check_weights(
     part = shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows)
     needed = _count_bytes(part, formats, dtype)
     read = {name: weights[name] for name in whole}
-    packed = describe_packed(read)
+    kept = {name for name, stored in whole.items() if _are_codes_kept(stored, formats)}
+    packed = describe_packed({name: weight for name, weight in read.items() if name not in kept})
     how = f" ({packed}, multiplied out)" if packed else ""
     rule, got = f"hold {_gib(needed)} of weights{how}", f"{_gib(free_bytes)} for {path}"
     check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
@@ -112,8 +129,11 @@ def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
     count = 0
     for stored in layout.values():
         form = formats.get(stored.pieces[0].parameter)
-        itemsize = dtype.itemsize if form is None or form.storage is None else form.storage.itemsize
-        count += sum(piece.size_of(stored.shape) for piece in stored.pieces) * itemsize
+        numbers = sum(piece.size_of(stored.shape) for piece in stored.pieces)
+        if form is not None and form.group:
+            count += numbers // 2 + numbers // form.group * 4
+        else:
+            count += numbers * (dtype if form is None or form.storage is None else form.storage).itemsize
     return count
 
 
@@ -138,10 +158,10 @@ def load_weights(
     their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
     the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
     are copied with their factors to parameters in FP8 and multiplied out for others. Quantised linears are
-    multiplied out in float32, some rows at a time, and rounded once. Host memory beside the
-    parameters: the largest piece of a plain tensor, and its product where it is multiplied out. `progress`
-    gets the bytes done and the bytes in all. allow_extra: other tensors are not refused. is_checked: what was
-    copied is looked through for NaN and infinity.
+    packed anew for parameters of four-bit codes, and for others multiplied out in float32, some rows at a
+    time, and rounded once. Host memory beside the parameters: the largest piece of a plain tensor, and its
+    product where it is multiplied out. `progress` gets the bytes done and the bytes in all. allow_extra:
+    other tensors are not refused. is_checked: what was copied is looked through for NaN and infinity.
     Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
     another shape or dtype, and the first parameters that would not be filled; after it with the first tensors
     that are not finite.
@@ -149,7 +169,7 @@ def load_weights(
     weights = read_stored(Path(path))
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
-    check_parameters(layout, parameters, path)
+    check_parameters(layout, parameters, path, formats)
     held = {name: _held_bytes(stored, weights[name]) for name, stored in layout.items()}
     done = 0
     # They keep the order of the files, so that a disk reads forwards.
@@ -158,7 +178,9 @@ def load_weights(
         for piece in layout[name].pieces:
             parameter, region = parameters[piece.parameter], piece.region(weight.shape)
             target = piece.place_in(parameter, weight.shape)
-            if isinstance(weight, Header):
+            if formats.get(piece.parameter, PLAIN).group:
+                fill_four_bits(weight, piece, parameter, parameters[f"{piece.parameter}_scale"])
+            elif isinstance(weight, Header):
                 if scale is not None and not formats.get(piece.parameter, PLAIN).has_factors:
                     part = _multiply_out(weight, scale, region, parameter.dtype)
                 else:
@@ -171,6 +193,11 @@ def load_weights(
             progress(done, sum(held.values()))
     if is_checked and (wrong := find_not_finite(parameters)):
         raise _not_finite(wrong, layout, weights, parameters)
+
+
+def _are_codes_kept(stored: Stored, formats: Formats) -> bool:
+    """Whether all parameters that a stored tensor fills keep its four-bit codes."""
+    return all(formats.get(piece.parameter, PLAIN).group for piece in stored.pieces)
 
 
 def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:

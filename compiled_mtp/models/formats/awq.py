@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 
 from compiled_mtp.models.formats.claims import Claims
-from compiled_mtp.models.formats.unpack import covering, groups_of, scaled, unpack_rows, within
-from compiled_mtp.models.formats.weight import FLOATS, PackedWeight
+from compiled_mtp.models.formats.integers import IntegerWeight
+from compiled_mtp.models.formats.unpack import covering, unpack_rows, within
+from compiled_mtp.models.formats.weight import FLOATS
 from compiled_mtp.models.headers import Header
 
 _BITS, _PER_WORD = 4, 8
@@ -28,8 +29,11 @@ def unpack_interleaved(words: torch.Tensor) -> torch.Tensor:
     return codes[:, list(_PLACES)].flatten(0, 1)
 
 
-class AWQ(PackedWeight):
+class AWQ(IntegerWeight):
     """A linear in AWQ's packing for matrix products."""
+
+    scales = "scales"
+    bits = _BITS
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qweight": ("I32",),
@@ -61,10 +65,12 @@ class AWQ(PackedWeight):
         """Finite scales."""
         self.check_finite("scales")
 
-    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
-        """The float32 values of these rows and columns."""
+    def codes(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
+        """Codes, zero points and scales."""
         words, groups, own = covering(rows, _PER_WORD), covering(columns, self.group), within(rows, _PER_WORD)
         codes = unpack_interleaved(self.part("qweight", columns, words, device=device))[own]
         zeros = unpack_interleaved(self.part("qzeros", groups, words, device=device))[own]
         scales = self.part("scales", groups, rows, device=device)
-        return scaled(codes, zeros, scales.T, groups_of(columns, self.group, device))
+        return codes, zeros, scales.T

@@ -14,22 +14,23 @@ import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.integers import IntegerWeight
 from compiled_mtp.models.formats.unpack import (
     WORD_BITS,
     covering,
-    groups_of,
-    scaled,
     unpack_columns,
     within,
 )
-from compiled_mtp.models.formats.weight import FLOATS, PackedWeight
+from compiled_mtp.models.formats.weight import FLOATS
 from compiled_mtp.models.headers import Header
 
 _PACKINGS = "other packings (gemv, gemv_fast, marlin) and other numbers of bits are not supported"
 
 
-class GPTQ(PackedWeight):
+class GPTQ(IntegerWeight):
     """A linear in GPTQ's packing."""
+
+    scales = "scales"
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qweight": ("I32", "I16"),
@@ -92,8 +93,10 @@ class GPTQ(PackedWeight):
             remedy = "correct sym or checkpoint_format (gptq, gptq_v2) in config.json"
             check(not len(other), self.parts["qzeros"].name, rule, other[:1].tolist(), remedy)
 
-    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
-        """The float32 values of these rows and columns."""
+    def codes(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
+        """Codes, zero points and scales."""
         per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
         # Words are transposed, not the codes: eight times fewer.
         words = self.part("qweight", covering(columns, per_word), rows, device=device).T.contiguous()
@@ -101,4 +104,4 @@ class GPTQ(PackedWeight):
         zero_words = self.part("qzeros", groups, covering(rows, per_word), device=device)
         zeros = unpack_columns(zero_words, self.bits)[:, within(rows, per_word)] + self.zero_offset
         scales = self.part("scales", groups, rows, device=device)
-        return scaled(codes, zeros.T, scales.T, groups_of(columns, self.group, device))
+        return codes, zeros.T, scales.T

@@ -14,21 +14,22 @@ import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
+from compiled_mtp.models.formats.integers import IntegerWeight
 from compiled_mtp.models.formats.unpack import (
     WORD_BITS,
     covering,
-    groups_of,
-    scaled,
     unpack_columns,
     unpack_rows,
     within,
 )
-from compiled_mtp.models.formats.weight import AGAIN, FLOATS, PackedWeight
+from compiled_mtp.models.formats.weight import AGAIN, FLOATS
 from compiled_mtp.models.headers import Header
 
 
-class PackQuantized(PackedWeight):
+class PackQuantized(IntegerWeight):
     """A linear in compressed-tensors' packing of integers."""
+
+    scales = "weight_scale"
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight_packed": ("I32",),
@@ -77,8 +78,10 @@ class PackQuantized(PackedWeight):
             self.check_group_indices("weight_g_idx", self.group)
         self.check_finite("weight_scale")
 
-    def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
-        """The float32 values of these rows and columns."""
+    def codes(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
+        """Codes, zero points and scales."""
         per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
         words = self.part("weight_packed", rows, covering(columns, per_word), device=device)
         codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
@@ -88,4 +91,4 @@ class PackQuantized(PackedWeight):
             packed = self.part("weight_zero_point", covering(rows, per_word), groups, device=device)
             zeros = unpack_rows(packed, self.bits)[within(rows, per_word)]
         scales = self.part("weight_scale", rows, groups, device=device)
-        return scaled(codes, zeros, scales, groups_of(columns, self.group, device))
+        return codes, zeros, scales

@@ -1,0 +1,73 @@
+"""Four-bit weights that a GPU's products read as codes: which parameters keep them, how they are filled.
+
+Every row of a weight has its own scales, so rows of several stored tensors merge wherever they begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from compiled_mtp.models.formats.integers import IntegerWeight
+from compiled_mtp.models.layout import Layout, WeightShard
+from compiled_mtp.models.stored_weight import StoredWeight
+from compiled_mtp.models.weight_format import Formats, WeightFormat, four_bits
+from compiled_mtp.ops import int4
+
+_SCALES = (torch.float16, torch.bfloat16)
+# Codes that are unpacked at a time, in a few integers each.
+_CODES_AT_ONCE = 1 << 24
+
+
+def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
+    """The formats of the parameters that stay four-bit codes on `device`, of a `layout` made as if every
+    in_proj did: those of products whose every stored tensor has such codes, in groups of one size."""
+    found: dict[str, WeightFormat | None] = {}
+    for name, stored in layout.items():
+        form = _format_of(weights.get(name))
+        for parameter in {piece.parameter for piece in stored.pieces}:
+            is_able = form is not None and form.parameters.search(parameter) is not None
+            own = form if is_able and found.get(parameter, form) is form else None
+            found[parameter] = own
+    return {name: form for name, form in found.items() if form is not None and form.is_read_on(device)}
+
+
+def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats:
+    """The formats of a model without a checkpoint whose products have four-bit weights."""
+    form = four_bits(group, torch.bfloat16)
+    parameters = {piece.parameter for stored in layout.values() for piece in stored.pieces}
+    return {name: form for name in parameters if form.parameters.search(name) and form.is_read_on(device)}
+
+
+def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
+    """How a stored linear is kept; None if no product reads its codes."""
+    if not isinstance(weight, IntegerWeight) or weight.bits != 4 or weight.scale_dtype not in _SCALES:
+        return None
+    rows, columns = weight.shape
+    group = min(weight.group, int4.UNIT)
+    if rows % 16 or columns % int4.UNIT or group not in int4.GROUPS or weight.group % group:
+        return None
+    return four_bits(group, weight.scale_dtype)
+
+
+def fill_four_bits(
+    weight: StoredWeight, piece: WeightShard, words: torch.Tensor, groups: torch.Tensor
+) -> None:
+    """Write the piece of a stored linear into the parameter `words` [N, K / 4] and its `groups`
+    [K / group, N, 2], which are mutated, some rows at a time."""
+    assert isinstance(weight, IntegerWeight)
+    rows, columns = piece.region(weight.shape)
+    group = words.shape[1] * 4 // groups.shape[0]
+    # Wider groups than a product's step have their scale several times.
+    first = torch.arange(columns.start, columns.stop, group, device=words.device)
+    of_stored = first // weight.group - columns.start // weight.group
+    step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start))
+    for begin in range(rows.start, rows.stop, step):
+        some = slice(begin, min(begin + step, rows.stop))
+        codes, zeros, scales = weight.codes(some, columns, words.device)
+        if isinstance(zeros, int):
+            zeros = torch.full_like(scales, zeros, dtype=torch.int32)
+        to = slice(piece.start + some.start - rows.start, piece.start + some.stop - rows.start)
+        words[to] = int4.pack(codes.to(torch.uint8))
+        groups[:, to] = int4.pack_groups(scales[:, of_stored].contiguous(), zeros[:, of_stored])
