@@ -53,6 +53,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
@@ -153,6 +154,14 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
     return loop
 
 
+def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T in float32, of a weight as a module holds it."""
+    if weight.dtype == torch.int16:
+        assert scale is not None
+        return linear_w4a16(x, weight, scale, True)
+    return linear(x, weight, scale, True, False)
+
+
 @torch.no_grad()
 def check_rows(runner: Runner, batches: list[int]) -> None:
     """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
@@ -164,11 +173,12 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
         if isinstance(module, Linear)
     }
     for weight, scale in [*weights.values(), (target.head_weight, None)]:
-        x = torch.randn(max(batches) * width, weight.shape[1], device=runner.spec.device)
+        columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)
+        x = torch.randn(max(batches) * width, columns, device=runner.spec.device)
         x = x.to(target.head_weight.dtype)
-        whole = linear(x, weight, scale, True, False)
+        whole = product(x, weight, scale)
         for batch in batches:
-            part = linear(x[: batch * width], weight, scale, True, False)
+            part = product(x[: batch * width], weight, scale)
             assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
 
 
@@ -394,6 +404,16 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("w8a8", "w8a16"),
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
+    parser.add_argument(
+        "--int4",
+        type=int,
+        default=0,
+        nargs="?",
+        const=128,
+        choices=(32, 64, 128),
+        metavar="GROUP",
+        help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
+    )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
@@ -460,7 +480,7 @@ def config_of(
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
         tensor_parallel=ranks,
-        communicator=arguments.communicator if ranks > 1 else "auto",
+        exchange=arguments.exchange if ranks > 1 else "auto",
     )
 
 
@@ -495,7 +515,7 @@ def time_ranks(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    model = model_config(arguments.shape, arguments.fp8 is not None)
+    model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4)
     config = config_of(arguments, batches, mtp_step, mode, ranks)
     spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
     if ranks == 1:
@@ -508,7 +528,7 @@ def time_ranks(
         "engine": f"compiled-mtp {__version__}",
         "device": torch.cuda.get_device_name(),
         "shape": arguments.shape,
-        "weights": "fp8" if arguments.fp8 else "bf16",
+        "weights": f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16",
         "recipe": arguments.fp8 or "bf16",
         "ranks": ranks,
         "mtp_step": mtp_step,

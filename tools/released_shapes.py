@@ -11,14 +11,16 @@ import torch
 from op_cases import SHAPES
 
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.ops.int4 import pack_groups
 
 LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
 TIED = {"0.8b", "4b"}
 FP8_SIZE = 40.0
 
 
-def model_config(name: str, quantized: bool = False) -> ModelConfig:
-    """The released shape, without its checkpoint; `quantized` as the FP8 release has it."""
+def model_config(name: str, quantized: bool = False, four_bit_group: int = 0) -> ModelConfig:
+    """The released shape, without its checkpoint; `quantized` as the FP8 release has it, or with products of
+    four-bit weights in groups of so many columns."""
     shape, layers = SHAPES[name], LAYERS[name]
     return ModelConfig(
         family="qwen3_5_moe" if shape.experts else "qwen3_5",
@@ -50,6 +52,7 @@ def model_config(name: str, quantized: bool = False) -> ModelConfig:
         max_position_embeddings=262144,
         eos_token_ids=(),
         quantized=quantized,
+        four_bit_group=four_bit_group,
     )
 
 
@@ -62,6 +65,14 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.uniform_(-4.0, -1.0)
         elif parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
+        elif name.endswith("_scale") and parameter.dim() == 3:
+            # Groups [K / group, N, 2] of codes of size 4 around their zero point.
+            groups, rows, _ = parameter.shape
+            columns = 4 * parameters[name.removesuffix("_scale")].shape[1]
+            scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)
+            parameter.copy_(pack_groups(scales, torch.full((rows, groups), 8)))
+        elif parameter.dtype == torch.int16:
+            parameter.random_(-(1 << 15), 1 << 15)
         elif name.endswith("_scale"):
             # Of columns in blocks of 128, each FP8 value being of size FP8_SIZE.
             parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)

@@ -16,11 +16,11 @@ from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
 from compiled_mtp.ops.linear.large_m_config import find_large_m
 from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
-from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
 from compiled_mtp.ops.linear.resident_config import find_resident
 from compiled_mtp.ops.linear.resident_kernel import launch_resident
 from compiled_mtp.ops.linear.side_kernel import launch_side
+from compiled_mtp.ops.prefill_triton import launch_prefill
 
 OPTIONS = {"enable_fp_fusion": True}
 MAX_TILES = 1 << 16

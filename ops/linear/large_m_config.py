@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig
-from compiled_mtp.ops.linear.descriptors import is_describable
 
 LARGE_M_TABLE = Path(__file__).with_name("large_m.json")
 # The generation on which rows of both kernels were compared.

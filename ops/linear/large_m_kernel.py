@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.descriptors import describe
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.descriptors import describe
 from compiled_mtp.ops.linear.large_m_config import LargeMProduct, LargeMTile
 
 OPTIONS = {"enable_fp_fusion": True}

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import Device, device_of
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig, choose
-from compiled_mtp.ops.linear.descriptors import is_describable
 from compiled_mtp.ops.linear.large_m_config import ARCH, LargeMProduct
 
 RESIDENT_TABLE = Path(__file__).with_name("resident.json")

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.int4 import UNIT
 from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.linear.prefill_kernel import launch_prefill
 from compiled_mtp.ops.linear_w4a16.config import W4A16Config, configuration
+from compiled_mtp.ops.prefill_triton import launch_prefill
 
 OPTIONS = {"enable_fp_fusion": True}
 # Weight rows of a program that multiplies a weight out.
@@ -256,15 +256,16 @@ def w4a16_kernel(
         weight_row = tl.where(column < n, column, in_tile % 16)
         weight_row = tl.max_contiguous(tl.multiple_of(weight_row, 16), 16)
     partial = tl.program_id(1)
-    words_at = weight + weight_row.to(tl.int64) * weight_stride
+    first_unit = partial * K_SPLITS * units
+    words_at = weight + weight_row.to(tl.int64) * weight_stride + first_unit * 32
     if PDL:
         if PREFETCH > 0:
             tl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
                 "=r,l,r",
                 [
-                    (words_at + partial * K_SPLITS * units * 32).to(tl.uint64, bitcast=True),
-                    tl.zeros((BN,), tl.int32) + tl.minimum(PREFETCH, K_SPLITS * units * 64),
+                    words_at.to(tl.uint64, bitcast=True),
+                    tl.full((BN,), PREFETCH, tl.int32),
                 ],
                 dtype=tl.int32,
                 is_pure=False,
@@ -273,9 +274,9 @@ def w4a16_kernel(
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
         gdc_launch_dependents()
-    group_at = weight_scale.to(tl.pointer_type(tl.int32)) + weight_row
+    group_at = weight_scale.to(tl.pointer_type(tl.int32)) + first_unit * PER_UNIT * n + weight_row
     totals = sum_k_splits(
-        x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 32)[None, :],
+        x + row.to(tl.int64)[:, None] * x_stride + (first_unit * 128 + tl.arange(0, 32))[None, :],
         BM * x_stride,
         words_at[None, :] + tl.arange(0, 32)[:, None],
         group_at,
@@ -283,7 +284,7 @@ def w4a16_kernel(
         units,
         row,
         rows,
-        partial * K_SPLITS,
+        0,
         BM,
         BN,
         ROW_TILES,
@@ -424,7 +425,7 @@ def launch_config(
         PER_UNIT=weight_scale.shape[0] // units,
         K_SPLITS=k_splits // split,
         GATED=gated,
-        PREFETCH=config.prefetch_bytes,
+        PREFETCH=min(config.prefetch_bytes, units // split * 64),
         PDL=has_pdl,
         ON_DEVICE=x.is_cuda,
         num_warps=config.num_warps,

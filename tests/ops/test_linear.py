@@ -365,7 +365,7 @@ def test_prefill_kernel_in_interpreter(
 @pytest.mark.parametrize("rows", [1, 64, 100, 512, 2048])
 @pytest.mark.parametrize("out_bytes, shared_kib", [(2, 227), (4, 227), (2, 163), (4, 99)])
 def test_a_tile_of_prefill_fits(rows: int, out_bytes: int, shared_kib: int) -> None:
-    from compiled_mtp.ops.linear.prefill_kernel import choose_tile
+    from compiled_mtp.ops.prefill_triton import choose_tile
 
     device = Device("sm_90", shared_kib * 1024, True, True, 132)
     for n in (257, 2560, 5120, 34816):

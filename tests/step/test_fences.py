@@ -39,7 +39,7 @@ OPS = Path(__file__).parents[2] / "ops"
 NUMBERS = {
     "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
     "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
-    "scale_log2", "split_length",
+    "scale_log2", "split_length", "units",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-INT32, INT64 = torch.int32, torch.int64
+INT16, INT32, INT64 = torch.int16, torch.int32, torch.int64
 FP8_CAPABILITY = 89  # ops.fp8.converts_fp8
 # Of the launches: one request's window, a prompt's chunk, a few slots.
 WINDOW = ROWS = 4

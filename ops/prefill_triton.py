@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.descriptors import describe, is_describable
 from compiled_mtp.ops.device import Device, device_of
-from compiled_mtp.ops.linear.descriptors import describe, is_describable
 
 OPTIONS = {"enable_fp_fusion": True}
 # Row tiles that are neighbours in time share the weight tiles of L2.
