@@ -3,8 +3,10 @@
 A weight [N, K] is 4-bit codes q with a scale s and a zero point z for each row and each group of 32, 64 or
 128 columns: W = (q - z) * s. K is a multiple of 128. A unit of 128 columns of a row is 32 words of 16 bits;
 bits 4 i to 4 i + 3 of word j hold column 32 i + j, so that a tensor core takes 32 neighbouring columns out of
-32 neighbouring words without moving any. The scale and the zero point of a group lie in one word of 32 bits:
-the scale's 16 bits low, and high the bfloat16 number -(128 + z), which is what decoding adds.
+32 neighbouring words without moving any. Sixteen rows of a unit lie one after another, a KiB, and the units
+of sixteen rows too: memory is read in long runs however few columns a step takes. The scale and the zero
+point of a group lie in one word of 32 bits: the scale's 16 bits low, and high the bfloat16 number -(128 + z),
+which is what decoding adds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ UNIT = 128
 """Columns of a unit: what a step of a product takes, and what a weight may be cut at."""
 GROUPS = (32, 64, 128)
 """The numbers of columns that may share a scale."""
+ROWS = 16
+"""Rows whose words lie together: what a weight's rows may be cut at."""
 _SLICES = 4
 _WORDS = UNIT // _SLICES
 # The bits of bfloat16's -128: the zero point is in its last ones.
@@ -22,17 +26,19 @@ _MINUS_128 = 0xC300
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Words [N, K / 4] int16 of codes [N, K] uint8, 0 to 15."""
+    """Words [N, K / 4] int16 of codes [N, K] uint8, 0 to 15; N is a multiple of ROWS."""
     parts = codes.unflatten(1, (-1, _SLICES, _WORDS)).unbind(2)
     words = parts[0].to(torch.int32)
     for index, part in enumerate(parts[1:], 1):
         words |= part.to(torch.int32) << 4 * index
-    return words.to(torch.int16).flatten(1)
+    blocks = words.to(torch.int16).unflatten(0, (-1, ROWS)).transpose(1, 2)
+    return blocks.reshape(codes.shape[0], codes.shape[1] // _SLICES)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """Codes [N, K] uint8 of words [N, K / 4] int16: the reverse of `pack`."""
-    units = words.unflatten(1, (-1, 1, _WORDS))
+    blocks = words.view(-1, words.shape[1] // _WORDS, ROWS, _WORDS)
+    units = blocks.transpose(1, 2).reshape(words.shape[0], -1, 1, _WORDS)
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)[:, None]
     return ((units >> shifts) & 15).to(torch.uint8).flatten(1)
 

@@ -84,7 +84,7 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
         total = 0.0
         for name, parameter in module.named_parameters():
-            if ".ffn." in f".{name}" and parameter.dim() == 3:
+            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() == 3:
                 one = parameter.nbytes / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:

@@ -1,6 +1,6 @@
 """Four-bit weights that a GPU's products read as codes: which parameters keep them, how they are filled.
 
-Every row of a weight has its own scales, so rows of several stored tensors merge wherever they begin.
+Every row of a weight has its own scales, so rows of several stored tensors merge at any block of 16 rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device
         form = _format_of(weights.get(name))
         for parameter in {piece.parameter for piece in stored.pieces}:
             is_able = form is not None and form.parameters.search(parameter) is not None
+            is_able = is_able and all(_is_in_blocks(piece) for piece in stored.pieces)
             own = form if is_able and found.get(parameter, form) is form else None
             found[parameter] = own
     return {name: form for name, form in found.items() if form is not None and form.is_read_on(device)}
@@ -40,13 +41,18 @@ def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats
     return {name: form for name in parameters if form.parameters.search(name) and form.is_read_on(device)}
 
 
+def _is_in_blocks(piece: WeightShard) -> bool:
+    """Whether its rows fill whole blocks of a parameter's."""
+    return piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
+
+
 def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
     """How a stored linear is kept; None if no product reads its codes."""
     if not isinstance(weight, IntegerWeight) or weight.bits != 4 or weight.scale_dtype not in _SCALES:
         return None
     rows, columns = weight.shape
     group = min(weight.group, int4.UNIT)
-    if rows % 16 or columns % int4.UNIT or group not in int4.GROUPS or weight.group % group:
+    if rows % int4.ROWS or columns % int4.UNIT or group not in int4.GROUPS or weight.group % group:
         return None
     return four_bits(group, weight.scale_dtype)
 
@@ -62,7 +68,7 @@ def fill_four_bits(
     # Wider groups than a product's step have their scale several times.
     first = torch.arange(columns.start, columns.stop, group, device=words.device)
     of_stored = first // weight.group - columns.start // weight.group
-    step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start))
+    step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start) // int4.ROWS) * int4.ROWS
     for begin in range(rows.start, rows.stop, step):
         some = slice(begin, min(begin + step, rows.stop))
         codes, zeros, scales = weight.codes(some, columns, words.device)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compiled_mtp.errors import fail
+from compiled_mtp.errors import check, fail
 from compiled_mtp.model_config import ModelConfig, share
 from compiled_mtp.models.layout import Layout, Stored, WeightShard
 from compiled_mtp.models.weight_format import PLAIN, Formats
+from compiled_mtp.ops import int4
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,11 @@ def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) 
     rows = (piece.source, piece.source + piece.rows)
     edges = [(column, shape[-1]) for column in columns]
     # Rows that are multiplied out have no factors, but most make columns that are quantised in groups.
-    # Rows of four-bit codes have scales of their own.
-    if not form.group and (form.has_factors or not piece.parameter.endswith("ffn.down")):
+    if form.group:
+        is_whole = piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
+        got, remedy = f"rows {rows[0]} to {rows[1]}", "use fewer ranks"
+        check(is_whole, piece.parameter, f"be cut at its blocks of {int4.ROWS} rows", got, remedy)
+    elif form.has_factors or not piece.parameter.endswith("ffn.down"):
         edges += [(row, shape[-2]) for row in rows] + [(piece.start, -1)]
     if any(edge % form.block and edge != size for edge, size in edges):
         got = f"rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]}"

@@ -139,7 +139,7 @@ def sum_k_splits(
         for _ in tl.static_range(ROW_TILES):
             totals += (tl.zeros((BM, BN), tl.float32),)
         x_at += first * units * 128
-        weight_at += first * units * 32
+        weight_at += first * units * 512
         group_at += first * units * PER_UNIT * n
         for _ in range(units):
             words = tl.load(weight_at)
@@ -170,7 +170,7 @@ def sum_k_splits(
                 )
             totals = grown
             x_at += 128
-            weight_at += 32
+            weight_at += 512
             group_at += PER_UNIT * n
         return totals
     else:
@@ -257,7 +257,8 @@ def w4a16_kernel(
         weight_row = tl.max_contiguous(tl.multiple_of(weight_row, 16), 16)
     partial = tl.program_id(1)
     first_unit = partial * K_SPLITS * units
-    words_at = weight + weight_row.to(tl.int64) * weight_stride + first_unit * 32
+    words_at = weight + (weight_row // 16).to(tl.int64) * (16 * weight_stride)
+    words_at += weight_row % 16 * 32 + first_unit * 512
     if PDL:
         if PREFETCH > 0:
             tl.inline_asm_elementwise(
@@ -325,7 +326,8 @@ def w4a16_values_kernel(
     unit, units = tl.program_id(1), tl.num_programs(1)
     inside = row < n
     word = tl.arange(0, 32)
-    words_at = weight + (row.to(tl.int64) * units + unit)[None, :] * 32 + word[:, None]
+    words_at = weight + ((row // 16).to(tl.int64) * units + unit)[None, :] * 512
+    words_at += (row % 16 * 32)[None, :] + word[:, None]
     words = tl.load(words_at, mask=inside[None, :], other=0)
     group_at = weight_scale.to(tl.pointer_type(tl.int32)) + unit * PER_UNIT * n + row
     to = out + (row.to(tl.int64) * units + unit)[None, :] * 128 + word[:, None]

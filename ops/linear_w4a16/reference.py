@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known
-from compiled_mtp.ops.int4 import GROUPS, UNIT, dequantize
+from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
@@ -26,8 +26,8 @@ LAUNCHES = (Launch("w4a16_kernel", reads_early=("weight",), is_fence=True),)
 
 
 def _weight_fits(K: int, W: int, G: int, N: int) -> None:
-    if W * 4 != K or K % UNIT or N % 16:
-        rule = f"have rows of {K} codes, a multiple of {UNIT}, and a multiple of 16 rows"
+    if W * 4 != K or K % UNIT or N % ROWS:
+        rule = f"have rows of {K} codes, a multiple of {UNIT}, and a multiple of {ROWS} rows"
         raise fail("weight", rule, [N, W], PACK)
     if G == 0 or K % G or K // G not in GROUPS:
         rule = f"have groups of {', '.join(map(str, GROUPS))} columns of {K}"
