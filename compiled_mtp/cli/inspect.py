@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ import torch
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.catalogue import is_packed, read_stored
+from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
-from compiled_mtp.models.weights import check_weights, count_weights, read_formats
+from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
@@ -111,21 +111,17 @@ def describe_run(
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)
-    kept = sum(form.has_factors for form in formats.values())
-    packed = list(_multiplied_out(weights.values()))
+    kept = Counter("four bits" if form.group else "FP8" for form in formats.values() if form.has_factors)
+    packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
     yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"
-    if kept:
-        yield f"kept        {kept} matrices in FP8"
+    for form, count in kept.items():
+        yield f"kept        {count} matrices in {form}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
         yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
     yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come beside them"
     check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
-
-
-def _multiplied_out(weights: Iterable[StoredWeight]) -> Iterator[StoredWeight]:
-    return (weight for weight in weights if is_packed(weight))
 
 
 def _kind_of(name: str) -> str:

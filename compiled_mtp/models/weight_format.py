@@ -187,9 +187,10 @@ def formats_for(
 
 
 def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
-    """What the line of a start says of FP8 weights; nothing for a checkpoint without them."""
+    """What the line of a start says of FP8 and four-bit weights; nothing for a checkpoint without them."""
+    four_bits = sum(form.group > 0 for form in formats.values())
     if recipe is None:
-        return ""
+        return f" ({four_bits} matrices in four bits)" if four_bits else ""
     is_kept = any(form.has_factors for form in formats.values())
     return f" (FP8 as {recipe}{'' if is_kept else ', multiplied out'})"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models import weight_format
-from compiled_mtp.models.catalogue import check_packed, describe_packed, read_stored
+from compiled_mtp.models.catalogue import check_packed, describe_packed, is_packed, read_stored
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
@@ -100,8 +100,7 @@ def check_weights(
     part = shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows)
     needed = _count_bytes(part, formats, dtype)
     read = {name: weights[name] for name in whole}
-    kept = {name for name, stored in whole.items() if _are_codes_kept(stored, formats)}
-    packed = describe_packed({name: weight for name, weight in read.items() if name not in kept})
+    packed = describe_packed({name: read[name] for name in _multiplied_out(whole, formats)})
     how = f" ({packed}, multiplied out)" if packed else ""
     rule, got = f"hold {_gib(needed)} of weights{how}", f"{_gib(free_bytes)} for {path}"
     check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
@@ -195,9 +194,20 @@ def load_weights(
         raise _not_finite(wrong, layout, weights, parameters)
 
 
-def _are_codes_kept(stored: Stored, formats: Formats) -> bool:
-    """Whether all parameters that a stored tensor fills keep its four-bit codes."""
-    return all(formats.get(piece.parameter, PLAIN).group for piece in stored.pieces)
+def multiplied_out(
+    config: ModelConfig, weights: Mapping[str, StoredWeight], formats: Formats
+) -> list[StoredWeight]:
+    """The quantised ones of a checkpoint's `weights` whose values are multiplied out in loading."""
+    layout = FAMILIES[config.family].layout(config, weights, formats)
+    names = [name for name in _multiplied_out(layout, formats) if name in weights]
+    return [weights[name] for name in names if is_packed(weights[name])]
+
+
+def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
+    """The stored tensors that do not fill parameters of four-bit codes alone."""
+    for name, stored in layout.items():
+        if not all(formats.get(piece.parameter, PLAIN).group for piece in stored.pieces):
+            yield name
 
 
 def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:
