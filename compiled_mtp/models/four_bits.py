@@ -20,6 +20,11 @@ _SCALES = (torch.float16, torch.bfloat16)
 _CODES_AT_ONCE = 1 << 24
 
 
+def has_codes(weights: Mapping[str, StoredWeight]) -> bool:
+    """Whether any of a checkpoint's weights could stay four-bit codes."""
+    return any(isinstance(weight, IntegerWeight) and weight.bits == 4 for weight in weights.values())
+
+
 def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
     """The formats of the parameters that stay four-bit codes on `device`, of a `layout` made as if every
     in_proj did: those of products whose every stored tensor has such codes, in groups of one size."""

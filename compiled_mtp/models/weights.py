@@ -16,12 +16,11 @@ import torch
 
 from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models import weight_format
 from compiled_mtp.models.catalogue import check_packed, describe_packed, is_packed, read_stored
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
-from compiled_mtp.models.four_bits import fill_four_bits, four_bit_formats, made_up_formats
+from compiled_mtp.models.four_bits import fill_four_bits, four_bit_formats, has_codes, made_up_formats
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
@@ -48,10 +47,10 @@ def read_formats(
     something else than a checkpoint fills) those of a release with this config. Raises ValueError for a
     config whose numbers of layers or experts are not those of the files.
     """
-    may_have_codes = dtype == torch.bfloat16 and weight_format.reads_int4(device)
+    headers = {} if path is None else read_stored(Path(path))
+    may_have_codes = dtype == torch.bfloat16 and (bool(config.four_bit_group) or has_codes(headers))
     if not config.quantized and not may_have_codes:
         return NO_FORMATS
-    headers = {} if path is None else read_stored(Path(path))
     if path is not None:
         check_counts(config, headers)
 
@@ -68,8 +67,7 @@ def read_formats(
     if not may_have_codes:
         return formats
     if path is None:
-        group = config.four_bit_group
-        return {**formats, **made_up_formats(layout, group, device)} if group else formats
+        return {**formats, **made_up_formats(layout, config.four_bit_group, device)}
     return {**formats, **four_bit_formats(layout, headers, device)}
 
 
