@@ -287,15 +287,15 @@ class AsyncEngine:
         num_choices = sum(stream.num_choices for stream in streams)
         with self._lock:
             self._check_open(num_choices)
-            self._num_open += num_choices
-            # One job, so that they are numbered in their order.
+            self._register(streams, requests)
+            # One job, so that the engine numbers the requests in their order.
             adding = self._adders.submit(self._add_in_order, streams, requests)
         try:
             await asyncio.wrap_future(adding)
         except BaseException:
             for stream in streams:
                 stream.abort()
-                if adding.cancelled():  # Nobody will begin with it.
+                if adding.cancelled():  # The job never began.
                     self._forget(stream)
             raise
         return streams
@@ -376,39 +376,42 @@ class AsyncEngine:
                 raise
 
     def _add_now(self, stream: Stream, request: Mapping[str, Any]) -> None:
-        name = request.get("request_id")
-        if name is None:
-            name = f"request-{uuid.uuid4().hex[:16]}"
         try:
-            self._register(name, stream)
-            try:
-                self._engine.add_request(**{**request, "request_id": name})
-            except BaseException:
-                self._streams.pop(name, None)
-                raise
-        except Exception as error:
+            if self._stopped is not None or stream.is_aborted:
+                raise EngineStoppedError("the request was aborted before it was added")
+            self._engine.add_request(**{**request, "request_id": stream.request_id})
+        except BaseException as error:
             self._forget(stream)
             if self._stopped is not None:
                 raise EngineStoppedError(*self._stopped.args) from error
             raise
         if stream.is_aborted:
-            # The engine did not know it when that was asked.
+            # The engine did not know the request when the abort was asked for.
             self._abort(stream)
         self._inbox.put(_wake)
 
-    def _register(self, name: str, stream: Stream) -> None:
-        """Before the request is queued: its outputs may come at once."""
-        with self._lock:
-            if self._stopped is not None or stream.is_aborted:
-                raise EngineStoppedError("the request was aborted before it was added")
-            if name in self._streams:
+    def _register(self, streams: Sequence[Stream], requests: Sequence[Mapping[str, Any]]) -> None:
+        """Open streams under their request ids; the lock is held. Of two with one id, the first to ask wins.
+
+        Runs before the requests are queued, because their outputs may come at once.
+        """
+        names: dict[str, Stream] = {}
+        for stream, request in zip(streams, requests, strict=True):
+            name = request.get("request_id")
+            if name is None:
+                name = f"request-{uuid.uuid4().hex[:16]}"
+            if name in self._streams or name in names:
                 raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
             stream.request_id = name
-            self._streams[name] = stream
+            names[name] = stream
+        self._streams.update(names)
+        self._num_open += sum(stream.num_choices for stream in streams)
 
     def _forget(self, stream: Stream) -> None:
-        """A request that was not added is not open."""
+        """Close the stream of a request that was not added."""
         with self._lock:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
             if self._stopped is None:
                 self._num_open -= stream.num_choices
 
