@@ -1,4 +1,4 @@
-"""Where requests and aborts of any thread wait for the thread that steps."""
+"""Holds requests and aborts from any thread until the stepping thread takes them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from compiled_mtp.scheduler import Scheduler
 
 
 class Inbox:
-    """Names requests, numbers them in the order of arrival, and keeps them until `hand_over`.
+    """Gives requests their ids and arrival numbers, and keeps them until `hand_over`.
 
-    `seed` is the engine's: the seeds of requests that bring none are derived from it. Any thread may call
-    every method but `hand_over`, `pass_aborts` and `forget`, which belong to the thread that steps. A
-    signal's handler may call `put`, `new_id` and `abort` too, wherever it interrupts its thread.
+    seed: the engine's seed, from which requests without a seed derive theirs. Any thread may call every
+    method except `hand_over`, `pass_aborts` and `forget`, which belong to the stepping thread. A signal
+    handler may call `put`, `new_id` and `abort` wherever it interrupts its thread.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
         self._scheduler = scheduler
         self._seed = seed
-        # Its thread may be interrupted by a handler that asks for it again: what is between two statements
-        # must then be true.
+        # Reentrant: a signal handler may interrupt the thread that holds the lock and call `put` itself. The
+        # fields must therefore be consistent between any two statements.
         self._lock = threading.RLock()
-        # By id, all choices of each.
+        # All choices of each request, by id.
         self._requests: dict[str, Sequence[Request]] = {}
         self._aborts: set[str] = set()
         self._names = itertools.count(1)
@@ -37,19 +37,19 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to hand over."""
+        """Whether no request and no abort waits."""
         return not (self._requests or self._aborts)
 
     def put(self, choices: Sequence[Request]) -> str:
-        """Take a request, given as all of its choices; return its id, which is made here if it is empty.
+        """Take a request, given as all of its choices; return its id, a new one if it has none.
 
-        Mutates ids and seeds: the seeds of choices follow from the first one's (`choice_seed`). Raises
+        Sets the id and seed of every choice; the seeds derive from the first choice's (`choice_seed`). Raises
         ValueError for an id in use.
         """
         first = choices[0]
         with self._lock:
             request_id = first.request_id
-            # Of one of the same name that ended by itself in the meantime.
+            # A pending abort may belong to an earlier request of this id, which has finished by itself.
             is_stale = request_id in self._aborts
             if not request_id:
                 request_id = self._new_id()
@@ -67,12 +67,12 @@ class Inbox:
         return request_id
 
     def new_id(self) -> str:
-        """An id of our own that nobody has taken, and that is not given again."""
+        """Return an unused id; never the same one twice."""
         with self._lock:
             return self._new_id()
 
     def abort(self, request_id: str) -> None:
-        """Note that a request is to end. Raises ValueError for an id that names none that is live."""
+        """Record an abort. Raises ValueError for an id without a live request, or with an abort pending."""
         with self._lock:
             is_live = request_id in self._requests or self._scheduler.is_live(request_id)
             if not is_live or request_id in self._aborts:
@@ -83,9 +83,7 @@ class Inbox:
             self._aborts.add(request_id)
 
     def hand_over(self) -> None:
-        """Give the scheduler the requests that have come since. Interrupted anywhere it is called again
-        before the scheduler plans.
-        """
+        """Pass the waiting requests to the scheduler; after an interrupt, call it again before planning."""
         if not self._requests:
             return
         with self._lock:
@@ -94,9 +92,7 @@ class Inbox:
                 del self._requests[request_id]
 
     def pass_aborts(self) -> None:
-        """End the requests that are to end and have been handed over. After an interrupt the scheduler must
-        recover.
-        """
+        """Abort those requests that the scheduler already has. After an interrupt the scheduler must recover."""
         if not self._aborts:
             return
         with self._lock:
@@ -106,14 +102,14 @@ class Inbox:
                 self._aborts.discard(request_id)
 
     def forget(self, request_ids: Collection[str] | None = None) -> None:
-        """Drop these requests, or all."""
+        """Drop the requests of these ids and their aborts; None drops all."""
         with self._lock:
             for request_id in list(self._requests) if request_ids is None else request_ids:
                 self._requests.pop(request_id, None)
                 self._aborts.discard(request_id)
 
     def _has_id(self, request_id: str) -> bool:
-        # In this order: a request is handed over before it leaves the inbox.
+        # The order matters: `hand_over` adds a request to the scheduler before it leaves the inbox.
         return request_id in self._requests or self._scheduler.has_id(request_id)
 
     def _new_id(self) -> str:
@@ -123,5 +119,5 @@ class Inbox:
 
 
 def id_in_use(request_id: str) -> ValueError:
-    """What an id that a request still has is refused with."""
+    """Return the error for an id that another request still uses."""
     return ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")

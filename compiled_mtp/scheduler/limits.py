@@ -1,4 +1,4 @@
-"""The sizes a scheduler works within, and what follows from them for one request."""
+"""The scheduler's sizes, and the blocks and lengths that they allow one request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Slots 1 to max_batch, blocks 1 to num_blocks - 1 of block_size tokens, host records and host blocks
-    from 0; lengths in tokens. prefill_chunk: the most tokens of a launch, and busy_chunk while rounds wait
-    for it (0: as many); prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk;
-    least_saved: what a checkpoint near a prompt's end must save the same prompt when it comes again.
-    max_prompt_chunks: the most prompts of a launch. num_snapshots of the prefix cache, 0 for none, and
-    prefix_host_records and prefix_host_blocks of its host tier. Any thread may use it. Raises ValueError for
-    a number that is too small, or steps that blocks or chunks do not hold whole.
+    """The numbers of slots, blocks, records and snapshots, and the lengths in tokens that bound a request.
+
+    Slots are 1 to max_batch and blocks 1 to num_blocks - 1; host records and host blocks count from 0.
+    prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0 for
+    prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
+    least_saved: the tokens that a snapshot near a prompt's end must save when the same prompt comes again.
+    max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no cache;
+    prefix_host_records, prefix_host_blocks: its host tier. Any thread may use it. Raises ValueError for a
+    number that is too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
     """
 
     max_batch: int
@@ -67,10 +69,10 @@ class Limits:
             )
 
     def fit(self, request: Request) -> None:
-        """Set the request's output limit and mtp_step.
+        """Set the request's max_output, length_reason and mtp_step.
 
-        Raises ValueError if it could never run: all blocks have no room for its prompt and a token. That
-        max_model_len has it, the request processor has seen.
+        Raises ValueError if its prompt and one token do not fit into all blocks. The request processor has
+        checked max_model_len.
         """
         prompt_len = request.prompt_len
         pool = f"{self.num_blocks - 1} blocks of {self.block_size} tokens"
@@ -87,23 +89,23 @@ class Limits:
 
     @property
     def resume_step(self) -> int:
-        """A prompt may resume at the multiples of so many tokens."""
+        """Tokens at whose multiples a prompt may resume."""
         return self.prefix_step or self.prefill_chunk
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request, prompt and output: what max_model_len allows and all blocks hold."""
+        """The most tokens of a request, prompt and output, that max_model_len allows and all blocks hold."""
         return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
 
     def worst_case_blocks(self, request: Request) -> int:
-        """Blocks for every position that any launch of this request may write.
+        """Return the blocks for every position that any launch of this request may write.
 
-        A round is launched while one token may be missing, unread rounds counted with one token each; each of
-        those may have given mtp_step more.
+        The planner counts one token for each unread round and plans another while the request may lack one
+        token. Each unread round may have emitted mtp_step more.
         """
         last = request.prompt_len + max(request.max_output - 2, 0) + (self.max_in_flight + 2) * self.mtp_step
         return self.blocks_up_to(last)
 
     def blocks_up_to(self, position: int) -> int:
-        """Blocks that hold positions 0 to `position`; beyond `longest` nothing is written."""
+        """Return the blocks for positions 0 to `position`; no launch writes at or beyond `longest`."""
         return min(position, self.longest - 1) // self.block_size + 1

@@ -1,4 +1,4 @@
-"""Where a request stands, and what may follow."""
+"""The phases of a request and the transitions between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 class RequestPhase(Enum):
     """A request owns a slot while it is prefilling or running, and a host record while it is offloaded.
 
-    One that must leave its slot and cannot be copied waits again, and its tokens are then replayed.
+    A preempted request that cannot be offloaded waits again; its tokens are then recomputed (`Replay`).
     """
 
     WAITING = "waiting"
@@ -25,11 +25,11 @@ TRANSITIONS: dict[RequestPhase, frozenset[RequestPhase]] = {
     RequestPhase.OFFLOADED: frozenset({RequestPhase.RUNNING, RequestPhase.FINISHED}),
     RequestPhase.FINISHED: frozenset(),
 }
-"""What may follow each phase; nothing else may."""
+"""The phases that may follow each phase."""
 
 
 def check_transition(old: RequestPhase, new: RequestPhase) -> None:
-    """Raise AssertionError unless `new` may follow `old`: anything else is a bug of ours."""
+    """Raise AssertionError unless `new` may follow `old`."""
     if new not in TRANSITIONS[old]:
         allowed = ", ".join(sorted(phase.name for phase in TRANSITIONS[old])) or "nothing"
         raise AssertionError(f"{old.name} must be followed by {allowed}, got {new.name}")

@@ -1,4 +1,4 @@
-"""Who leaves when the blocks of the next rounds are not there: the last of those who have a place."""
+"""Gives decoding requests their next blocks, and chooses which request to preempt when blocks run short."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from compiled_mtp.plan import BlockUpdate
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
-# Blocks taken beyond what the next launch may write, while there are plenty: most rounds then take none.
+# Blocks given beyond what the next launch may write, while many are free: most rounds then allocate none.
 _BLOCKS_AHEAD = 8
-# Below the blocks of so many rounds of everybody somebody leaves: a copy takes a while.
+# Preempt when free blocks cover fewer rounds of all requests: the copy to the host is asynchronous.
 _ROUNDS_AHEAD = 4
 
 
 class Preemption:
-    """Gives blocks to those who decode and, where they run short, says who is to leave.
+    """Gives blocks to decoding requests and, when blocks run short, chooses the request to preempt.
 
-    The best of all by rank never leaves, and all blocks together are enough for any one request: it goes on
-    to its end, and then the next. So everybody ends.
+    The request of the best rank is never preempted, and all blocks together are enough for any one request.
+    So the best one always finishes, then the next: every request ends.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -28,10 +28,11 @@ class Preemption:
     def grow(
         self, decoding: Sequence[tuple[ScheduledRequest, int]]
     ) -> tuple[list[ScheduledRequest], list[BlockUpdate], int]:
-        """Give everybody the blocks up to the last position, given beside, that the next round may write.
+        """Give each request the blocks up to the last position that its next round may write.
 
-        Return who has them, the best by rank if not all can; the new block-table entries; and how many blocks
-        are missing now or within the next few rounds.
+        decoding: pairs (request, last position). Returns the requests that have their blocks, those of the
+        best ranks if not all can; the new block-table entries; and how many blocks are missing now or for the
+        next 4 rounds, at most 0 for none.
         """
         resources, pool = self._resources, self._resources.pool
         wants = [resources.count_missing(scheduled, last, _BLOCKS_AHEAD) for scheduled, last in decoding]
@@ -56,7 +57,7 @@ class Preemption:
     def _share_out(
         self, decoding: Sequence[tuple[ScheduledRequest, int]]
     ) -> tuple[list[ScheduledRequest], list[BlockUpdate], int]:
-        """`grow` where not everybody can have what it needs: nobody before somebody of a better rank."""
+        """Do what `grow` does when blocks are short: after the first request without blocks, give none."""
         ready, updates, missing = [], [], 0
         for scheduled, last in sorted(decoding, key=lambda one: one[0].rank):
             need = self._resources.count_missing(scheduled, last)
@@ -68,7 +69,10 @@ class Preemption:
         return ready, updates, missing - self._resources.pool.num_free
 
     def choose(self, missing: int) -> ScheduledRequest | None:
-        """Who leaves so that `missing` more blocks become free; None if they will be, or if nobody can."""
+        """Return the request to preempt for `missing` blocks, the worst by rank that no transfer moves.
+
+        None if requests that are being offloaded will free enough blocks, or if no request can leave.
+        """
         if missing <= self._resources.count_leaving():
             return None
         last_first = sorted(self._resources.staying(), key=lambda scheduled: scheduled.rank, reverse=True)

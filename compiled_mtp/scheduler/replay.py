@@ -1,7 +1,7 @@
-"""A request that lost its place and could not be copied out: its tokens are computed anew, not told again.
+"""Recomputes the tokens of a preempted request that was not offloaded; the caller does not get them again.
 
-Its prompt is prefilled as usual; then its own tokens are the drafts of its rounds. A row's bits depend on
-that row alone, so that each of them is accepted, and what follows is what would have followed before.
+The prompt is prefilled as usual; then the request's own output tokens are the drafts of its rounds. A row's
+bits depend on that row alone, so every such draft is accepted and the output continues unchanged.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from compiled_mtp.plan import RowLogprobs
 
 @dataclass(slots=True)
 class Replay:
-    """How far a request has come again.
+    """How far the recomputation of a request has come.
 
-    known: the output tokens that were told. num_planned: tokens that the device has for certain when every
-    launch planned so far has run; exact below len(known). num_compared: tokens that were read again.
-    uploaded: the drafts of the round that was planned last.
+    known: the output tokens that the request had. num_planned: the fewest tokens that the device has
+    recomputed when every planned launch has run; exact below len(known). num_compared: recomputed tokens that
+    were read. uploaded: the drafts of the round planned last.
     """
 
     known: Sequence[int]
@@ -32,20 +32,21 @@ class Replay:
         return self.num_compared == len(self.known)
 
     def plan_first(self) -> None:
-        """The launch that emits the first token is planned."""
+        """Count the first token, whose launch is planned."""
         self.num_planned = 1
 
     def plan_round(self, verify: int) -> Sequence[int]:
-        """Return what a round of that many drafts is to verify first, maybe nothing; it is planned."""
+        """Count a round that verifies `verify` drafts; return the known tokens that come first of these, at
+        most `verify`, maybe none."""
         begin = self.num_planned
         self.uploaded = self.known[begin : begin + verify]
         self.num_planned = begin + len(self.uploaded) + 1
         return self.uploaded
 
     def compare(self, token_ids: Sequence[int]) -> int:
-        """Take the tokens of a result; return how many of them, from the first, are known.
+        """Compare the tokens of a result with the known ones; return how many of them were known.
 
-        Raises ValueError, naming the place, for one that is not what it was.
+        Raises ValueError, with its position, for a token that differs.
         """
         begin = self.num_compared
         known = self.known[begin : begin + len(token_ids)]
@@ -61,7 +62,7 @@ class Replay:
 
 
 def drop_rows(rows: RowLogprobs, count: int) -> RowLogprobs:
-    """The log probabilities without those of the first `count` tokens."""
+    """Return the log probabilities without those of the first `count` tokens."""
     return RowLogprobs(
         rows.logprobs[count:], rows.ranks[count:], rows.top_ids[count:], rows.top_logprobs[count:]
     )

@@ -1,4 +1,4 @@
-"""What the device is told of a request when it gets its slot."""
+"""The sampling parameters that a request brings to its slot on the device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from compiled_mtp.plan import SlotSampling
 from compiled_mtp.request import Request
 from compiled_mtp.sampling.params import allowed_token_ids
 
-# What the device's int32 rows hold; as a top_k it means every token, as any above the vocabulary does.
+# The largest int32; as a top_k it keeps every token, like any number above the vocabulary's size.
 _MOST_TOP_K = 2**31 - 1
 
 
 def slot_sampling(request: Request) -> SlotSampling:
-    """Return how the tokens of a request are drawn, as the device takes it."""
+    """Return a request's sampling parameters in the form that its slot takes."""
     params = request.params
     has_repetition, has_min_tokens = params.repetition_penalty != 1, params.min_tokens > 0
     return SlotSampling(
@@ -25,7 +25,7 @@ def slot_sampling(request: Request) -> SlotSampling:
         frequency_penalty=params.frequency_penalty,
         bias=tuple((params.logit_bias or {}).items()),
         allowed_ids=allowed_token_ids(params.allowed_token_ids),
-        # The first output token stands right after the prompt.
+        # The first output token is at position prompt_len.
         min_position=request.prompt_len + params.min_tokens if has_min_tokens else 0,
         stop_ids=tuple(sorted(request.stop_ids)) if has_min_tokens else (),
         bad_words=request.bad_word_ids,

@@ -1,4 +1,4 @@
-"""Whose turn it is: a lock that no interrupt can leave taken."""
+"""A lock that no interrupt can leave taken."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import FrameType
 
 
 class _Call:
-    """A call that has, or had, the turn: `frame` is its own, None once it gave the turn back. `heirs` holds,
-    under 0, the call that had the turn next.
+    """A call that has or had the turn: `frame` is its frame, None after it gave the turn back. `heirs` maps
+    0 to the call that took the turn after it.
     """
 
     __slots__ = ("frame", "heirs")
@@ -19,7 +19,7 @@ class _Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has given the turn back, or has ended without."""
+        """Whether the call has given the turn back, or has ended without doing so."""
         if self.frame is None:
             return True
         try:
@@ -30,18 +30,20 @@ class _Call:
 
 
 class Turn:
-    """Lets one call at a time in, of any thread; the call has the turn until it gives it back or ends.
+    """Lets one call of any thread in at a time; the call has the turn until it gives it back or ends.
 
-    Ctrl-C may come between a lock and the `try` that would release it, or inside `__exit__`: the lock is then
-    taken for ever. Here the holder is known by its frame, and one that is not executing any more holds
-    nothing. Taking is one store in a dict, so no interrupt comes between having the turn and being known.
+    Ctrl-C may come between taking a lock and the `try` that would release it, or inside `__exit__`; a usual
+    lock then stays taken for ever. Here the holder is identified by its frame: a frame that no longer
+    executes holds nothing. Taking the turn is one store in a dict, which no interrupt can split.
     """
 
     def __init__(self) -> None:
         self._last = _Call(None)
 
     def take(self) -> bool:
-        """Give the turn to the function that calls this, no generator; False while another call has it."""
+        """Give the turn to the calling function, which must not be a generator; False while another call has
+        it.
+        """
         mine, last = _Call(sys._getframe(1)), self._last
         while 0 in last.heirs:
             last = last.heirs[0]
@@ -51,5 +53,5 @@ class Turn:
         return True
 
     def leave(self) -> None:
-        """Give the turn back, by the call that has it: what its frame holds is not to stay until the next."""
+        """Give the turn back, and drop the frame of the call that has it so that its locals can be freed."""
         self._last.frame = None

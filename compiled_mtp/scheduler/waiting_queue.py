@@ -1,4 +1,4 @@
-"""Who comes next: those who wait for a place, by priority and then by arrival, and nobody for ever."""
+"""The waiting queue: by priority, then by arrival, and without starvation."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 
 from compiled_mtp.scheduler.resources import ScheduledRequest
 
-# One place in so many goes to whoever has waited longest.
+# Of this many admissions one goes to the request that arrived first.
 _TURN_OF_THE_OLDEST = 8
 
 
 class WaitingQueue:
-    """Requests without a place: new ones, those to be replayed, and those that lie in host memory.
+    """Requests without a slot: new ones, preempted ones to be replayed, and offloaded ones.
 
-    They come in by `ScheduledRequest.rank`. Where priorities differ, every eighth goes to whoever came first;
-    that one has then the best rank till its end, so that it is not sent away again: a request of any priority
-    has its place after eight times as many others as came before it.
+    They are admitted by `ScheduledRequest.rank`. Where priorities differ, every eighth admission goes to the
+    request that arrived first; it keeps the best rank to its end, so that it is not preempted again. A request
+    that n others precede by arrival therefore waits for at most about 8 n admissions, whatever its priority.
     """
 
     def __init__(self) -> None:
         self._sorted: list[tuple[tuple[int, int, int], ScheduledRequest]] = []
         self._num_taken = 0
-        # Who came first of all; None where that is to be looked for.
+        # The request that arrived first; None until `first` looks for it.
         self._oldest: ScheduledRequest | None = None
 
     def __len__(self) -> int:
@@ -32,13 +32,13 @@ class WaitingQueue:
         return (scheduled for _, scheduled in self._sorted)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Put a request into its place in the line."""
+        """Insert a request by its rank."""
         insort(self._sorted, (scheduled.rank, scheduled), key=_rank)
         if self._oldest is not None and scheduled.arrival < self._oldest.arrival:
             self._oldest = scheduled
 
     def discard(self, scheduled: ScheduledRequest) -> None:
-        """Take a request out of the line if it stands there."""
+        """Remove a request if it is in the queue."""
         at = bisect_left(self._sorted, scheduled.rank, key=_rank)
         if at < len(self._sorted) and self._sorted[at][1] is scheduled:
             del self._sorted[at]
@@ -46,20 +46,21 @@ class WaitingQueue:
                 self._oldest = None
 
     def first(self) -> ScheduledRequest | None:
-        """Who comes next, None if nobody waits; the same until somebody is taken or a better one comes."""
+        """Return the next request, None if the queue is empty; the same one until `take` or `add` is called
+        for another."""
         if not self._sorted:
             return None
         is_for_oldest = self._num_taken % _TURN_OF_THE_OLDEST == _TURN_OF_THE_OLDEST - 1
         first = self._sorted[0][1]
         if is_for_oldest and first.request.priority != self._sorted[-1][1].request.priority:
-            # Asked for at every step until there is room, and the line may be long.
+            # Kept: the planner calls this at every step until there is room, and the queue may be long.
             if self._oldest is None:
                 self._oldest = min(self, key=lambda scheduled: scheduled.arrival)
             return self._oldest
         return first
 
     def take(self, scheduled: ScheduledRequest) -> None:
-        """`scheduled`, which is `first`, gets its place."""
+        """Remove `scheduled`, which must be `first()`, and count an admission; sets is_due if it overtakes."""
         is_overtaking = scheduled is not self._sorted[0][1]
         self.discard(scheduled)
         self._num_taken += 1
