@@ -1,11 +1,12 @@
-"""Decides whether a waiting request may start: the running requests must keep blocks for their next tokens."""
+"""Decides whether a waiting request may start: running requests must keep blocks for their next tokens."""
 
 from __future__ import annotations
 
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
-# Tokens that every request must have room for when one is admitted: about what each gains between preemptions.
+# Tokens that every request must have room for when one is admitted; each gains about as many before the next
+# preemption.
 _TOKENS_AHEAD = 64
 
 
@@ -35,8 +36,8 @@ class Admission:
             return needed <= resources.pool.num_free
         # Prompt chunks and rounds alternate: the others decode one round per chunk of this prompt.
         chunk = limits.busy_chunk or limits.prefill_chunk
-        # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of its
-        # two snapshot positions: up to two chunks more.
+        # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of
+        # its two snapshot positions: up to two chunks more.
         chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
         rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
         needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)

@@ -92,7 +92,10 @@ class Inbox:
                 del self._requests[request_id]
 
     def pass_aborts(self) -> None:
-        """Abort those requests that the scheduler already has. After an interrupt the scheduler must recover."""
+        """Pass the aborts to the scheduler, except those of requests that it does not have yet.
+
+        After an interrupt the scheduler must recover.
+        """
         if not self._aborts:
             return
         with self._lock:

@@ -54,8 +54,8 @@ class Replay:
             if old != new:
                 raise ValueError(
                     f"a replayed token must be what it was, got {new} for {old} at output token "
-                    f"{begin + index}; rows depend on their company here, raise num_blocks or offload_gb so "
-                    "that nothing is replayed"
+                    f"{begin + index}; on this machine a row's bits depend on its batch, raise num_blocks or "
+                    "offload_gb so that no request is replayed"
                 )
         self.num_compared = begin + len(known)
         return len(known)

@@ -1,4 +1,4 @@
-"""The one owner of slots, generations, blocks and host records: who holds what, and what is on its way."""
+"""The one owner of slots, generations, blocks and host records, and of the transfers between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from compiled_mtp.scheduler.replay import Replay
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A request on its way from one place to another; both, and the blocks there, belong to it till the end.
+    """The move of a request between a slot and a host record; it owns both, and their blocks, to its end.
 
-    copy_id is None until the copy has been planned: before, the request's launches are still to be read.
+    generation: of the target slot, 0 for a host record. copy_id: None until the copy is planned, which waits
+    for the results of the request's launches.
     """
 
     source: Place
@@ -30,16 +31,17 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """A request, the phase it is in, and what it holds: slot (0: none), its generation, host record (None:
-    none), and blocks of the tier where it stands.
+    """A request, its phase, and what it owns: a slot (0: none) of a generation, a host record (None: none),
+    and blocks on the device or the host, where its rows lie.
 
-    arrival: its number among all, in the order in which they came. is_due: it has waited so long that it now
-    goes before all others. resumption: what its slot is filled from at its first launch; None: it begins at
-    position 0. prefix_keys: of its prompt's whole chunks, once they are known. is_looked_up: the prefix cache
-    has counted it. is_told: the device knows who
-    owns the slot. is_in_open_round: its round was verified and its accept is still to be planned. drafts:
-    what was drafted for its next round, where its grammar or caller asks for it. num_deferred: its rounds
-    without drafts since the draft model last read their inputs. replay: its tokens are computed again.
+    arrival: its number by order of arrival. is_due: it goes before all requests that are not. num_prefilled:
+    prompt tokens that are cached or planned. resumption: what fills its slot before its first launch; None:
+    the prompt begins at position 0. prefix_keys: the keys of the prompt's whole chunks, None until computed.
+    is_looked_up: the prefix cache has counted its lookup. is_told: a plan has installed it in its slot.
+    is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
+    its two-phase round is planned, and the accept not. drafts: those of its next round, where its grammar or
+    its caller asks for them. num_deferred: its rounds without drafts whose inputs the draft model has still
+    to read. transfer: its move in progress. replay: the recomputation of its tokens.
     """
 
     request: Request
@@ -63,29 +65,31 @@ class ScheduledRequest:
     replay: Replay | None = None
 
     def enter(self, phase: RequestPhase) -> None:
-        """Go on to `phase`; raises AssertionError for one that may not follow."""
+        """Set the phase; raises AssertionError for one that may not follow."""
         check_transition(self.phase, phase)
         self.phase = phase
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who goes first, the lowest: those that are due, then by priority, then by arrival."""
+        """A sort key, the lowest first: requests that are due, then by priority, then by arrival."""
         return (0, 0, self.arrival) if self.is_due else (1, self.request.priority, self.arrival)
 
     @property
     def num_emitted(self) -> int:
-        """Output tokens that were read since its prompt was prefilled."""
+        """Output tokens that were read after the last prefill of its prompt."""
         replay = self.replay
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
     def round_drafts(self, verify: int) -> Sequence[int]:
-        """The drafts of the round whose accept is planned, where they are asked for."""
+        """Return the `verify` drafts of the round whose accept is planned: known tokens of a replay, then
+        `drafts`, then NO_DRAFT.
+        """
         uploaded = () if self.replay is None else self.replay.uploaded
         known = [*uploaded, *self.drafts[len(uploaded) : verify]]
         return known + [NO_DRAFT] * (verify - len(known))
 
     def forget_place(self) -> None:
-        """Know nothing of a slot or of what was computed there: begin, or begin again."""
+        """Reset slot, blocks and progress for a new start; output tokens become a replay."""
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
         self.is_told = self.is_first_token_due = False
         self.drafts, self.num_deferred = (), 0
@@ -94,7 +98,7 @@ class ScheduledRequest:
 
     @property
     def place(self) -> Place | None:
-        """Where its rows lie."""
+        """The host record or slot where its rows lie; None for neither."""
         if self.host_record is not None:
             return Place("host", self.host_record)
         return Place("slot", self.slot) if self.slot else None
@@ -106,7 +110,7 @@ class ScheduledRequest:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a launch or a copy is still to touch what it holds, in whatever order it runs."""
+        """Whether a planned copy or the open round will still use its slot and blocks."""
         is_copied = self.transfer is not None and self.transfer.copy_id is not None
         return is_copied or self.is_in_open_round
 
@@ -114,12 +118,12 @@ class ScheduledRequest:
 class Resources:
     """Gives out slots, blocks and host records, and takes them back.
 
-    `owners` maps slots to the holdings of requests that have not ended, `moving` are those with a transfer.
-    `prefix` says which blocks of others a request begins with; it keeps some when their owners have ended.
+    owners: unfinished requests by slot; moving: requests with a transfer; prefix: the prefix cache, which
+    shares blocks between prompts and keeps some after their requests have ended.
 
-    A launch in flight may still write what was taken back: it runs before the next owner's, and its tokens
-    are dropped by generation. What a copy or the second half of a round will touch is kept until they are
-    through.
+    A launch in flight may still write to a slot or block that was taken back. It runs before the launches of
+    the next owner, and the scheduler drops its tokens by their generation. Slots and blocks that a copy or
+    the open round will still use are taken back after it.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -129,18 +133,18 @@ class Resources:
         self.reset()
 
     def reset(self) -> None:
-        """Take everything back, whoever holds it; the device is to be told that every slot is free."""
+        """Take everything back from every owner; the next plan releases all slots on the device."""
         self.pool = BlockPool(self.limits.num_blocks)
         self.prefix.reset(self.pool)
         self.host_pool = BlockPool(self.limits.host_blocks, first=0)
         self.owners: dict[int, ScheduledRequest] = {}
         self._free_slots = self._all_slots()
         self._free_records = list(range(self.limits.host_records - 1, -1, -1))
-        # What the host tier can hold: less than it was to once an allocation has failed.
+        # Records and blocks that host memory can hold: less than the limits after an allocation has failed.
         self._host_rooms = (self.limits.host_records, self.limits.host_blocks)
         self._untold_releases = self._all_slots() if any(self._generations) else []
         self.moving: list[ScheduledRequest] = []
-        # Of requests that have ended.
+        # Finished requests whose resources are still in use.
         self._kept: list[ScheduledRequest] = []
 
     @property
@@ -149,21 +153,21 @@ class Resources:
         return bool(self._free_slots)
 
     def staying(self) -> list[ScheduledRequest]:
-        """Those who have a slot, or are on their way to one; not those who are on their way to the host."""
+        """Return the requests that have a slot or move to one, except those that move to the host."""
         own = [one for one in self.owners.values() if not _is_leaving(one)]
         return own + [one for one in self.moving if one.phase is RequestPhase.OFFLOADED]
 
     def count_leaving(self) -> int:
-        """Blocks that are on their way to the host, and free when they are there."""
+        """Count the device blocks that become free when the requests on their way to the host arrive."""
         leaving = (one for one in self.moving if _is_leaving(one))
         return sum(self.pool.count_sole(one.block_ids) for one in leaving)
 
     def first_blocks(self, scheduled: ScheduledRequest) -> int:
-        """Blocks for the prompt of a request, and the drafts after it."""
+        """Return the blocks for a request's prompt and the drafts after it."""
         return self.limits.blocks_up_to(scheduled.request.prompt_len - 1 + self.limits.mtp_step)
 
     def admit(self, scheduled: ScheduledRequest) -> None:
-        """Give a waiting request a slot, the prefix that others have left, and the blocks of its prompt."""
+        """Give a waiting request a slot, its cached prefix, and the blocks for the rest of its prompt."""
         scheduled.forget_place()
         scheduled.slot = self._free_slots.pop()
         scheduled.generation = self._next_generation(scheduled.slot)
@@ -173,7 +177,7 @@ class Resources:
         scheduled.enter(RequestPhase.PREFILLING)
 
     def preempt(self, scheduled: ScheduledRequest) -> None:
-        """Take back what a request holds, in the midst of its work: it waits, and begins anew."""
+        """Take back a running or prefilling request's slot and blocks; it waits to be recomputed."""
         assert scheduled.transfer is None
         assert not scheduled.is_in_open_round
         del self.owners[scheduled.slot]
@@ -183,8 +187,8 @@ class Resources:
         scheduled.enter(RequestPhase.WAITING)
 
     def count_missing(self, scheduled: ScheduledRequest, position: int, ahead: int = 0) -> int:
-        """Blocks that it still needs so that every position up to `position` can be written, and as many more
-        as it may use of those ahead.
+        """Return the blocks that a request lacks for every position up to `position`, and up to `ahead` more,
+        within its worst case.
         """
         limits = self.limits
         needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(scheduled.request))
@@ -198,7 +202,7 @@ class Resources:
         return [BlockUpdate(scheduled.slot, owned + index, block_id) for index, block_id in enumerate(new)]
 
     def give_back(self, scheduled: ScheduledRequest) -> None:
-        """End a request and take back what it holds, once nothing is still to touch it."""
+        """End a request; `sweep` takes back what it holds when no copy and no open round uses it."""
         scheduled.enter(RequestPhase.FINISHED)
         self.owners.pop(scheduled.slot, None)
         self.prefix.leave(scheduled)
@@ -206,7 +210,7 @@ class Resources:
         self.sweep()
 
     def sweep(self) -> None:
-        """Take back what was kept of ended requests and nothing touches any more."""
+        """Take back the resources of finished requests that no copy and no open round uses."""
         ended = [scheduled for scheduled in self._kept if not scheduled.is_pinned]
         if not ended:
             return
@@ -220,23 +224,26 @@ class Resources:
             scheduled.slot, scheduled.host_record, scheduled.block_ids = 0, None, []
 
     def host_room(self) -> tuple[int, int]:
-        """Records and blocks of host memory that are free."""
+        """Return the free records and blocks of host memory."""
         records, blocks = self._host_rooms
         used = self.limits.host_records - len(self._free_records)
         return max(records - used, 0), max(blocks - self.host_pool.num_used, 0)
 
     def offload(self, scheduled: ScheduledRequest) -> None:
-        """Begin to bring a running request to the host, which has room for it."""
+        """Begin the transfer of a running request to the host, which must have room for it."""
         blocks = self.host_pool.allocate(len(scheduled.block_ids))
         self._begin_transfer(scheduled, Place("host", self._free_records.pop()), blocks)
 
     def resume(self, scheduled: ScheduledRequest) -> None:
-        """Begin to bring an offloaded request back, for which a slot and blocks are free."""
+        """Begin the transfer of an offloaded request to the device, which must have a slot and blocks."""
         blocks = self.pool.allocate(len(scheduled.block_ids))
         self._begin_transfer(scheduled, Place("slot", self._free_slots.pop()), blocks)
 
     def plan_copy(self, scheduled: ScheduledRequest, copy_id: int) -> tuple[Copy, list[BlockUpdate]]:
-        """The copy of a transfer whose request has left the plans, and its new slot's block-table row."""
+        """Return the copy of a transfer and the block-table row of its target slot.
+
+        The results of all the request's launches must have been read.
+        """
         transfer = scheduled.transfer
         assert transfer is not None
         assert transfer.copy_id is None, "a copy is planned once"
@@ -245,7 +252,7 @@ class Resources:
         return Copy(copy_id, transfer.source, transfer.target, pairs), self._target_row(scheduled)
 
     def finish_transfer(self, scheduled: ScheduledRequest) -> None:
-        """The copy of a transfer is complete: its target is where the request stands, its source is free."""
+        """End a transfer whose copy is complete: the request owns the target, and the source is free."""
         transfer = self._end_transfer(scheduled)
         if scheduled.phase is RequestPhase.FINISHED:
             self._free(transfer.target, transfer.target_block_ids)
@@ -264,8 +271,9 @@ class Resources:
         scheduled.enter(RequestPhase.RUNNING)
 
     def cancel_copies(self, copy_ids: Collection[int]) -> list[ScheduledRequest]:
-        """Host memory could not be had for these copies: their requests, which are returned, stay where they
-        are, and the tier is as large as what it holds.
+        """End the transfers of copies for which the host had no memory; return their requests.
+
+        The requests stay where they are. The host's room shrinks to what it holds.
         """
         failed = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
         for scheduled, transfer in failed:
@@ -278,7 +286,7 @@ class Resources:
         return [scheduled for scheduled, _ in failed]
 
     def drop_copies(self, copy_ids: Collection[int]) -> list[ScheduledRequest]:
-        """The plan of these copies was lost: they are not under way. Return whose they are and live."""
+        """Mark these copies, whose plan was lost, as not planned; return their unfinished requests."""
         lost = [(h, h.transfer) for h in self.moving if h.transfer and h.transfer.copy_id in copy_ids]
         for _, transfer in lost:
             transfer.copy_id = None
@@ -286,20 +294,21 @@ class Resources:
         return [scheduled for scheduled, _ in lost if scheduled.phase is not RequestPhase.FINISHED]
 
     def take_releases(self) -> list[Release]:
-        """The slots taken back since the device was told last."""
+        """Return, once, the releases of the slots taken back after the last call."""
         slots, self._untold_releases = self._untold_releases, []
         return [Release(slot) for slot in slots]
 
     def forget_what_was_told(self, next_copy_ids: Collection[int]) -> None:
-        """A plan was lost: slots that are free, or of which the device knows no owner, are released again,
-        the targets of the copies that the next plan brings among them.
+        """After a lost plan, release again every slot that is free or whose owner no plan has installed.
+
+        next_copy_ids: the copies of the next plan, whose target slots are released too.
         """
         told = {scheduled.slot for scheduled in (*self.owners.values(), *self._kept) if scheduled.is_told}
         told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
 
     def all_block_updates(self) -> list[BlockUpdate]:
-        """The block-table entries of everybody whose slot the device knows, or who is being copied to one."""
+        """Return the block-table entries of all requests that are installed in a slot or copied to one."""
         told = [scheduled for scheduled in self.owners.values() if scheduled.is_told]
         entries = [block_table_row(scheduled.slot, scheduled.block_ids) for scheduled in told]
         entries += [self._target_row(scheduled) for scheduled, _ in self._copied_to_slots()]
@@ -393,5 +402,5 @@ def _is_leaving(scheduled: ScheduledRequest) -> bool:
 
 
 def block_table_row(slot: int, block_ids: Iterable[int]) -> list[BlockUpdate]:
-    """The entries of a slot that has these blocks."""
+    """Return the block-table entries of a slot with these blocks."""
     return [BlockUpdate(slot, column, block_id) for column, block_id in enumerate(block_ids)]

@@ -15,8 +15,8 @@ class WaitingQueue:
     """Requests without a slot: new ones, preempted ones to be replayed, and offloaded ones.
 
     They are admitted by `ScheduledRequest.rank`. Where priorities differ, every eighth admission goes to the
-    request that arrived first; it keeps the best rank to its end, so that it is not preempted again. A request
-    that n others precede by arrival therefore waits for at most about 8 n admissions, whatever its priority.
+    request that arrived first; it keeps the best rank to its end, so that it is not preempted again. A
+    request that n others precede by arrival waits for about 8 n admissions at most, whatever its priority.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,9 @@ class WaitingQueue:
         return first
 
     def take(self, scheduled: ScheduledRequest) -> None:
-        """Remove `scheduled`, which must be `first()`, and count an admission; sets is_due if it overtakes."""
+        """Remove `scheduled`, which must be `first()`, and count an admission. Sets is_due if it overtakes
+        requests of a better rank.
+        """
         is_overtaking = scheduled is not self._sorted[0][1]
         self.discard(scheduled)
         self._num_taken += 1
