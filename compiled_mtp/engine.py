@@ -61,8 +61,8 @@ class EngineStats:
     running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
     prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
     prefix_evictions counts ends of prefixes given up for others; prefix_host_hits of the hits came from
-    prefix_host_bytes of host memory. offloads and withdrawals count how often a
-    request left since blocks ran short: to host memory, or to wait and be computed again. rounds_by_depth,
+    prefix_host_bytes of host memory. offloads and recomputes count preemptions for
+    lack of blocks: to host memory, or back to the queue with tokens to compute again. rounds_by_depth,
     empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
     by why they had it: "best", "probe", "retry" or "only" (no other depth was ready). The rest is of finished
     requests.
@@ -85,7 +85,12 @@ class EngineStats:
     prefix_host_hits: int = 0
     prefix_host_bytes: int = 0
     offloads: int = 0
-    withdrawals: int = 0
+    recomputes: int = 0
+
+    @property
+    def withdrawals(self) -> int:
+        """`recomputes` under its old name; the next version drops it."""
+        return self.recomputes
 
 
 class Engine:
@@ -450,7 +455,7 @@ class Engine:
             prefix_host_hits=prefix.num_host_hits,
             prefix_host_bytes=prefix_tier_bytes + prefix.prefix_host.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
-            withdrawals=self.scheduler.num_recomputed,
+            recomputes=self.scheduler.num_recomputed,
         )
 
     def check(self) -> None:

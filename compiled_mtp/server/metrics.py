@@ -147,11 +147,11 @@ class Metrics(Collector):
                 for why, count in counts.items():
                     rounds.add_metric([str(depth), why], count)
             yield rounds
-            # Whatever else the engine counts.
-            for field in dataclasses.fields(stats):
-                value = getattr(stats, field.name)
+            # Every other count of the engine, and the alias that the next version drops.
+            for field in (*(field.name for field in dataclasses.fields(stats)), "withdrawals"):
+                value = getattr(stats, field)
                 if isinstance(value, int | float):
-                    yield GaugeMetricFamily(name(f"engine_{field.name}"), "as Engine.stats() says", value)
+                    yield GaugeMetricFamily(name(f"engine_{field}"), "as Engine.stats() says", value)
 
     def _finish(self, output: RequestOutput) -> None:
         metrics = output.metrics

@@ -103,7 +103,7 @@ def test_a_pool_for_one_and_a_half_requests_runs_all(
     stats = engine.stats()
     assert stats.blocks_used == 0
     assert (stats.offloads > 1) == (offload_gb > 0)
-    assert (stats.withdrawals > 1) == (offload_gb == 0)
+    assert (stats.recomputes > 1) == (offload_gb == 0)
 
 
 def test_copies_that_take_longer_than_launches_change_no_token(

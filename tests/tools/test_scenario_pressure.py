@@ -34,8 +34,8 @@ def test_every_pool_is_timed_and_those_who_leave_are_counted(
     line = json.loads(capsys.readouterr().out)
     assert [line[name]["num_blocks"] for name in ("full", "quarter", "half_of_used")] == [78, 19, 12]
     full, short = line["full"], line["half_of_used"]
-    assert (full["of_full"], full["offloads"] + full["withdrawals"]) == (1, 0)
-    assert short["offloads"] + short["withdrawals"] > 0
+    assert (full["of_full"], full["offloads"] + full["recomputes"]) == (1, 0)
+    assert short["offloads"] + short["recomputes"] > 0
     assert short["of_full"] > 0
 
 

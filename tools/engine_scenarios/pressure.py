@@ -10,7 +10,8 @@ has been read, when the next round has been launched. More than that are neither
 
 Unless all requests get all of their tokens, and the same on every pool, the tool prints nothing. The line has
 for each pool tokens per second of the last of --repeats runs (the first takes host memory), the share of the
-full pool's, and how often requests left for host memory (offloads) or to be computed again (withdrawals).
+full pool's, and how often requests were preempted to host memory (offloads) or to be computed again
+(recomputes).
 """
 
 from __future__ import annotations
@@ -94,5 +95,5 @@ def decode(engine: Engine, flags: argparse.Namespace, seed: int) -> tuple[list[l
     return list(streams.values()), {
         "tokens_per_s": round(flags.requests * flags.new_tokens / seconds, 1),
         "offloads": after.offloads - before.offloads,
-        "withdrawals": after.withdrawals - before.withdrawals,
+        "recomputes": after.recomputes - before.recomputes,
     }
