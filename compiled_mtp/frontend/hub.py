@@ -1,7 +1,8 @@
-"""Where a checkpoint lies: a directory, or a repository of the Hugging Face Hub in its local cache.
+"""Finds a checkpoint: a local path, or a repository of the Hugging Face Hub in its local cache.
 
-huggingface_hub is imported only for the name of a repository; it reads the cache's place, the token and the
-mirror from the environment as in other programs.
+A GGUF file of a repository is named by its path there: Acme/Tiny-GGUF/Tiny-Q4_K_M.gguf. huggingface_hub is
+imported only for names of repositories; it reads the cache's directory, the token and the mirror from the
+environment as in other programs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from compiled_mtp.errors import fail, shown
+from compiled_mtp.gguf.container import part_names
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # What a checkpoint is read from. Weights of other formats lie beside them in some repositories.
@@ -22,22 +24,26 @@ _TOKENIZER = "tokenizer.json"
 
 
 def is_repository(model: Path) -> bool:
-    """Whether `model` names a repository of the Hub, as Qwen/Qwen3.5-4B, and nothing of that name is here."""
-    name = model.as_posix()
-    return _REPOSITORY.fullmatch(name) is not None and model.suffix != ".gguf" and not model.exists()
+    """Return whether `model` names a repository of the Hub, or a GGUF file of one, and no local path."""
+    name, file = _split(model)
+    if (file is None) == (model.suffix == ".gguf") or ".." in model.parts:
+        return False
+    return _REPOSITORY.fullmatch(name) is not None and not model.exists()
 
 
 def find_checkpoint(model: Path, *, is_offline: bool = False) -> Path:
-    """Return the directory of the checkpoint `model`, which is itself unless it names a repository.
+    """Return the directory or the GGUF file of the checkpoint `model`: `model` itself if it is a local path.
 
-    A repository that is not whole in the local cache is downloaded, with bars on standard error, unless
-    is_offline. Raises ValueError if it is not there and cannot be downloaded; a path is not looked at.
+    Downloads what the local cache lacks of a repository, with bars on standard error, unless is_offline.
+    Raises ValueError if the checkpoint is not there and cannot be downloaded; a local path is not checked.
     """
     if not is_repository(model):
         return model
-    name = model.as_posix()
+    name, file = _split(model)
     hub = _import_hub(name)
     directory = _find_cached(hub, name)
+    if file is not None:
+        return _find_file(hub, name, file, directory, is_offline)
     lacking = _find_lacking(directory)
     if directory is not None and (not lacking or (is_offline and lacking == [_TOKENIZER])):
         return directory
@@ -45,7 +51,42 @@ def find_checkpoint(model: Path, *, is_offline: bool = False) -> Path:
         got = f"{name}, which lacks {', '.join(lacking)} there"
         remedy = f"run `hf download {name}` where there is a network, or leave offline out"
         raise fail("model", "be a directory, or whole in the local Hugging Face cache", got, remedy)
-    return _download(hub, name)
+    return _download_directory(hub, name)
+
+
+def _split(model: Path) -> tuple[str, str | None]:
+    """Return the name of the repository, and the path in it if `model` names a file."""
+    parts = model.as_posix().split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:]) or None
+
+
+def _find_file(hub: ModuleType, name: str, file: str, directory: Path | None, is_offline: bool) -> Path:
+    """Return the path of one GGUF file in the cache; a file in parts is there with all of its parts."""
+    parts = [(Path(file).parent / part).as_posix() for part in part_names(Path(file).name)]
+    lacking = [part for part in parts if directory is None or not (directory / part).is_file()]
+    if lacking and is_offline:
+        got = f"{name}, which lacks {', '.join(lacking)} there"
+        remedy = (
+            f"run `hf download {name} {' '.join(lacking)}` where there is a network, or leave offline out"
+        )
+        raise fail("model", "be a file, or whole in the local Hugging Face cache", got, remedy)
+    if lacking:
+        directory = _download(hub, name, parts, ())
+    assert directory is not None
+    if absent := [part for part in parts if not (directory / part).is_file()]:
+        there = _list_gguf(hub, name)
+        remedy = f"name one of its files: {shown(', '.join(there))}" if there else "it has no .gguf file"
+        raise fail("model", f"name a file of the repository {name}", shown(absent[0]), remedy)
+    return directory / file
+
+
+def _list_gguf(hub: ModuleType, name: str) -> list[str]:
+    """The GGUF files of a repository, of each file in parts the first; none if the Hub cannot be asked."""
+    try:
+        files = [file for file in hub.list_repo_files(name) if file.endswith(".gguf")]
+    except Exception:  # As for a download, the errors differ between versions.
+        return []
+    return [file for file in sorted(files) if part_names(Path(file).name)[0] == Path(file).name]
 
 
 def _import_hub(name: str) -> ModuleType:
@@ -82,13 +123,22 @@ def _find_lacking(directory: Path | None) -> Sequence[str]:
     return [n for n in ("config.json", *weights, _TOKENIZER) if not any(directory.glob(n))]
 
 
-def _download(hub: ModuleType, name: str) -> Path:
-    rule, elsewhere = "be a directory or a repository that can be downloaded", f"`hf download {name}`"
+def _download_directory(hub: ModuleType, name: str) -> Path:
+    """Download the safetensors and their configs. Raises ValueError if the repository has only GGUF files."""
+    directory = _download(hub, name, _WANTED, _ELSEWHERE)
+    if not any(directory.glob("*.safetensors")) and (there := _list_gguf(hub, name)):
+        remedy = f"name one of its files, as {name}/{there[0]}"
+        raise fail("model", "have safetensors", f"{name}, which has {len(there)} GGUF models", remedy)
+    return directory
+
+
+def _download(hub: ModuleType, name: str, wanted: Sequence[str], elsewhere: Sequence[str]) -> Path:
+    rule = "be a directory or a repository that can be downloaded"
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_ELSEWHERE))
+        return Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=elsewhere))
     except Exception as error:  # Of the Hub, of the network, of the disk: they differ between versions.
         kind = type(error).__name__
-        remedy = f"check the network, or run {elsewhere} where there is one and pass its directory"
+        remedy = f"check the network, or run `hf download {name}` where there is one and pass its directory"
         if kind == "GatedRepoError":
             remedy = f"accept its licence at https://huggingface.co/{name} and log in with `hf auth login`"
         elif kind in ("RepositoryNotFoundError", "HFValidationError"):

@@ -65,16 +65,22 @@ class Container:
     tensors: Mapping[str, Tensor]
 
 
-def part_files(path: Path) -> list[Path]:
-    """The files of the model whose file, or any part of it, is `path`: itself, or x-00001-of-0000N.gguf to
-    the last. Raises ValueError for parts that are not there."""
-    found = _PART.fullmatch(path.name)
+def part_names(name: str) -> list[str]:
+    """Return the file names of a model's parts, in order, from the name of any part; else `name` alone."""
+    found = _PART.fullmatch(name)
     if found is None:
-        return [path]
+        return [name]
     stem, number, count = found.groups()
     if not 1 <= int(number) <= int(count):
-        return [path]
-    files = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+        return [name]
+    return [f"{stem}-{i:05}-of-{count}.gguf" for i in range(1, int(count) + 1)]
+
+
+def part_files(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is, or is a part of. Raises ValueError for absent parts."""
+    files = [path.with_name(name) for name in part_names(path.name)]
+    if len(files) == 1:
+        return files
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         got = f"no {absent[0]}" + (f" and {len(absent) - 1} more" if len(absent) > 1 else "")

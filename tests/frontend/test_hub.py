@@ -58,12 +58,16 @@ class Hub:
         self.fill()
         return str(self.snapshot)
 
+    def list_files(self, name: str) -> list[str]:
+        return [path.relative_to(self.files).as_posix() for path in self.files.rglob("*") if path.is_file()]
+
 
 @pytest.fixture
 def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub(tmp_path / "cache", files)
     made.cache.mkdir()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", made.list_files)
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -128,6 +132,48 @@ def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], 
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def gguf_hub(hub: Hub, tmp_path: Path) -> Hub:
+    """A repository of GGUF files alone: one whole, one in two parts in a folder."""
+    hub.files = tmp_path / "gguf"
+    (hub.files / "BF16").mkdir(parents=True)
+    for name in ("Tiny-Q4_K_M.gguf", "BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"):
+        (hub.files / name).write_bytes(b"GGUF")
+    (hub.files / "config.json").write_text("{}")
+    return hub
+
+
+def test_a_gguf_file_of_a_repository_is_found_or_downloaded_alone(gguf_hub: Hub) -> None:
+    whole = Path(f"{NAME}/Tiny-Q4_K_M.gguf")
+    assert is_repository(whole)
+    assert find_checkpoint(whole) == gguf_hub.snapshot / "Tiny-Q4_K_M.gguf"
+    assert gguf_hub.asked.pop()["allow_patterns"] == ["Tiny-Q4_K_M.gguf"]
+    assert find_checkpoint(whole, is_offline=True) == gguf_hub.snapshot / "Tiny-Q4_K_M.gguf"
+    assert gguf_hub.asked == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_gguf_file_in_parts_comes_with_all_of_them(gguf_hub: Hub, number: int) -> None:
+    gguf_hub.fill("Tiny-00002*")
+    path = Path(f"{NAME}/BF16/Tiny-0000{number}-of-00002.gguf")
+    with pytest.raises(
+        ValueError, match=r"which lacks BF16/Tiny-00002-of-00002.gguf there; run `hf download"
+    ):
+        find_checkpoint(path, is_offline=True)
+    assert find_checkpoint(path) == gguf_hub.snapshot / "BF16" / path.name
+    wanted = ["BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"]
+    assert gguf_hub.asked.pop()["allow_patterns"] == wanted
+
+
+def test_a_repository_of_gguf_files_is_refused_with_their_names(gguf_hub: Hub) -> None:
+    with pytest.raises(
+        ValueError, match=r"2 GGUF models; name one of its files, as Acme/Tiny-1.0/BF16/Tiny-00001"
+    ):
+        find_checkpoint(Path(NAME))
+    with pytest.raises(ValueError, match=r"got Q9.gguf; .*: BF16/Tiny-00001-of-00002.gguf, Tiny-Q4_K_M.gguf"):
+        find_checkpoint(Path(f"{NAME}/Q9.gguf"))
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -137,8 +183,19 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_directories_are_left_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / NAME).mkdir(parents=True)
-    for path in (NAME, "/nowhere/x", "../a/b", "a/b/c", "one", "a/b.gguf", ".", "a/.b"):
-        assert not is_repository(Path(path))
+    for path in (
+        NAME,
+        "/nowhere/x",
+        "../a/b",
+        "a/b/c",
+        "one",
+        "a/b.gguf",
+        "/a/b/c.gguf",
+        "../a/b.gguf",
+        ".",
+        "a/.b",
+    ):
+        assert not is_repository(Path(path)), path
         assert find_checkpoint(Path(path)) == Path(path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert EngineConfig(model="~/x").model == tmp_path / "x"

@@ -17,6 +17,7 @@ from compiled_mtp.runner import memory
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import ThreadCommunicator, ThreadRunner, engine_of
 from tests.engines import prompt_of
+from tests.gguf_files import write_gguf
 
 SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
 # Checkpoint, dtype, further options of the engine, and numbers of ranks.
@@ -103,6 +104,21 @@ def test_ranks_decode_what_one_does(
         without_drafts = {**options, "mtp_step": 0, "draft_vocab": None}
         with engine_of(directory, 2, dtype=dtype, **without_drafts) as engine:
             assert decode(engine) == wanted
+
+
+@pytest.mark.parametrize("name", ["dense-r4", "next-r2", "moe-mixed"])
+def test_a_bfloat16_gguf_file_on_ranks_gives_the_tokens_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    directory = write(tmp_path, name)
+    path = write_gguf(directory, tmp_path / "model.gguf")
+    with engine_of(directory, 1) as engine:
+        wanted = [tokens for tokens, _ in decode(engine)]
+    found = []
+    for world in (1, 2, 4):
+        with engine_of(path, world) as engine:
+            found.append(decode(engine))
+        # Log probabilities differ by a rounding: the file has -exp(A_log), in float32.
+        assert [tokens for tokens, _ in found[-1]] == wanted, world
+    assert found[1:] == found[:-1]
 
 
 @pytest.mark.parametrize(("name", "world"), [("dense-r4", 4), ("next-w8a8", 2), ("moe-mixed", 2)])
