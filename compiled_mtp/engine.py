@@ -435,7 +435,7 @@ class Engine:
         """What the engine holds now, and sums over finished requests. May be called from any thread."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory = self.runner.memory
-        checkpoints_bytes = prefix.index.num_checkpoints_used * memory.snapshot_bytes
+        snapshots_bytes = prefix.index.num_snapshots_used * memory.snapshot_bytes
         prefix_tier_bytes = prefix.prefix_host.num_records_used * memory.snapshot_bytes
         return EngineStats(
             running=self.scheduler.num_running,
@@ -451,7 +451,7 @@ class Engine:
             prefix_hits=prefix.num_hits,
             prefix_lookups=prefix.num_lookups,
             prefix_evictions=prefix.index.num_evictions,
-            prefix_bytes=checkpoints_bytes + pool.num_kept * memory.block_bytes,
+            prefix_bytes=snapshots_bytes + pool.num_kept * memory.block_bytes,
             prefix_host_hits=prefix.num_host_hits,
             prefix_host_bytes=prefix_tier_bytes + prefix.prefix_host.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,

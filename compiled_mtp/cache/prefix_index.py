@@ -1,4 +1,4 @@
-"""Which prompts have left what behind: blocks that hold whole chunks, checkpoints at their ends. No torch."""
+"""The index of the prefix cache: blocks of whole prompt chunks and state snapshots at their ends."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.cache.prefix_host_tier import PrefixHostTier
 
 LONGEST_LIFE = 64
-"""Prompts for which an end or a branching point is kept, unless a prompt takes it up again."""
+"""The number of later prompts for which the snapshot of an end or a branching point is kept."""
 
 
 def root_key(salt: str | None) -> bytes:
-    """What the keys of prompts with this salt begin from; no salt is another one than an empty one."""
+    """Return the key before the first chunk of prompts with this salt. None differs from an empty salt."""
     return _digest(b"" if salt is None else b"salt" + salt.encode())
 
 
 def chain_key(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a chunk behind the one whose key is `before`: of its own tokens and all before them."""
+    """Return the key of a chunk, from the key of the chunk before it and its own tokens."""
     return _digest(before + array("q", token_ids).tobytes())
 
 
 def _digest(content: bytes) -> bytes:
-    # Long enough that nobody makes two prompts of one key.
+    # Long enough that two prompts of one key cannot be made on purpose.
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk of a prompt with all that stands before it, which its key names; the first has number 1.
+    """A chunk of a prompt; its key stands for its tokens and all tokens before it. The first has number 1.
 
-    checkpoint: where the state at its end lies, None if it was not kept. last_use counts prompts.
-    is_resume_point: its end is where the last prompt that came by resumed, or would if it came again. It is
-    entered once it can be found.
+    snapshot: the index of the state snapshot at the chunk's end, or None. last_use: the clock of the
+    `PrefixIndex`, in prompts. is_resume_point: the last prompt that used this chunk resumed at its end, or
+    would if it came again. is_entered: prompts can find the chunk.
     """
 
     key: bytes
@@ -52,8 +52,10 @@ class Chunk:
 
     @property
     def life(self) -> int:
-        """Prompts for which its checkpoint is worth keeping: of the chunks on the way to an end, every 2^k-th
-        lives 2^k prompts, so that a long prompt gives up its own before those of others.
+        """The number of prompts for which the chunk's snapshot is worth keeping.
+
+        Among chunks that only lead to another chunk, those with a number divisible by 2^k live 2^k prompts: a
+        long prompt so gives up its own snapshots before those of other prompts.
         """
         is_way = self.num_children == 1 or not self.is_entered
         return (
@@ -64,14 +66,13 @@ class Chunk:
 
 
 class PrefixIndex:
-    """The one owner of cached blocks and checkpoints: a tree of chunks over the blocks of a pool.
+    """Owns the cached blocks and snapshots: a tree of chunks over the blocks of a pool.
 
-    Every chunk has its blocks, every leaf a checkpoint, so that each of them serves some hit. A chunk's
-    blocks are kept in the pool; requests share them. What is to be given up is what was of use the longest
-    time ago: for blocks the leaves, those that no request holds first; for checkpoints `Chunk.life` counts
-    too. A place of a checkpoint may be taken from a chunk that is not entered yet, which then has none.
-    num_evictions counts checkpoints given up for others, or with their blocks. What is given up goes to
-    `prefix_host`.
+    Every chunk has its blocks and every leaf has a snapshot, so each chunk can serve a hit. The pool keeps
+    a chunk's blocks; requests share them. Eviction is by least recent use: of blocks from leaves, first those
+    that no request holds; of snapshots by `Chunk.life` too. A chunk that is not entered yet may lose its
+    snapshot to another. num_evictions counts snapshots evicted for others or with their blocks. Evicted
+    blocks and snapshots go to `prefix_host`.
     """
 
     def __init__(self, num_snapshots: int, blocks_per_chunk: int, prefix_host: PrefixHostTier) -> None:
@@ -80,37 +81,37 @@ class PrefixIndex:
         self.prefix_host = prefix_host
         self.num_evictions = 0
         self.clock = 0
-        # How often what can be found has changed.
+        # Counts the changes of what can be found.
         self._num_changes = 0
 
     def reset(self, pool: BlockPool) -> None:
-        """Forget everything; from here on over the blocks of `pool`, of which none is kept."""
+        """Forget everything and index the blocks of `pool`, which must keep none."""
         self._pool = pool
         pool.reclaim = self.reclaim
         self._num_changes += 1
         self._chunks: dict[bytes, Chunk] = {}
-        # In the order in which they became leaves: there are never more of them than checkpoints.
+        # In the order in which they became leaves; never more than snapshots.
         self._leaves: dict[Chunk, None] = {}
-        # Who has which checkpoint, entered or not.
+        # The chunk of each used snapshot, entered or not.
         self._holders: dict[int, Chunk] = {}
         self._free_places = list(range(self.num_snapshots - 1, -1, -1))
 
     @property
-    def num_checkpoints_used(self) -> int:
-        """Checkpoints that somebody has."""
+    def num_snapshots_used(self) -> int:
+        """Snapshots that chunks use."""
         return len(self._holders)
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another one whenever `count_shared` may have another answer."""
+        """Changes whenever the result of `count_shared` may change."""
         return self._num_changes, self._pool.num_turns
 
     def find(self, key: bytes) -> Chunk | None:
-        """The chunk of this key, if it is entered."""
+        """Return the entered chunk of this key, or None."""
         return self._chunks.get(key)
 
     def match(self, keys: Sequence[bytes]) -> list[Chunk]:
-        """The longest row of chunks that a prompt of these keys begins with; a new prompt has come."""
+        """Return the entered chunks that a new prompt of these keys begins with. Advances the clock."""
         self.clock += 1
         known: list[Chunk] = []
         for key in keys:
@@ -121,7 +122,7 @@ class PrefixIndex:
         return known
 
     def count_shared(self, keys: Sequence[bytes]) -> int:
-        """Blocks, held by requests, of the row of chunks that a prompt of these keys would resume behind."""
+        """Return how many blocks of the prompt's cached prefix other requests already hold."""
         count = held = 0
         for key in keys:
             chunk = self._chunks.get(key)
@@ -132,7 +133,7 @@ class PrefixIndex:
         return held
 
     def use(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Share the blocks of a row of chunks, behind which a prompt resumes; return them in their order."""
+        """Add a holder to the blocks of the chunks after which a prompt resumes; return them in order."""
         block_ids = [block_id for chunk in chunks for block_id in chunk.block_ids]
         self._pool.share(block_ids)
         for chunk in chunks:
@@ -140,7 +141,9 @@ class PrefixIndex:
         return block_ids
 
     def take_place(self, chunk: Chunk) -> bool:
-        """Give a chunk that is not entered a checkpoint, if there is one that is worth less."""
+        """Give a chunk that is not entered a snapshot, if one is free or worth less; return whether it has
+        one.
+        """
         chunk.last_use = self.clock
         if not self._free_places:
             worst = min(self._holders.values(), key=_worth, default=None)
@@ -155,11 +158,12 @@ class PrefixIndex:
     def enter(
         self, keys: Sequence[bytes], block_ids: Sequence[int], chunks: Collection[Chunk], resume_end: int
     ) -> None:
-        """Let the chunks of a prompt be found from now on: `chunks` are those for which a place was taken.
+        """Enter the chunks of a prompt, so that later prompts find them.
 
-        keys are those of all its chunks, block_ids begin with their blocks, which whoever brings them holds.
-        It would resume behind chunk number `resume_end`. Of two equal chunks the first stays, and takes a
-        checkpoint that it lacks.
+        keys: of all chunks of the prompt. block_ids: begin with the blocks of those chunks, which the caller
+        holds. chunks: those that `take_place` gave a snapshot. resume_end: the number of the chunk after
+        which the same prompt would resume. If an equal chunk is already entered, it stays and takes over the
+        snapshot if it has none.
         """
         fresh = {chunk.number: chunk for chunk in chunks if chunk.snapshot is not None}
         parent = None
@@ -177,14 +181,12 @@ class PrefixIndex:
             parent = chunk
 
     def forget(self, chunks: Collection[Chunk]) -> None:
-        """Take the checkpoints of chunks that will not be entered back."""
+        """Take back the snapshots of chunks that will not be entered."""
         for chunk in chunks:
             self._free_place(chunk)
 
     def reclaim(self, count: int) -> None:
-        """Give up chunks, leaves first and of these the one that was used longest ago, until `count` more
-        blocks of the pool are empty.
-        """
+        """Evict chunks, the least recently used leaf first, until `count` more blocks of the pool are empty."""
         wanted = self._pool.num_empty + count
         order = itertools.count()
         leaves = [self._turn(leaf, order) for leaf in self._leaves]
@@ -200,20 +202,22 @@ class PrefixIndex:
                 heapq.heappush(leaves, self._turn(above, order))
 
     def _turn(self, leaf: Chunk, order: Iterator[int]) -> tuple[bool, int, int, Chunk]:
-        """When a leaf goes. One that a request holds gives no block: it goes when idle ones lie above such
-        alone.
+        """Return the sort key of a leaf's eviction. A leaf that a request holds frees no block, so it comes
+        last: it is evicted only to reach chunks above it.
         """
         return self._pool.is_held(leaf.block_ids[0]), leaf.last_use, next(order), leaf
 
     def check_integrity(self, pending: Collection[Chunk]) -> None:
-        """Raise AssertionError unless every checkpoint is free or had once, by a chunk that is entered or
-        one of `pending`, every chunk has a parent and blocks of its own, and no leaf lacks a checkpoint.
+        """Raise AssertionError unless the index is consistent.
+
+        Every snapshot is free or belongs to exactly one chunk, entered or in `pending`; every chunk has a
+        parent and blocks of its own; no leaf lacks a snapshot.
         """
         places = sorted([*self._free_places, *self._holders])
-        assert places == list(range(self.num_snapshots)), f"checkpoints must be free or had once: {places}"
+        assert places == list(range(self.num_snapshots)), f"snapshots must be free or used once: {places}"
         assert all(chunk.snapshot == place for place, chunk in self._holders.items())
         holders = {id(c) for c in (*self._chunks.values(), *pending) if c.snapshot is not None}
-        assert holders == {id(chunk) for chunk in self._holders.values()}, "a checkpoint is lost"
+        assert holders == {id(chunk) for chunk in self._holders.values()}, "a snapshot is lost"
         children: dict[int, int] = {}
         kept: list[int] = []
         for key, chunk in self._chunks.items():
@@ -242,7 +246,7 @@ class PrefixIndex:
             parent.num_children += 1
 
     def _merge(self, chunk: Chunk, brought: Chunk) -> None:
-        """An equal chunk is entered already."""
+        """Give the entered chunk the snapshot of an equal one that was brought, if it has none."""
         place = brought.snapshot
         if chunk.snapshot is None and place is not None:
             chunk.snapshot, brought.snapshot = place, None
@@ -251,7 +255,7 @@ class PrefixIndex:
         self._free_place(brought)
 
     def _give_up(self, chunk: Chunk) -> None:
-        """Take a chunk's checkpoint back, and remove what is of no use without it."""
+        """Evict a chunk's snapshot, and the chunks that are of no use without it."""
         self._num_changes += 1
         if chunk.is_entered and chunk.snapshot is not None:
             state = (chunk.snapshot, _worth(chunk))
@@ -277,5 +281,5 @@ class PrefixIndex:
 
 
 def _worth(chunk: Chunk) -> int:
-    """When a checkpoint's time is over."""
+    """Return the clock at which a snapshot expires."""
     return chunk.last_use + chunk.life

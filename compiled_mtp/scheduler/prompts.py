@@ -1,4 +1,4 @@
-"""Which pieces of which prompts the next launch takes."""
+"""Chooses the prompt chunks of the next prefill launch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
 Admitter = Callable[[int], ScheduledRequest | None]
-"""Gives a place to whoever comes next, if what is left of the prompt fits into so many rows and nothing
-speaks against its company; else None."""
+"""Admits the next waiting request if the rest of its prompt fits into the given number of rows and it may
+share a launch; else returns None."""
 
 
 @dataclass(slots=True)
 class Launch:
-    """Pieces of prompts, what they bring for a plan to carry, and whose first tokens are drawn in it."""
+    """The prompt chunks of one launch, with the moves, block-table updates and saves that its plan carries."""
 
     members: list[ScheduledRequest] = field(default_factory=list)
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
@@ -26,10 +26,10 @@ class Launch:
     saves: list[Copy] = field(default_factory=list)
 
     def start(self, moves: Sequence[Move]) -> None:
-        """Take the moves of somebody who begins.
+        """Add the moves of a request that starts.
 
-        A checkpoint that one of them fills may have been taken from somebody before in this launch, whose
-        save would come behind it.
+        A move may fill a snapshot that this launch has already taken from another request. That request's
+        save is dropped, because it would run after the move and overwrite the snapshot.
         """
         self.moves += moves
         filled = {move.target for move in moves if isinstance(move, Copy)}
@@ -37,23 +37,23 @@ class Launch:
 
     @property
     def ended(self) -> list[ScheduledRequest]:
-        """Those whose prompts end, in a launch that emits their first tokens."""
+        """The requests whose prompts end in this launch, which emits their first tokens."""
         pairs = zip(self.members, self.prompt_chunks, strict=True)
         return [scheduled for scheduled, prompt_chunk in pairs if prompt_chunk.is_last]
 
     @property
     def num_rows(self) -> int:
-        """Rows up to where another piece would begin."""
+        """The row at which another chunk would begin."""
         first_rows, _ = lay_out([*(len(prompt_chunk.token_ids) for prompt_chunk in self.prompt_chunks), 0])
         return first_rows[-1]
 
 
 class Prompts:
-    """The requests whose prompts are on their way, in the order in which they came in.
+    """The requests whose prompts are being prefilled, in the order of admission.
 
-    A launch takes the next piece of the first of them, as long as may be. Behind it come others as long as
-    all that is left of them fits: a part of a prompt gives its owner nothing yet, and would only keep those
-    before it waiting. One whose log probabilities are wanted goes alone.
+    A launch takes the longest possible chunk of the first request. It adds others only if all the rest of
+    their prompts fits: a part of a prompt emits no token, and would only delay the requests before it. A
+    prompt whose log probabilities are wanted has a launch of its own.
     """
 
     def __init__(self, resources: Resources, copy_ids: Iterator[int]) -> None:
@@ -65,21 +65,23 @@ class Prompts:
         return bool(self.members)
 
     def leave(self, scheduled: ScheduledRequest) -> bool:
-        """A request is not prefilled any more, or never was; whether it was."""
+        """Remove a request if it is being prefilled; return whether it was."""
         was_member = scheduled in self.members
         if was_member:
             self.members.remove(scheduled)
         return was_member
 
     def next_prefilled(self) -> ScheduledRequest | None:
-        """Whose prompt has been planned to its end, its first token not."""
+        """Return a request whose whole prompt has been planned but not its first token; None if there is
+        none.
+        """
         return next((scheduled for scheduled in self.members if scheduled.is_prefilled), None)
 
     def may_join(self, scheduled: ScheduledRequest, num_rows: int) -> bool:
-        """Whether a request that waits may share the launch that is planned, which has so many rows left.
+        """Return whether a waiting request may share the planned launch, which has num_rows rows left.
 
-        Not if it shares more of its prompt with one that is on its way than is cached: it comes when that
-        can be found.
+        It may not if a prompt that is being prefilled will cache more of its prefix than is cached now: it
+        then waits until that prefix can be found.
         """
         prefix, request = self._resources.prefix, scheduled.request
         if request.wants_prompt_logprobs or prefix.is_coming(scheduled):
@@ -87,7 +89,7 @@ class Prompts:
         return request.prompt_len - prefix.foresee(scheduled) <= num_rows
 
     def plan(self, most: int, max_prompt_chunks: int, admit: Admitter) -> Launch:
-        """Take pieces for a launch of at most `most` rows; those who join, by `admit`, are members then."""
+        """Choose the chunks of a launch of at most `most` rows; requests that `admit` gives become members."""
         launch, resuming = Launch(), list[ScheduledRequest]()
         scheduled: ScheduledRequest | None = self.members[0]
         while scheduled is not None:
@@ -100,12 +102,13 @@ class Prompts:
             )
             scheduled = None if is_full else self._next(launch, most - launch.num_rows, admit)
         for scheduled in resuming:
-            # Not before: what checkpoints push out is copied first, and would go where this lies.
+            # Last: evictions by the snapshots above are copied to the host tier first, and would overwrite
+            # the host blocks that this request still reads.
             self._resources.prefix.begin(scheduled)
         return launch
 
     def _next(self, launch: Launch, num_rows: int, admit: Admitter) -> ScheduledRequest | None:
-        """Who has the next piece; None if nobody fits."""
+        """Return the request of the next chunk; None if none fits."""
         count = len(launch.prompt_chunks)
         if num_rows <= 0:
             return None
@@ -117,14 +120,15 @@ class Prompts:
         return scheduled if num_left <= num_rows and not is_alone else None
 
     def _take(self, scheduled: ScheduledRequest, num_rows: int, launch: Launch) -> None:
-        """Put the next piece of a prompt, of at most `num_rows` tokens, into a launch."""
+        """Put the next chunk of a prompt, of at most `num_rows` tokens, into a launch."""
         if not scheduled.is_told:
             launch.start(self._start_slot(scheduled))
             launch.block_updates += block_table_row(scheduled.slot, scheduled.block_ids)
         prefix, request, start = self._resources.prefix, scheduled.request, scheduled.num_prefilled
         end = min(start + num_rows, request.prompt_len)
         places = prefix.places(scheduled, end)
-        # A launch leaves one state beside those at the ends of its pieces: others end where it is wanted.
+        # A launch saves one state inside a chunk, and those at the chunks' ends. If the former is taken, this
+        # chunk ends where its first snapshot is due.
         has_mark = any(prompt_chunk.snapshot_offset for prompt_chunk in launch.prompt_chunks)
         marked = places.pop(0) if places and not has_mark else 0
         end = places[0] if places else end
@@ -136,9 +140,9 @@ class Prompts:
                 launch.saves.append(self.copy(source, target))
             elif position == marked:
                 marked = 0
-        # Its first token is a plan of its own where something is to be done with its logits.
+        # The first token of a two-phase request has a plan of its own, which changes the logits first.
         is_last = end == request.prompt_len and not request.is_two_phase
-        # The last row of a piece gives the first token of the next, that of the prompt nothing of it.
+        # The last row of a chunk scores the first token of the next chunk; the prompt's last row scores none.
         next_ids = request.prompt_token_ids[start + 1 : end + 1] if request.wants_prompt_logprobs else ()
         token_ids = tuple(request.prompt_token_ids[start:end])
         launch.members.append(scheduled)
@@ -148,7 +152,7 @@ class Prompts:
         )
 
     def _start_slot(self, scheduled: ScheduledRequest) -> list[Move]:
-        """The first plan of a request in its slot: its parameters, and the prefix behind which it begins."""
+        """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
         moves: list[Move] = [Admit(scheduled.slot, slot_sampling(scheduled.request))]
         if (resumption := scheduled.resumption) is not None:
             slot = Place("slot", scheduled.slot)
@@ -161,7 +165,7 @@ class Prompts:
         return moves
 
     def _last_cached_blocks(self, scheduled: ScheduledRequest) -> list[int]:
-        """Those of a request that are filled from the host tier of the prefix cache."""
+        """Return the request's blocks that the host tier of the prefix cache fills."""
         assert scheduled.resumption is not None
         end = scheduled.num_prefilled // self._resources.limits.block_size
         return scheduled.block_ids[end - len(scheduled.resumption.prefix_host_blocks) : end]
@@ -174,5 +178,5 @@ class Prompts:
         *,
         has_rows: bool = True,
     ) -> Copy:
-        """A copy with a number of its own."""
+        """Return a copy with a new number."""
         return Copy(next(self._copy_ids), source, target, blocks, has_rows)

@@ -74,7 +74,7 @@ def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
     assert set(new) < set(blocks[1:])
     pool.check_integrity([*new, blocks[0]])
     pool.free(new)
-    with pytest.raises(AssertionError, match="a block is kept that nobody holds"):
+    with pytest.raises(AssertionError, match="a block is kept that has no holder"):
         pool.keep(new)
     with pytest.raises(AssertionError, match=f"block {new[0]} holds nothing"):
         pool.share(new)

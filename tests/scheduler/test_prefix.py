@@ -132,7 +132,7 @@ def test_of_two_equal_chunks_the_first_stays(delay: int) -> None:
     requests = [make_request(name, 20, 1, ord(name), prompt_logprobs=0) for name in "ab"]
     assert run(scheduler, runner, *requests) == [0, 0]
     assert scheduler.pool.num_kept == 4
-    assert scheduler._resources.prefix.index.num_checkpoints_used == 2
+    assert scheduler._resources.prefix.index.num_snapshots_used == 2
 
 
 @pytest.mark.parametrize("delay", [0, 1])
