@@ -186,7 +186,7 @@ class PrefixIndex:
             self._free_place(chunk)
 
     def reclaim(self, count: int) -> None:
-        """Evict chunks, the least recently used leaf first, until `count` more blocks of the pool are empty."""
+        """Evict chunks, least recently used leaves first, until `count` more blocks of the pool are empty."""
         wanted = self._pool.num_empty + count
         order = itertools.count()
         leaves = [self._turn(leaf, order) for leaf in self._leaves]

@@ -17,7 +17,7 @@ share a launch; else returns None."""
 
 @dataclass(slots=True)
 class Launch:
-    """The prompt chunks of one launch, with the moves, block-table updates and saves that its plan carries."""
+    """The prompt chunks of one launch, with the moves, block-table updates and saves of its plan."""
 
     members: list[ScheduledRequest] = field(default_factory=list)
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Prompts:
         return request.prompt_len - prefix.foresee(scheduled) <= num_rows
 
     def plan(self, most: int, max_prompt_chunks: int, admit: Admitter) -> Launch:
-        """Choose the chunks of a launch of at most `most` rows; requests that `admit` gives become members."""
+        """Choose the chunks of a launch of at most `most` rows; requests from `admit` become members."""
         launch, resuming = Launch(), list[ScheduledRequest]()
         scheduled: ScheduledRequest | None = self.members[0]
         while scheduled is not None:
