@@ -247,7 +247,7 @@ def finish_kernel(
     NOT_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute token and outcome of one row from `tile_kernel`'s results; KEEPS_ALL: peak and threshold too."""
+    """Compute token and outcome of one row from `tile_kernel`'s results; KEEPS_ALL: also peak, threshold."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

@@ -128,7 +128,7 @@ def philox(block: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int, ids: Tensor | None = None) -> Tensor:
-    """Return Gumbel noise G(seed, position, id), float32 [R, vocab] for all ids or [R, n] for `ids` [R, n] i64.
+    """Gumbel noise G(seed, position, id), float32 [R, vocab] for all ids or [R, n] for `ids` [R, n] i64.
 
     G = -log(-log1p(-u)), u = x * 2^-32 + 2^-33 in float32, at most 1 - 2^-24, where x is word id % 4 of block
     id // 4.
