@@ -1,10 +1,10 @@
-"""Measure the engine as its users meet it: one named scenario, checked, then timed.
+"""Measure the whole engine in one named scenario: check its tokens, then time it.
 
     python tools/bench_engine.py prefix --prompt-tokens 4000 --repeats 3
-    python tools/bench_engine.py SCENARIO --help                            # what it measures, and its flags
+    python tools/bench_engine.py SCENARIO --help                            # what it measures and its flags
 
-Every scenario compares tokens before it says anything: where they are wrong it ends with an error, and prints
-no figure. It ends in one JSON line.
+Every scenario first compares tokens: wrong tokens end it with an error and without a figure. The last line is
+a JSON object.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Each a module of engine_scenarios, with `add_flags(parser)` and `run(flags)`, which returns the object to
-# print and raises AssertionError where tokens are wrong.
+# Each is a module of engine_scenarios with `add_flags(parser)` and `run(flags)`. `run` returns the object to
+# print and raises AssertionError for wrong tokens.
 SCENARIOS = ("depth", "guided", "overhead", "prefix", "pressure")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the scenario that is named, and print its line."""
+    """Run the named scenario and print its line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("scenario", choices=SCENARIOS)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the scenario")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the scenario")
     chosen = parser.parse_args(argv)
-    # What one scenario needs, as the server, another may lack.
+    # Import this scenario alone: others may need packages that are not installed, such as the server's.
     scenario = importlib.import_module(f"engine_scenarios.{chosen.scenario}")
     own = argparse.ArgumentParser(
         prog=f"bench_engine.py {chosen.scenario}",

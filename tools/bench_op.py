@@ -1,11 +1,11 @@
-"""Time one operator at the shapes of a model, beside the obvious alternative, in units of the memory's speed.
+"""Time operators at a model's shapes, next to the obvious alternative, relative to the memory's speed.
 
     python tools/bench_op.py --op linear,linear_w8a8,rms_norm --shape 27b
     python tools/bench_op.py --op linear --rows 512,2048 --set prefill=1 --set fp8=0
 
-Prints one JSON line per row. Each case is first checked for correctness; one that fails gets no
-number and the exit status is 1. Times are medians over replays of a CUDA graph that holds one call for each
-of several sets of random inputs, together larger than the L2 cache (or 256 sets, for what moves less).
+Prints one JSON line per case. Each case is first checked for correctness; a case that fails is not timed, and
+the exit status is 1. A time is the median over replays of a CUDA graph with one call for each of several sets
+of random inputs. The sets together are larger than the L2 cache, but at most 256.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_kernel(source, sums, BLOCK: tl.constexpr, REPEAT: tl.constexpr):  # typ
 
 
 def time_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """Microseconds per call: the median over replays of one graph that holds all of `calls`."""
+    """Return microseconds per call: the median over replays of one graph that holds all of `calls`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,7 +66,7 @@ def time_us(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of a kernel that only reads."""
+    """Return the bytes per second of a kernel that only reads."""
     source = torch.ones(READ_BYTES // 4, dtype=torch.int32, device="cuda")
     block, repeat = 2048, 8
     programs = source.numel() // (block * repeat)
@@ -80,7 +80,7 @@ def read_bandwidth() -> float:
 
 
 def measure(case: OpCase) -> tuple[float, float | None]:
-    """Microseconds per call of the operator and of its alternative, after the correctness check."""
+    """Check a case, then return microseconds per call of the operator and of its alternative, if any."""
     first = case.make_inputs("cuda", 0)
     case.check(first)
     sets = max(2, min(MAX_SETS, int(ROTATED_BYTES // case.bytes_moved) + 1))
@@ -95,7 +95,7 @@ def measure(case: OpCase) -> tuple[float, float | None]:
 
 
 def main() -> int:
-    """Parse the arguments, measure, print; 1 when a check failed."""
+    """Parse the arguments, measure, print; return 1 if a check failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--shape", default="27b", help=f"comma-separated of {', '.join(SHAPES)}")
     parser.add_argument("--rows", default="1,4,16,32,64,128,256", help="comma-separated row counts")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=INTEGER", help="a module's setting"
+        "--set", action="append", default=[], metavar="NAME=INTEGER", help="setting of a module"
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -1,13 +1,13 @@
-"""What FP8 weights, and quantised rows before them, cost a checkpoint: loss and greedy agreement.
+"""Measure what FP8 weights and FP8 activations cost a checkpoint in loss and greedy agreement.
 
     compiled-mtp quantize compiled_mtp/default_model --output /tmp/fp8
     python tools/compare_recipes.py compiled_mtp/default_model /tmp/fp8
 
-Compares the bfloat16 checkpoint with its FP8 one under W8A16 and W8A8, on text that the checkpoint that ships
-never saw (or that of --text). Per engine: mean loss of the next token, in nats; of --tokens greedy tokens of
-the bfloat16 checkpoint, in pieces of 100, how many the engine chooses too when it is given those before
-(`agreement`), and when it continues by itself (`until_difference`: tokens before a piece first differs). Ends
-in one JSON line.
+Compares the bfloat16 checkpoint with its FP8 version under W8A16 and W8A8, on --text or on text that the
+default model was not trained on. The reference are --tokens greedy tokens of the bfloat16 checkpoint, 100 per
+prompt. Per engine: `loss`, the mean loss of the next token in nats; `agreement`, the share of the reference
+tokens that the engine ranks first, given the tokens before; `until_difference`, the mean number of tokens of
+its own continuation of a prompt before the first that differs. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def start(model: Path, recipe: str, arguments: argparse.Namespace) -> Engine:
 
 
 def read_windows(engine: Engine, paths: Sequence[Path], length: int) -> list[list[int]]:
-    """Windows of `length` tokens, from the beginnings of the texts that have as many."""
+    """Return the first `length` tokens of each text that has that many."""
     texts = [path.read_text() for path in paths] or data.read_split(data.default_stdlib())[1]
     assert engine.tokenizer is not None
     windows = (engine.tokenizer.encode(text)[:length] for text in texts)
@@ -57,7 +57,7 @@ def continue_greedily(engine: Engine, prompts: list[list[int]]) -> list[list[int
 
 
 def score(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[float, int]]]:
-    """(log probability, rank) of every token of each prompt but the first."""
+    """Return (log probability, rank) of every token of each prompt except its first token."""
     params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     outputs = engine.generate(prompts, params)
     return [[(entry.logprob, entry.rank) for entry in output.prompt_logprobs or ()] for output in outputs]
@@ -68,11 +68,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="directory of the bfloat16 checkpoint")
-    parser.add_argument("quantized", type=Path, help="directory of the same in FP8")
+    parser.add_argument("quantized", type=Path, help="directory of the same checkpoint in FP8")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
-    parser.add_argument("--windows", type=int, default=40, help="the most windows that the loss is taken of")
+    parser.add_argument("--window", type=int, default=1024, help="tokens per window of text")
+    parser.add_argument("--windows", type=int, default=40, help="most windows to compute the loss over")
     parser.add_argument("--tokens", type=int, default=1000, help="greedy tokens to compare")
     arguments = parser.parse_args()
     for name, least in (("tokens", PIECE), ("windows", 1)):

@@ -1,4 +1,4 @@
-"""Work in processes that are killed when one job takes too long: a kernel that hangs never comes back."""
+"""Runs jobs in processes that it kills when a job takes too long: a kernel that hangs never returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Worker:
-    """One process, and the job that it has until `deadline` (of time.monotonic); -1 while it starts."""
+    """One process and its job, -1 while the process starts; it has until `deadline` (time.monotonic)."""
 
     process: BaseProcess
     connection: Connection
@@ -23,7 +23,7 @@ class Worker:
 
 
 def serve(connection: Connection, work: Callable[[Any], str]) -> None:
-    """A worker's life: an empty text once it has started, then jobs in and texts out until the end."""
+    """Run in a worker: send an empty text once started, then a text per job until the pipe closes."""
     connection.send("")
     while True:
         try:
@@ -54,12 +54,12 @@ def stop(worker: Worker) -> None:
 def run_jobs(
     work: Callable[[Any], str], jobs: Sequence[Any], workers: int, seconds: float, start_seconds: float = 60.0
 ) -> Iterator[tuple[int, str]]:
-    """(index of the job, what `work` returns) as they come, of up to `workers` processes.
+    """Run jobs in up to `workers` processes; yield (index of the job, text from `work`) as they finish.
 
-    work: a function at a module's top level. A job that takes longer than `seconds` gives "HUNG", and its
-    process is killed with SIGKILL; one whose process dies gives "DIED"; one that raises "FAILED: ..." Raises
-    RuntimeError when a process has not started after `start_seconds`. Stopping to iterate kills what still
-    runs.
+    work: a function at a module's top level. A job that takes longer than `seconds` yields "HUNG", and its
+    process is killed with SIGKILL; a job whose process dies yields "DIED", one that raises "FAILED: ...".
+    Raises RuntimeError if a process has not started after `start_seconds`. Closing the iterator kills the
+    processes that still run.
     """
     waiting, active = deque(range(len(jobs))), list[Worker]()
     try:

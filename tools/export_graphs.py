@@ -1,4 +1,4 @@
-"""The same as `compiled-mtp export`, from a tree that is not installed.
+"""Run `compiled-mtp export` from a source tree that is not installed.
 
 python tools/export_graphs.py --model PATH --output FILE --mtp-step 3 --max-batch 8
 """

@@ -1,14 +1,14 @@
-"""Compile what the operators launch, without a GPU, and print the resources each configuration takes.
+"""Compile the operators' kernels without a GPU, and print the resources that each configuration takes.
 
     python tools/kernel_table.py --capabilities 90                 # every configuration, as JSON
-    python tools/kernel_table.py --capabilities 80 90 --first      # one configuration a kernel
-    python tools/kernel_table.py --products --capabilities 90      # which tensor-core instructions they hold
+    python tools/kernel_table.py --capabilities 80 90 --first      # one configuration per kernel
+    python tools/kernel_table.py --products --capabilities 90      # count tensor-core instructions
     python tools/kernel_table.py --record                          # rewrite the table of this Triton version
-    python tools/kernel_table.py --capabilities 90 --jobs 24       # before the measurements on a new machine
+    python tools/kernel_table.py --capabilities 90 --jobs 24       # before measurements on a new machine
 
-Kernels stay in Triton's cache: what is measured behind the last of these need not wait for most of them.
+Kernels stay in Triton's cache: measurements after the last of these commands find most of them compiled.
 
-op_cases/ lists the calls, record_launches.py finds out what they launch.
+op_cases/ lists the calls, record_launches.py records what they launch.
 The recorded table (tests/ops/kernel_table.json) is what `make kernels` compares with, per Triton version.
 """
 
@@ -49,7 +49,7 @@ def operators_with_kernels() -> list[str]:
 
 
 def launches_of(operator: str, capability: int, first: bool) -> Iterator[tuple[str, Launch]]:
-    """What the cases of an operator's folder launch on a GPU, each named once; with `first`, one a kernel."""
+    """Yield the distinct launches of an operator's cases, by name; `first`: one per kernel."""
     seen: set[str] = set()
     for case in launch_cases(operator, capability):
         for launch in record(case.call, capability):
@@ -60,7 +60,7 @@ def launches_of(operator: str, capability: int, first: bool) -> Iterator[tuple[s
 
 
 def inspect(compiled: Any, tool: str, flag: str) -> str:
-    """What one of the tools of Triton's own package says of a compiled kernel."""
+    """Return what one of the tools in Triton's package prints about a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -69,13 +69,13 @@ def inspect(compiled: Any, tool: str, flag: str) -> str:
 
 
 def products_of(launch: Launch) -> dict[str, int]:
-    """How many instructions of each class of tensor-core product (HMMA, HGMMA, QGMMA) one kernel holds."""
+    """Count a kernel's tensor-core instructions by class (HMMA, HGMMA, QGMMA)."""
     code = inspect(launch.compile(), "nvdisasm", "-c")
     return dict(collections.Counter(re.findall(r"\b([A-Z]*MMA)\.", code)))
 
 
 def resources_of(launch: Launch) -> dict[str, int]:
-    """Registers per thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    """Return registers per thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
     compiled = launch.compile()
     usage = inspect(compiled, "cuobjdump", "-res-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
@@ -94,8 +94,10 @@ def compile_table(
     job: int = 0,
     jobs: int = 1,
 ) -> dict[str, Any]:
-    """What `describe` finds, or {"error": text}, keyed by "operator/kernel-case@sm_NN", of one of `jobs`
-    equal parts of the cases."""
+    """Return what `describe` finds for each kernel, or {"error": text}, by "operator/kernel-case@sm_NN".
+
+    Compiles the part number `job` of `jobs` equal parts of the kernels.
+    """
     table: dict[str, Any] = {}
     keys: set[str] = set()
     for operator in operators:
@@ -123,7 +125,7 @@ def compile_in_parts(
     describe: Callable[[Launch], dict[str, int]],
     jobs: int,
 ) -> dict[str, Any]:
-    """`compile_table` of all cases, by so many processes."""
+    """Run `compile_table` for all kernels in `jobs` processes."""
     if jobs == 1:
         return compile_table(operators, capabilities, first, describe)
     compile_part = partial(compile_table, operators, capabilities, first, describe, jobs=jobs)
@@ -140,7 +142,7 @@ def main() -> None:
     operators = operators_with_kernels()
     parser.add_argument("--operators", nargs="*", choices=operators, metavar="NAME", default=operators)
     parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
-    parser.add_argument("--first", action="store_true", help="one configuration a kernel")
+    parser.add_argument("--first", action="store_true", help="one configuration per kernel")
     parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")

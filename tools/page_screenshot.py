@@ -1,7 +1,7 @@
-"""A picture of the service's page, light and dark: a server of its own, headless Chromium, an answer each.
+"""Take pictures of the server's page, light and dark: start a server, open headless Chromium, get an answer.
 
-`make screenshot` writes docs/page.png and docs/page-dark.png. Run it on a quiet machine: the speeds are in
-the picture. Needs the extra `browser`, Chromium and its driver, which `make browser` installs.
+`make screenshot` writes docs/page.png and docs/page-dark.png. Run it on a quiet machine: the pictures show
+speeds. Needs the extra `browser`, Chromium and its driver, which `make browser` installs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_S = 120.0
 def open_browser(*, is_dark: bool = False, size: tuple[int, int] = (1280, 800)) -> Iterator[Any]:
     """Yield a selenium driver of headless Chromium whose window is `size` CSS pixels.
 
-    Raises ValueError where Chromium or its driver is missing; selenium must be installed.
+    Raises ValueError if Chromium or its driver is missing; selenium must be installed.
     """
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -36,7 +36,7 @@ def open_browser(*, is_dark: bool = False, size: tuple[int, int] = (1280, 800)) 
             raise ValueError(f"{name} must be on the path, got none; `make browser` installs it on Debian")
     options = webdriver.ChromeOptions()
     options.binary_location = str(found["chromium"])
-    # Chromium's sandbox cannot be had by root; the page is our own.
+    # Chromium's sandbox does not work for root; the page is our own.
     for flag in (
         "--headless=new",
         "--no-sandbox",
@@ -55,7 +55,7 @@ def open_browser(*, is_dark: bool = False, size: tuple[int, int] = (1280, 800)) 
 
 
 def set_window(driver: Any, size: tuple[int, int], *, is_dark: bool = False, is_still: bool = False) -> None:
-    """Set the size of the window in CSS pixels, the colour scheme, and whether motion is to be reduced."""
+    """Set the window's size in CSS pixels, its colour scheme and whether it prefers reduced motion."""
     width, height = size
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -69,7 +69,7 @@ def set_window(driver: Any, size: tuple[int, int], *, is_dark: bool = False, is_
 
 @contextmanager
 def _serve() -> Iterator[str]:
-    """Serve the checkpoint that ships on a free port; yield its address."""
+    """Serve the default model on a free port; yield the address."""
     command = [sys.executable, "-m", "compiled_mtp", "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -97,7 +97,7 @@ def _take(url: str, path: Path, *, is_dark: bool) -> None:
         driver.find_element(By.CSS_SELECTOR, "#model option")
         for name, value in _FIELDS.items():
             driver.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, value)
-        # The first answer of a server is slower than those after it: another one stands before the picture's.
+        # A server's first answer is slower than the ones after it: the picture shows the second.
         for example in ("#examples button:last-child", "#examples button:first-child"):
             driver.find_element(By.ID, "new").click()
             driver.find_element(By.CSS_SELECTOR, example).click()
@@ -107,7 +107,7 @@ def _take(url: str, path: Path, *, is_dark: bool) -> None:
             )
         replaced = driver.find_elements(By.CSS_SELECTOR, ".round:has(.kept) .replaced .mark")
         ActionChains(driver).move_to_element(replaced[0]).perform()
-        time.sleep(0.3)  # A frame for what follows the pointer.
+        time.sleep(0.3)  # Let the page draw what follows the pointer.
         path.write_bytes(driver.get_screenshot_as_png())
 
 
@@ -120,7 +120,7 @@ def main() -> int:
         dest="out",
         type=Path,
         default=Path("docs/page.png"),
-        help="the light one; -dark is beside it",
+        help="file of the light picture; the dark one gets -dark in its name",
     )
     out = parser.parse_args().out
     with _serve() as url:

@@ -1,18 +1,17 @@
-"""Pictures from what the other tools print, as SVG: one for each of three questions.
+"""Draw what the other tools print as SVG: speedup, acceptance or time to the first token.
 
     python tools/plot.py speedup --output docs/speedup.svg 27B=docs/data/speedup-h200-27b.jsonl
     python tools/plot.py acceptance --output docs/acceptance.svg "temperature 0=docs/data/acceptance-0.jsonl"
     python tools/plot.py first-token --output docs/first_token.svg CPU=docs/data/first-token-cpu.jsonl
 
-Each line of a plot is LABEL=FILE, a file of JSON lines; lines that are no JSON, and objects of other tools,
-are passed over.
+Each input LABEL=FILE is a file of JSON lines; other lines and objects of other tools are ignored.
 
-speedup: tokens per second over those of mtp_step 0, against requests at a time. Rows of bench_step
-(--mtp-step
-    0,3: every depth but 0 is a line) or of bench_engine depth (fixed depths and auto, for each text).
-acceptance: how many of the rounds that drafted an index kept it. Results of `compiled-mtp run --output`.
-first-token: time to the first token against the prompt's tokens, new and with a beginning that is cached.
-    Lines of bench_engine prefix, one for each length.
+speedup: tokens per second over those of mtp_step 0, against requests at a time. Reads rows of bench_step
+    (--mtp-step 0,3: every depth except 0 is a line) or of bench_engine depth (fixed and auto, per text).
+acceptance: per draft index, the share of the rounds with such a draft that accepted it. Reads results of
+    `compiled-mtp run --output`.
+first-token: time to the first token against the prompt's tokens, for new and for cached prompts. Reads lines
+    of bench_engine prefix, one per length.
 
 The same files give the same bytes. Needs matplotlib: pip install 'compiled-mtp[plot]'.
 """
@@ -28,19 +27,19 @@ from pathlib import Path
 from typing import Any
 
 Points = dict[float, float]
-# Read on white and on a dark page alike: a picture brings its own ground.
+# Chosen for a white background, which the picture has on dark pages too.
 COLOURS = ("#2563a8", "#c2571a", "#3a7d44", "#8250a8", "#a8324f", "#5b6470")
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects among a file's lines."""
+    """Yield the JSON objects among a file's lines."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             yield json.loads(line)
 
 
 def speedup(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Lines of requests at a time -> tokens per second over those of depth 0, by label and depth."""
+    """Return, by label and depth: requests at a time -> tokens per second over those of mtp_step 0."""
     speeds: dict[str, Points] = defaultdict(dict)
     for found in objects:
         if isinstance(found.get("tokens_per_s"), dict) and "case" in found:
@@ -59,7 +58,7 @@ def speedup(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Point
 
 
 def acceptance(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """One line: index of a draft, from 1 -> share of the rounds that had it and kept it."""
+    """Return one line: draft index, from 1 -> share of the rounds with that draft that accepted it."""
     drafted: dict[int, int] = defaultdict(int)
     accepted: dict[int, int] = defaultdict(int)
     for found in objects:
@@ -72,7 +71,7 @@ def acceptance(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Po
 
 
 def first_token(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Two lines: prompt tokens -> seconds, of prompts that are new and of such as come again."""
+    """Return two lines: prompt tokens -> seconds, of new prompts and of repeated ones."""
     rows = sorted((o for o in objects if "first_token_s" in o), key=lambda row: row["prompt_tokens"])
     names = {"new": "new prompts", "again": "prompts that come again, cached"}
     lines = {}
@@ -83,7 +82,7 @@ def first_token(label: str, objects: Sequence[Mapping[str, Any]]) -> dict[str, P
 
 
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Points]]
-# How a plot reads its files, its axes' names, and the scale of the abscissa.
+# By plot: the reader of its files, the names of its x and y axes, and the scale of the x axis.
 PLOTS: dict[str, tuple[Reader, str, str, str]] = {
     "speedup": (speedup, "requests at a time", "tokens/s over those of mtp_step 0", "log"),
     "acceptance": (acceptance, "index of the draft", "share of rounds that kept it", "linear"),
@@ -92,7 +91,7 @@ PLOTS: dict[str, tuple[Reader, str, str, str]] = {
 
 
 def draw(plot: str, lines: Mapping[str, Points], title: str, file: Path) -> None:
-    """Write the picture; the same lines give the same bytes."""
+    """Write the picture to `file`; the same lines give the same bytes."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -122,7 +121,7 @@ def draw(plot: str, lines: Mapping[str, Points], title: str, file: Path) -> None
 
 
 def labelled(text: str) -> tuple[str, Path]:
-    """LABEL=FILE as a pair."""
+    """Parse LABEL=FILE."""
     label, separator, file = text.partition("=")
     if not separator or not file:
         raise argparse.ArgumentTypeError(f"inputs must be LABEL=FILE, got {text}; put a label before it")
@@ -130,13 +129,13 @@ def labelled(text: str) -> tuple[str, Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the flags name; 2 where a file cannot be read or has nothing for this plot."""
+    """Draw the plot; return 2 if a file cannot be read or has nothing for this plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plot", choices=PLOTS)
     parser.add_argument("inputs", nargs="+", type=labelled, metavar="LABEL=FILE", help="JSON lines")
-    parser.add_argument("--title", default="", help="above the picture: on what it was measured")
+    parser.add_argument("--title", default="", help="title, such as the machine that measured")
     parser.add_argument("--output", type=Path, required=True, help="the .svg to write")
     flags = parser.parse_args(argv)
     lines: dict[str, Points] = {}

@@ -1,8 +1,8 @@
-"""What an operator asks Triton to compile, recorded without a GPU: `record` runs its own `launch`.
+"""Records what an operator asks Triton to compile, without a GPU, by running the operator's own `launch`.
 
-A call runs on tensors without data that say they lie on a GPU, and ends where Triton would start to compile.
-So the arguments are specialised by Triton itself, from the sizes, strides and offsets of a real call. What of
-torch and Triton has no public form for this stands in this file alone.
+A call runs on tensors without data that claim to lie on a GPU, and ends where Triton would start to compile.
+Triton itself therefore specialises the arguments, from the sizes, strides and offsets of a real call. Only
+this file uses private interfaces of torch and Triton for that.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction
 from compiled_mtp.ops.registry import NAMESPACE
 
 WARP_SIZE = 32
-PROCESSORS = 132  # of an H200; no kernel is compiled for their number
-# The operator as it is registered for a GPU.
+PROCESSORS = 132  # as on an H200; no kernel is compiled for a number of processors
+# Dispatches an operator to its registration for a GPU.
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
@@ -34,9 +34,9 @@ ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 class Launch:
     """One kernel as Triton would compile it for the arguments of a call.
 
-    name: of the `@triton.jit` function. key: Triton's own, equal for what is compiled once. source: Triton's
-    record of function, signature, constants and attributes (which arguments are multiples of 16). options:
-    Triton's, warps and stages among them.
+    name: that of the `@triton.jit` function. key: Triton's cache key; equal keys share one binary. source:
+    Triton's object of function, signature, constants and attributes (which arguments are multiples of 16).
+    options: Triton's options, such as warps and stages.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Pointer:
-    """What Triton asks of a tensor argument; storages begin at a multiple of 16, as torch allocates them."""
+    """What Triton reads of a tensor argument; storages begin at 0, aligned as those of torch."""
 
     dtype: torch.dtype
     offset: int
@@ -62,11 +62,11 @@ class Pointer:
 
 
 class OnGPU(torch.Tensor):
-    """A tensor on the meta device that says it lies on the faked GPU."""
+    """A tensor on the meta device that claims to lie on the faked GPU."""
 
     gpu = torch.device("cuda", 0)
 
-    # What torch declares are attributes of the C type.
+    # torch declares these two as attributes of its C type.
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.gpu
@@ -82,7 +82,7 @@ class OnGPU(torch.Tensor):
 class FakeGPU(TorchFunctionMode):
     """Keeps tensors of one faked GPU on the meta device and sends the project's operators to their `launch`.
 
-    The GPU's index is its compute capability, so that nothing cached for one of them serves another.
+    The GPU's index is its compute capability: no cache entry of one faked GPU can serve another.
     """
 
     def __init__(self, capability: int) -> None:
@@ -120,7 +120,7 @@ class FakeGPU(TorchFunctionMode):
 
 
 class FakeDriver:
-    """The driver that Triton asks which GPU a launch is for."""
+    """Tells Triton which GPU a launch is for."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -137,7 +137,7 @@ class FakeDriver:
 
 @contextlib.contextmanager
 def faked_cuda(capability: int) -> Iterator[None]:
-    """torch.cuda as it answers on that GPU."""
+    """Make torch.cuda answer as on a GPU of that compute capability."""
     major, minor = divmod(capability, 10)
     properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=PROCESSORS)
     answers = {
@@ -153,10 +153,10 @@ def faked_cuda(capability: int) -> Iterator[None]:
 
 
 def record(call: Callable[[torch.device], object], capability: int) -> list[Launch]:
-    """Every launch of `call`, in order, on a GPU of a compute capability (major * 10 + minor).
+    """Return every launch of `call`, in order, on a GPU of a compute capability (major * 10 + minor).
 
-    `call` takes the device on which it makes its tensors, which have no data. Raises what the operator
-    raises, ValueError for arguments that do not fit.
+    `call` takes the device for the tensors that it makes, which have no data. Raises what the operator
+    raises, such as ValueError for arguments that do not fit.
     """
     launches: list[Launch] = []
     run = JITFunction.run
@@ -170,7 +170,7 @@ def record(call: Callable[[torch.device], object], capability: int) -> list[Laun
         return run(function, *map(point, args), **{name: point(value) for name, value in kwargs.items()})
 
     def keep(function: Any, key: str, *rest: Any) -> None:
-        # Returning nothing compiled makes Triton launch nothing.
+        # Triton launches nothing if this returns no compiled kernel.
         signature, _, constexprs, options, attrs, _ = rest
         source = function.ASTSource(function, signature, constexprs, attrs)
         name = function.fn.__name__

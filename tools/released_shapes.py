@@ -1,6 +1,6 @@
 """The released shapes with random weights: their configuration, weights and synthetic acceptance.
 
-A module of its own, so that the other ranks of a benchmark can import `fill_random` by name.
+A separate module, because the other ranks of a benchmark import `fill_random` by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ FP8_SIZE = 40.0
 
 
 def model_config(name: str, quantized: bool = False, four_bit_group: int = 0) -> ModelConfig:
-    """The released shape, without its checkpoint; `quantized` as the FP8 release has it, or with products of
-    four-bit weights in groups of so many columns."""
+    """Return the config of a released shape, without its checkpoint.
+
+    quantized: with FP8 weights, as the FP8 release has them. four_bit_group: with four-bit weights in groups
+    of this many columns, 0 for none.
+    """
     shape, layers = SHAPES[name], LAYERS[name]
     return ModelConfig(
         family="qwen3_5_moe" if shape.experts else "qwen3_5",
@@ -57,7 +60,7 @@ def model_config(name: str, quantized: bool = False, four_bit_group: int = 0) ->
 
 
 def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Weights of a scale that keeps activations finite; gates as a trained model has them."""
+    """Fill weights with random numbers that keep activations finite, and gates as in a trained model."""
     for name, parameter in parameters.items():
         if name.endswith("a_log"):
             parameter.uniform_(-1.0, 2.0)
@@ -66,7 +69,7 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
         elif parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
         elif name.endswith("_scale") and parameter.dim() == 3:
-            # Groups [K / group, N, 2] of codes of size 4 around their zero point.
+            # Scale and zero point of each group, [K / group, N, 2]; codes lie about 4 from the zero point.
             groups, rows, _ = parameter.shape
             columns = 4 * parameters[name.removesuffix("_scale")].shape[1]
             scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)
@@ -74,26 +77,26 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
         elif parameter.dtype == torch.int16:
             parameter.random_(-(1 << 15), 1 << 15)
         elif name.endswith("_scale"):
-            # Of columns in blocks of 128, each FP8 value being of size FP8_SIZE.
+            # One scale per block of 128 columns; FP8 values have about the size FP8_SIZE.
             parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)
         else:
-            # Every expert alike costs no more memory than one: the random numbers of the first are copied.
+            # Draw the first expert and copy it, rolled, to the others: temporaries stay one expert large.
             first = parameter if parameter.dim() == 2 else parameter[0]
             if first.dtype == torch.float8_e4m3fn:
                 first.copy_(FP8_SIZE * torch.randn(first.shape, device=first.device))
             else:
                 first.normal_(0.0, 0.7 * first.shape[-1] ** -0.5)
             if parameter.dim() == 3:
-                # As bytes where they are FP8, which torch cannot roll on a GPU.
+                # torch cannot roll FP8 on a GPU: roll bytes.
                 whole = parameter.view(torch.uint8) if parameter.element_size() == 1 else parameter
                 for index in range(1, parameter.shape[0]):
                     whole[index].copy_(whole[0].roll(index, 0))
 
 
 def rate_for(mean_new_tokens: float, mtp_step: int) -> float:
-    """The acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`.
+    """Return the acceptance rate r at which 1 + r + ... + r^mtp_step is `mean_new_tokens`.
 
-    Raises ValueError for what no rate gives.
+    Raises ValueError if no rate gives it.
     """
     if not 1 <= mean_new_tokens <= mtp_step + 1:
         raise ValueError(f"accept must be from 1 to {mtp_step + 1} tokens per round, got {mean_new_tokens}")

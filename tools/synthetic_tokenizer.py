@@ -1,8 +1,8 @@
-"""A byte-level tokenizer of any size, for benchmarks of shapes whose checkpoint is not at hand.
+"""Writes a byte-level tokenizer of any size, for benchmarks of shapes without a checkpoint.
 
-It has the bytes, and distinct texts as large vocabularies have them: words with and without a space before
-them, words in other scripts, numbers, runs of punctuation and of spaces. It merges nothing: a text becomes
-its bytes, while a model may write every token.
+The vocabulary has the 256 bytes and distinct texts like those of large vocabularies: words with and without a
+leading space, words in other scripts, numbers, runs of punctuation and of spaces. It has no merges: a text is
+encoded as its bytes, but a model may emit every token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import pre_tokenizers
 
 EOS = "<|im_end|>"
-# Letters of several scripts, words of which may follow a space, and what runs of marks are made of.
+# The letters of words in several scripts, and the characters of runs of marks.
 _SCRIPTS = ("etaoinshrdlucm", "оеаинтсрвлкмдп", "αεηιοτνσρκ", "的一是不了人我在有他这中大来上国")
 _MARKS = "()[]{}<>.,:;=+-*/_\"'#!?|& \n\t0123456789"
 
@@ -22,7 +22,7 @@ _MARKS = "()[]{}<>.,:;=+-*/_\"'#!?|& \n\t0123456789"
 def write_tokenizer(directory: Path, num_ids: int, seed: int = 0) -> None:
     """Write tokenizer.json and tokenizer_config.json with `num_ids` tokens, the last of them EOS.
 
-    Raises ValueError for fewer than the bytes and EOS.
+    Raises ValueError for fewer than 257 tokens, the bytes and EOS.
     """
     if num_ids < 257:
         raise ValueError(f"num_ids must be at least 257, got {num_ids}; the bytes and the end are tokens")
@@ -45,7 +45,7 @@ def write_tokenizer(directory: Path, num_ids: int, seed: int = 0) -> None:
 
 
 def _random_text(rng: random.Random) -> str:
-    """Two bytes at least."""
+    """Return a random word or run of marks, at least two bytes long."""
     if rng.random() < 0.1:
         return "".join(rng.choices(_MARKS, k=rng.randint(2, 6)))
     word = "".join(rng.choices(rng.choice(_SCRIPTS), k=rng.randint(2, 9)))

@@ -1,4 +1,4 @@
-"""`gdn_prefill` on a CPU, in chunks of 64 from each piece's start, as the kernel does it."""
+"""`gdn_prefill` on a CPU: cuts each prompt chunk into chunks of 64 rows, as the kernel does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHUNK = 64
 
 
 def _in_chunks(x: torch.Tensor, length: int, chunks: int) -> torch.Tensor:
-    """The first `length` rows of x [T, heads, ...] as [chunks, heads, CHUNK, ...], zeros after them."""
+    """Return the first `length` rows of x [T, heads, ...] as [chunks, heads, CHUNK, ...], zero-padded."""
     out = x.new_zeros((chunks * CHUNK, *x.shape[1:]))
     out[:length] = x[:length]
     return out.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
@@ -58,8 +58,10 @@ def _walk(
     marked_chunks: int,
     marked_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule over one piece, before the norm, and the state behind it; the one behind marked_chunks goes to
-    marked_state, if given."""
+    """Apply the rule to one prompt chunk; return its outputs before the norm, and its final state.
+
+    marked_state, if given, receives the state after the first marked_chunks chunks of 64 rows.
+    """
     used, num_v_heads, head_v_dim = v.shape
     group = num_v_heads // k.shape[1]
     chunks = -(-used // CHUNK)
@@ -67,7 +69,7 @@ def _walk(
     keys = _in_chunks(k, used, chunks).repeat_interleave(group, dim=1)
     values = _in_chunks(v, used, chunks)
     rate = _in_chunks(beta, used, chunks)[..., None]  # [chunks, nv, CHUNK, 1]
-    log_decay = _in_chunks(g, used, chunks).cumsum(-1)  # from the chunk's start, the row's own included
+    log_decay = _in_chunks(g, used, chunks).cumsum(-1)  # inclusive sum from the chunk's start
     # Above the diagonal the difference is positive and may overflow: mask it before exp.
     difference = log_decay[..., :, None] - log_decay[..., None, :]
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()

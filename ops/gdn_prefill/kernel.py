@@ -1,10 +1,12 @@
-"""The gated delta rule over pieces of prompts: one launch solves every chunk's system, one walks the chunks.
+"""The gated delta rule over prompt chunks, in two launches over chunks of 64 rows.
 
-With G the log decay summed from the chunk's start, D_ij = e^{G_i - G_j} for j <= i and S the state before:
+Let G be the log decay summed from a 64-row chunk's start, D_ij = e^{G_i - G_j} for j <= i, and S the state
+before that chunk:
     x = (I + strict_lower(beta K K^T * D))^-1 beta (V - e^G K S)
     O = e^G Q S + (Q K^T * D) x,    S <- e^{G_end} S + (e^{G_end - G} K)^T x
-The inverse does not depend on S, so the first launch computes it for all chunks at once. What passes between
-the two lies by chunk: those of piece p from first_row[p] // CHUNK + p on (ops/prompt_chunks_triton.py).
+The inverse does not depend on S: the first launch computes it for all chunks in parallel, the second walks
+each prompt chunk in order. Buffers between the launches are indexed by 64-row chunk; prompt chunk p begins at
+index first_row[p] // CHUNK + p (ops/prompt_chunks_triton.py).
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 
 # With one stage the chunk kernel, as Triton 3.6 compiles it for sm_90, gave wrong results on an H200.
 CHUNK_STAGES = 2
-# How much of a key row the solve holds at a time.
+# Key columns that the solve kernel loads at a time.
 SOLVE_BLOCK_K = 32
 NUM_WARPS = 4
 
 
 @triton.jit
 def split(x):
-    """x as the sum of two bfloat16 tensors; the second is what rounding the first one lost."""
+    """Return x as high + low in bfloat16: low is the rounding error of high."""
     high = x.to(tl.bfloat16)
     return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def product(a, a_low, b, PRECISE: tl.constexpr):
-    """a @ b for a split into (a, a_low), b f32; an error near 2^-16 when PRECISE, else that of bfloat16."""
+    """Return a @ b for a split into (a, a_low) and b f32, to about 2^-16 if PRECISE, else to bfloat16."""
     b_high, b_low = split(b)
     result = tl.dot(a, b_high)
     if PRECISE:
@@ -82,7 +84,7 @@ def gdn_prefill_solve_kernel(
     piece = piece_of_tile(chunk, first_row, num_pieces, CHUNK, MOST)
     used = tl.load(length + piece).to(tl.int32)
     first = tl.load(first_row + piece).to(tl.int32)
-    # Rows of the piece before this chunk.
+    # Rows of the prompt chunk before this chunk of 64.
     done = (chunk - first // CHUNK - piece) * CHUNK
     if done < used:
         step = tl.arange(0, CHUNK)
@@ -101,7 +103,8 @@ def gdn_prefill_solve_kernel(
             high, low = split(keys)
             system += product(high, low, tl.trans(keys), True)
             if head % (NV // NK) == 0:
-                # Operands that lie in memory as bfloat16 reach the tensor cores without passing registers.
+                # Once per key head: from bfloat16 in memory the second launch feeds the tensor cores without
+                # passing through registers.
                 store_split(k_high, k_low, at, keys, inside[:, None], PRECISE)
                 queries = tl.load(q + at, mask=inside[:, None], other=0.0)
                 store_split(q_high, q_low, at, queries, inside[:, None], PRECISE)
@@ -109,8 +112,9 @@ def gdn_prefill_solve_kernel(
         difference = tl.where(step[:, None] > step[None, :], decay[:, None] - decay[None, :], float("-inf"))
         system = system * tl.exp(difference) * rate[:, None]
 
-        # (I + L)^-1 by blocks of 1, 2, 4, ...: the inverse of a pair of blocks is that of its halves less
-        # T22 L21 T11, for all pairs at once. As stable as substitution, unlike powers of L.
+        # (I + L)^-1 by blocks of 1, 2, 4, ... rows: the inverses T11, T22 of two neighbouring blocks give
+        # that of the block which joins them, whose lower left part is -T22 L21 T11. All pairs run at once.
+        # As stable as substitution, unlike powers of L.
         identity = tl.where(step[:, None] == step[None, :], 1.0, 0.0)
         solved = identity - tl.where((step[:, None] // 2) == (step[None, :] // 2), system, 0.0)
         size = 2
@@ -208,14 +212,14 @@ def gdn_prefill_chunk_kernel(
         current = current * tl.exp(total)
         current += product(tl.trans(keys), tl.trans(keys_low), to_end, PRECISE)
         if mark is not None:
-            # A mask, not a branch, which would stand in the way of loads for the next chunk.
+            # A mask: a branch would keep the compiler from loading the next chunk early.
             is_marked = tl.full((DK, BLOCK_V), (chunk + 1) * CHUNK, tl.int32) == marked
             tl.store(marked_at, current, mask=is_marked)
     tl.store(state_at, current)
 
 
 def chunk_block_v(num_v_heads: int, head_v_dim: int, precise: bool) -> int:
-    """Value columns of a chunk program: 32 unless that leaves processors idle, or spills (float32)."""
+    """Return the value columns per program: 32, or 16 if 32 leaves processors idle or spills (float32)."""
     return min(head_v_dim, 16 if precise or num_v_heads * head_v_dim // 32 < 96 else 32)
 
 

@@ -39,16 +39,16 @@ def gdn_prefill(
     gate_activation: str,
     mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
 ) -> Annotated[Tensor, "T Hv*Dv", Like("z")]:
-    """The gated delta rule over pieces of prompts.
+    """Apply the gated delta rule, norm and gate to P prompt chunks.
 
-    q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] as conv_prefill returns them; z [T, nv*dv] (row stride
-    free); norm_weight [dv]. PromptChunk p is `length` rows from `first_row` on (see conv_prefill). state
-    [slots, nv, dv, dk], mutated: read at state_index[p] unless start[p] is 0 (then the initial state is zero
-    and the slot is not read), written with the state after the piece. Where mark[p], a multiple of 64 of at
-    most one piece, is not 0, the state after so many of its rows is written to the last row of state. Per
-    token and norm: see gdn_verify, with exp(g) of the log decay g. Returns y [T, nv*dv] in z's dtype, 0 in
-    rows of no piece.
-    Source: Gated Delta Networks, arXiv 2412.06464, whose section 3.3 is the chunked form of kernel and CPU.
+    q, k [T, nk, dk], v [T, nv, dv], g, beta [T, nv] are the outputs of conv_prefill; z [T, nv*dv] (any row
+    stride); norm_weight [dv]. Prompt chunk p has length[p] rows from row first_row[p] on (see conv_prefill).
+    Mutates state [slots, nv, dv, dk]: chunk p starts from state[state_index[p]], or from zero where start[p]
+    is 0, and its final state is written to state[state_index[p]]. mark[p] is the snapshot offset, a multiple
+    of 64, or 0 for none: the state after the chunk's first mark[p] rows is also written to the last row of
+    state. At most one chunk has one. gdn_verify gives the recurrence and the norm; here g is the log decay.
+    Returns y [T, nv*dv] in z's dtype, 0 in rows outside the chunks.
+    Source: Gated Delta Networks, arXiv 2412.06464; kernel and CPU route use the chunked form of section 3.3.
     """
     group = v.shape[1] // k.shape[1]
     y = torch.zeros_like(z, memory_format=torch.contiguous_format)

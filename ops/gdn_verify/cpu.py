@@ -1,8 +1,8 @@
-"""`gdn_verify` on a CPU: one product a token for the states of all requests, read once.
+"""`gdn_verify` on a CPU: one batched product per token reads the states of all requests once.
 
-A key head's value heads are the rows of one matrix [G, dk], G = nv / nk * dv, so that nothing is repeated; a
-token of a few numbers is a view, and what is done to it broadcasts. What does not wait for the state is done
-for all tokens at once.
+The value heads of one key head form one matrix [G, dk], G = nv / nk * dv, so keys and queries are not
+repeated; a token's inputs are views that broadcast. Work that does not need the state is done for all tokens
+at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from compiled_mtp.ops.gdn_math import gated_norm
 
-# States stepped together take about this much: with more, every token reads them from memory again.
+# Bytes of states that are stepped together: more would leave the cache, and every token would reload them.
 GROUP_BYTES = 1 << 20
 Rings: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _fold(current: Tensor, rings: Rings, slot: int, begin: int, end: int, groups: int) -> None:
-    """Advance `current` [nk, groups, dv, dk] in place by the records of positions begin .. end - 1."""
+    """Advance `current` [nk, groups, dv, dk] in place by the ring entries of positions begin .. end - 1."""
     nk, _, dv, dk = current.shape
     ring_k, ring_u, ring_g = rings
     length = ring_g.shape[2]
@@ -36,7 +36,7 @@ def _fold(current: Tensor, rings: Rings, slot: int, begin: int, end: int, groups
 
 
 def _keep(ring: Tensor, slot: int, start: int, record: Tensor) -> None:
-    """Write record [heads, W, ...] to a slot's ring [heads, R, ...] from position `start` on."""
+    """Write record [heads, W, ...] into a slot of ring [slots, heads, R, ...] from position `start` on."""
     heads, count, *width = record.shape
     first, strides = start % ring.shape[2], ring.stride()
     offset, fitting = ring.storage_offset() + slot * strides[0], min(count, ring.shape[2] - first)
@@ -56,13 +56,13 @@ def _step(
     slots: list[int],
     cursors: list[tuple[int, int]],
 ) -> None:
-    """gdn_verify without its norm, for few requests: writes out [B*W, nv, dv]."""
+    """Run gdn_verify without its norm for one group of requests; writes out [B*W, nv, dv]."""
     q, k, v, exp_g, beta = inputs
     rows, num_v_heads, dv = v.shape
     nk, dk = k.shape[1:]
     batch, groups = len(slots), num_v_heads // nk
     query_len = rows // batch
-    # Every request folds in place; several are then gathered, so that later calls are one for all of them.
+    # Fold each request in place, then gather the states of several: each later call covers all of them.
     for slot, (begin, end) in zip(slots, cursors, strict=True):
         if begin < end:
             _fold(state[slot].view(nk, groups, dv, dk), rings, slot, begin, end, groups)

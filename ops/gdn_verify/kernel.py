@@ -1,4 +1,4 @@
-"""The gated delta rule over a window: one program holds a tile of one head's state for all its tokens."""
+"""The gated delta rule over verify windows: a program holds one tile of a head's state for all tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def gdn_verify_kernel(
     count = (position - folded).to(tl.int32)
     first_row = (position % RING).to(tl.int32)
     value = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    # Offsets into the window's rows, few enough for 32 bits; slots are not.
+    # 32 bits suffice for offsets into the window's rows, but not into the slots.
     key_at = (request * query_len * NK + key_head) * DK
     head_at = request * query_len * NV + head
     k_rows = (slot * NK + key_head) * RING
@@ -83,8 +83,8 @@ def gdn_verify_kernel(
         )  # fmt: skip
         tl.store(state_at, tile)
 
-    # Kernels that still run may be making the window's inputs, but not the states, records and cursors:
-    # reference.py says why.
+    # Earlier kernels may still be writing the window's inputs, but not states, rings or cursors (reference.py
+    # says why).
     if PDL:
         gdc_wait()
     key = load_key(k + key_at, DK, LANES)
@@ -93,7 +93,7 @@ def gdn_verify_kernel(
     decay = tl.load(exp_g + head_at)
     own_beta = tl.load(beta + head_at)
     for token in range(query_len):
-        # The next token is on its way while this one is computed; the last one is loaded twice.
+        # Load the next token while this one is computed; the last token is loaded twice.
         is_more = (token + 1 < query_len).to(tl.int32)
         next_key_at = key_at + is_more * (NK * DK)
         next_head_at = head_at + is_more * NV
@@ -141,6 +141,6 @@ def launch(args: Any) -> torch.Tensor:
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
-    # No weight is resident for more rows.
+    # Weights are resident for at most NARROW_ROWS rows.
     resident = args.resident and rows <= NARROW_ROWS
     return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, resident=resident)

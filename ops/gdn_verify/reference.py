@@ -25,11 +25,11 @@ def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: s
         raise fail("ring length", f"be at least 2*W = {2 * (rows // B)}", R, "use a longer ring")
 
 
-# What writes states, rings and cursors, the same layer's call of the step before, a prefill or the step's
-# end, lies before a fence that lies before this: in_proj, or the embedding where in_proj's weight is
-# resident, and the head of the step before. z is no older than in_proj: only spec_conv1d lies between, and
-# that is no fence. The norm is a fence, unless `resident`, since calls of gdn_verify may follow one another
-# with nothing else between.
+# States, rings and cursors are written by this layer's call in the step before, by a prefill, or at a step's
+# end. A fence separates those writers from this call: in_proj (the embedding where in_proj's weight is
+# resident) and the head of the step before. z is not read early: in_proj writes it, and only spec_conv1d, no
+# fence, lies between. The norm is a fence because calls of gdn_verify may follow one another directly;
+# `resident` excludes that.
 VERIFY = Launch(
     "gdn_verify_kernel",
     reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
@@ -63,16 +63,16 @@ def gdn_verify(
     gate_activation: str,
     resident: bool = False,
 ) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
-    """Fold the records of positions [base, pos) into the state, store it, and step over B windows of W rows.
+    """Fold the ring entries of positions [base, pos) into the state, store it, and step over B windows.
 
-    q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (row
-    stride free); norm_weight [dv], used as it is. Mutated: state [slots, nv, dv, dk], ring_k [slots, nk, R,
-    dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R] (holds exp(g)); the records of the window are
-    written at (pos + t) mod R and are not folded by this call. gate_activation "silu" or "sigmoid".
+    q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (any
+    row stride); norm_weight [dv], used without adding 1. Mutates state [slots, nv, dv, dk], ring_k [slots,
+    nk, R, dk], ring_u [slots, nv, R, dv] and ring_g [slots, nv, R] (exp(g)): token t of the window writes
+    ring entry (pos + t) mod R, which a later call folds. gate_activation is "silu" or "sigmoid".
     Per token: S <- exp(g) S; u = beta (v - S k); S <- S + u k^T; o = S q; y = rmsnorm(o, eps) norm_weight
     act(z). Value head j uses key head j // (nv / nk). A window of W tokens has the bits of W windows of one
-    token. resident: the weight of the product behind it may be resident (`linear`); then no other call may
-    follow with nothing between. Returns y [B*W, nv*dv] in z's dtype.
+    token. resident: the product that follows may have a resident weight (`linear`); another gdn_verify must
+    then not follow directly. Returns y [B*W, nv*dv] in z's dtype.
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]

@@ -1,4 +1,4 @@
-"""The inner loop of attention, shared by the verify and the prefill route: a tile, and a range of tiles."""
+"""The inner loop of attention over a tile and a range of tiles, shared by the verify and prefill routes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def attend_tile(
 ):
     """One step of the online softmax over keys start .. start + BN - 1.
 
-    IS_TAIL: rows see different parts of the tile, and what no row wrote may lie in it. LOAD_FIRST: all is
-    loaded before the first product, which waits for the keys; it takes registers in a loop without pipeline.
+    IS_TAIL: rows see different keys of the tile, and it may hold keys that were never written. LOAD_FIRST:
+    load everything before the first product, which waits for the keys. In a loop without a pipeline this
+    hides latency, at the cost of registers.
     """
     key = start + tl.arange(0, BN)
     dim = tl.arange(0, HD)
@@ -71,8 +72,8 @@ def attend_tile(
         scores = scores * k_scale[None, :]
         if IS_TAIL:
             v_scale = tl.where(v_scale < float("inf"), v_scale, 1.0)
-        # A value's scale joins the exponent of its weight, so that the weights of scaled values lie in 0 .. 1
-        # whatever the scales are; the total divides it out again. A zero vector's scale may be any.
+        # Add a value's scale to the exponent of its weight: the weights of stored values then lie in 0 .. 1
+        # for all scales. `total` divides the scale out again. A zero vector may take any scale, 1e-20 too.
         v_scale = tl.maximum(v_scale, 1e-20)
         scores = scores + tl.log2(v_scale)[None, :]
     is_seen = is_key[None, :]
@@ -124,20 +125,20 @@ def attend_range(
     TAIL_STAGES: tl.constexpr,
     LOAD_FIRST: tl.constexpr,
 ):
-    """Sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1.
+    """Return sums, maxima and totals of the online softmax of BM rows over keys begin .. end - 1.
 
-    seen_by_all: the first keys that every row sees.
+    seen_by_all: every row sees the keys below it.
     """
     if HAS_SCALE and queries.dtype == tl.bfloat16:
-        # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
+        # float16 holds every e4m3 value. It converts two of them in one instruction, bfloat16 in four.
         queries = queries.to(tl.float16)
     acc = tl.zeros((BM, HD), tl.float32)
     largest = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    # Loops count from 0, and `begin` is a visible multiple of BN: else the compiler does not see that offsets
-    # are aligned, and neither widens the loads nor pipelines them.
+    # Count loops from 0 and make `begin` a visible multiple of BN: otherwise the compiler does not see that
+    # offsets are aligned, and neither widens nor pipelines the loads.
     begin = begin // BN * BN
-    # Tiles that every row sees whole need no mask by row.
+    # Tiles that every row sees whole need no mask per row.
     num_whole = tl.maximum(tl.minimum(end, seen_by_all) - begin, 0) // BN
     for i in tl.range(0, num_whole, disable_licm=True):
         acc, largest, total = attend_tile(

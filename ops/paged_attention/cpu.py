@@ -1,9 +1,9 @@
-"""`paged_attention` on a CPU, a request at a time.
+"""`paged_attention` on a CPU, one request at a time.
 
-Keys are cut into splits of 64 at absolute positions and every split is computed at full length; scores are
-compared by their exact maximum and sums run in split order. Matrix products have 64 columns or 64 terms, and
-a multiple of 8 rows. So the bits of a row depend on that row alone (measured: float32 `bmm` gives equal bits
-for every batch count, for rows in any place, and for any row count that is a multiple of 8).
+Keys are cut into splits of 64 at absolute positions, and every split is computed at full length. The softmax
+subtracts the exact maximum, and sums run in split order. Matrix products have 64 columns or 64 terms, and a
+multiple of 8 rows. The bits of a row therefore depend on that row alone (measured: float32 `bmm` gives equal
+bits for every batch count, for rows in any place, and for any row count that is a multiple of 8).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ROW_UNIT = 8
 # Bounds the temporaries: floats in the scores of one pass, and in the keys or values gathered at once.
 _MAX_SCORES = 1 << 22
 _MAX_GATHER = 1 << 21
-# Below every score; the difference of minus infinity and this is minus infinity.
+# Stands for a maximum of minus infinity: subtracting it from minus infinity gives minus infinity, not NaN.
 _LOWEST = torch.finfo(torch.float32).min
-# Rows of a round are few: the layers of a model share what is made of their positions.
+# Masks of at most this number of rows, those of a round, are cached: all layers of a model use them.
 _FEW_ROWS = 32
 
 
@@ -47,7 +47,7 @@ def paged_attention(
         spans = [(first, query_len) for first in range(0, rows, query_len)]
     else:
         spans = list(zip(first_row.tolist(), length.tolist(), strict=True))
-    # Rows of nobody may hold anything.
+    # Rows outside all requests must give 0.
     is_full = sum(count for _, count in spans) == rows
     out = (torch.empty if is_full else torch.zeros)(q.shape, dtype=torch.float32)
     for (begin, count), table in zip(spans, block_table, strict=True):
@@ -74,7 +74,7 @@ def _attend(
     end: int,
     first_key: int,
 ) -> Tensor:
-    """Attention of one request's q [W, hq, hd] float32, before the gate, to keys below `end`."""
+    """Return the attention of one request's q [W, hq, hd] float32 to keys below `end`, before the gate."""
     query_len, num_q_heads, hd = q.shape
     num_kv_heads, group = kv.shape[2], num_q_heads // kv.shape[2]
     begin = first_key // SPLIT * SPLIT
@@ -90,7 +90,7 @@ def _attend(
     pages = _Pages(kv, kv_scale, keys.run)
     size = max(1, _MAX_GATHER // (num_kv_heads * max(SPLIT, queries.shape[1]) * hd))
     partials = (keys.runs,) if splits <= size else keys.runs.split(size, dim=1)
-    # Keys and values at once, where they are few.
+    # Gather keys and values in one call if they fit.
     both = pages.read(partials[0]) if len(partials) == 1 else None
     scores = []
     for partial in partials:
@@ -102,14 +102,14 @@ def _attend(
     weights = scores[0] if len(scores) == 1 else torch.cat(scores)
     _hide(weights, keys.is_missing, positions, group, begin, first_key)
     weights.sub_(weights.amax((0, 3), keepdim=True).clamp_(min=_LOWEST)).exp_()
-    # A row that sees a key has a sum of 1 at least, any other of 0.
+    # The total of a row that sees a key is at least 1; that of any other row is 0.
     total = _add(weights.sum(-1, keepdim=True)).clamp_(min=1.0)
     sums = []
     for partial, weight in zip(
         partials, (weights,) if len(partials) == 1 else weights.split(size), strict=True
     ):
         v, scale = pages.read(partial[1]) if both is None else both.half(1)
-        # The weight of a key that is not seen is 0, but 0 * NaN is not.
+        # An unseen key has weight 0, but 0 * NaN is NaN.
         if scale is not None:
             weight = weight * scale.nan_to_num_(0.0, 0.0, 0.0).unsqueeze(2)
         v.nan_to_num_(0.0, 0.0, 0.0)
@@ -120,7 +120,7 @@ def _attend(
 
 
 def _add(partials: Tensor) -> Tensor:
-    """The sum of parts [n, ...] in their order; mutates the first."""
+    """Return the sum of partials [n, ...], added in order; mutates the first."""
     first, *rest = partials.unbind(0)
     for partial in rest:
         first.add_(partial)
@@ -135,10 +135,12 @@ def _hide(
     begin: int,
     first_key: int,
 ) -> None:
-    """Minus infinity in weights [splits, hkv, rows, 64], of keys from position `begin` on, where a row sees
-    none; rows behind the last mean nothing."""
+    """Write minus infinity to weights [splits, hkv, rows, 64] at keys that a row does not see.
+
+    begin: position of the first key. Rows after those of `positions` are padding and keep their weights.
+    """
     splits, num_kv_heads, _, _ = weights.shape
-    # The splits before are seen whole by every row.
+    # Every row sees all keys of the splits before `first`.
     first = min(splits, max(0, min(positions) + 1 - begin) // SPLIT)
     if first < splits:
         relative = tuple([position - begin - first * SPLIT for position in positions])
@@ -154,15 +156,17 @@ def _hide(
 
 @functools.lru_cache(maxsize=256)
 def _unseen(positions: tuple[int, ...], splits: int) -> Tensor:
-    """[splits, 1, rows, 1, 64]: whether a key lies behind a row's position, both from the splits' start."""
+    """Return [splits, 1, rows, 1, 64]: whether a key comes after a row's position in the splits."""
     keys = torch.arange(splits * SPLIT).view(splits, 1, SPLIT)
     return (keys > torch.tensor(positions)[:, None])[:, None, :, None]
 
 
 class _Keys(NamedTuple):
-    """Where the keys and values of splits lie in the cache: the numbers [2, splits, hkv, 64 / run] of runs of
-    `run` tokens, the most that lie in one block and in one split; is_missing [splits * 64]: which are none,
-    or None."""
+    """Where the keys and values of splits lie in the cache.
+
+    runs [2, splits, hkv, 64 / run]: indices of runs of `run` tokens, the longest run that never crosses a
+    block or a split. is_missing [splits * 64]: positions without a block, None if all have one.
+    """
 
     runs: Tensor
     is_missing: Tensor | None
@@ -170,7 +174,7 @@ class _Keys(NamedTuple):
 
 
 def _find_keys(table: Tensor, kv: Tensor, begin: int, splits: int) -> _Keys:
-    """The keys of splits from position `begin` on of a request with that block table."""
+    """Find the keys of `splits` splits from position `begin` on in a request's block table."""
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     blocks = table[: -(-(begin + splits * SPLIT) // block_size)].tolist()
     return _find_runs(tuple(blocks), num_kv_heads, block_size, begin, splits)
@@ -190,25 +194,25 @@ def _find_runs(blocks: tuple[int, ...], num_kv_heads: int, block_size: int, begi
 
 
 class _Gathered(NamedTuple):
-    """float32 [..., n, hkv, 64, hd] and their scales [..., n, hkv, 64]."""
+    """Gathered keys or values, float32 [..., n, hkv, 64, hd], and their scales [..., n, hkv, 64]."""
 
     values: Tensor
     scale: Tensor | None
 
     def half(self, index: int) -> _Gathered:
-        """Of keys and values the one."""
+        """Return the keys (index 0) or the values (1) of a gather of both."""
         return _Gathered(self.values[index], None if self.scale is None else self.scale[index])
 
 
 class _Pages(NamedTuple):
-    """The cache, in runs of tokens."""
+    """The cache as runs of `run` tokens."""
 
     kv: Tensor
     kv_scale: Tensor | None
     run: int
 
     def read(self, runs: Tensor) -> _Gathered:
-        """Keys, values or both of n splits, whose runs have the numbers [..., n, hkv, 64 / run]."""
+        """Gather keys, values or both of n splits; runs [..., n, hkv, 64 / run] are run indices."""
         shape, at = (*runs.shape[:-1], SPLIT), runs.flatten()
         pages = self.kv.reshape(-1, self.run, self.kv.shape[4])
         if self.kv_scale is None:

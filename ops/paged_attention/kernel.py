@@ -1,11 +1,11 @@
-"""Paged attention in Triton: a verify route for W <= 8 rows a request, a prefill route above and for pieces.
+"""Paged attention in Triton: a verify route for W <= 8 rows per request, a prefill route for all else.
 
-Verify: the W * G query rows of a kv head (G query heads share it) lie in tiles of BM rows, whatever W is: one
-tile for most depths, so that keys and values are read once for all of them. Keys are cut into splits at
-absolute positions; a fixed number of programs shares out the (request, split, kv head) items that the
-positions on the device give, and a second kernel sums the parts of a row in split order. A row meets the same
-tiles in the same order at every W and batch; a tile it does not see multiplies its sums by 1 and adds 0. So
-its bits are its own.
+Verify: the W * G query rows of a kv head (G query heads share it) fill tiles of BM rows. Most depths need one
+tile, which reads keys and values once for all rows. Keys are cut into splits at absolute positions. A fixed
+number of programs shares the (request, split, kv head) items that follow from the positions on the device,
+and a second kernel sums the partials of a row in split order. A row meets the same key tiles in the same
+order at every W and batch size; a tile that it does not see multiplies its sums by 1 and adds 0. The bits of
+a row therefore depend on that row alone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 
 MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
-# What prefill's tiles of 128 rows of 256 dims take at most (Triton 3.6); those of 64 rows take 104 KiB.
+# Shared memory that prefill tiles of 128 rows and 256 dims need at most (Triton 3.6); 64 rows need 104 KiB.
 WIDE_SHARED_BYTES = 144 * 1024
-# Of one part a request: from so many on, a program may have a group of splits.
+# From this number of (request, kv head, row tile) triples on, an item may be a whole group of splits.
 GROUPED_ITEMS = 64
-# A row may go through the masked loop in one window and through the unmasked one in another: no products and
-# sums may be contracted in one of them only.
+# A row may pass through the masked loop in one window and the unmasked loop in another: the compiler must not
+# fuse multiply and add in only one of them.
 FUSION = {"enable_fp_fusion": False}
-# Of 64 dims a program: one warp sums its splits without a barrier.
+# A program sums 64 dims: one warp needs no barrier for that.
 COMBINE_WARPS = 1
 # Sizes that differ from call to call: one binary serves them all.
 PREFILL_UNSPECIALIZED = ("num_pieces", "max_blocks", "first_key", "table_stride")
@@ -92,11 +92,11 @@ def prefill_kernel(
     MOST: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # The last rows of a piece see the most keys: start them first.
+    # The last rows of a prompt chunk see the most keys: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     piece = piece_of_tile(tile, first_row, num_pieces, BM, MOST)
     first_of_piece = tl.load(first_row + piece).to(tl.int32)
-    # Rows of the piece before this tile.
+    # Rows of the prompt chunk before this tile.
     done = (tile - first_of_piece // BM - piece) * BM
     num_left = tl.load(length + piece).to(tl.int32) - done
     if num_left <= 0:
@@ -142,7 +142,7 @@ def prefill_kernel(
     value = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out += (first * (HKV * GROUP) + head) * HD
     gate += first * gate_row_stride + head * gate_head_stride
-    # In halves: the gate of a whole tile would not fit beside its sums.
+    # Gate and store half of the dims at a time: the gate of all dims would not fit next to the sums.
     left, right = tl.split(tl.permute(tl.reshape(value, (BM, 2, HD // 2)), (0, 2, 1)))
     gate_and_store(left, gate, out, row, is_row, gate_row_stride, HKV * GROUP * HD, HD // 2)
     gate_and_store(
@@ -151,7 +151,10 @@ def prefill_kernel(
 
 
 class Configuration(NamedTuple):
-    """Tile heights and pipeline of one route; never a function of the number of rows or of mtp_step."""
+    """Tile sizes and pipeline of one route.
+
+    BN, which orders the sums of a row, never depends on the number of rows or on mtp_step.
+    """
 
     BM: int
     BN: int
@@ -172,8 +175,10 @@ def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Config
 
 
 def prefill_configuration(dtype: torch.dtype, is_wide: bool, hd: int, shared_bytes: int) -> Configuration:
-    """is_wide: tiles of 128 rows are enough programs to keep a GPU busy. Either way keys come in the same
-    tiles, at absolute positions: a row's bits do not depend on how many rows there are."""
+    """Return the prefill configuration; is_wide: tiles of 128 rows give enough programs to fill a GPU.
+
+    is_wide does not change the key tiles: a row's bits do not depend on the number of rows.
+    """
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1)
     if hd == 256 and shared_bytes < WIDE_SHARED_BYTES:
@@ -198,12 +203,12 @@ def launch(args: Any) -> torch.Tensor:
     rows, hq, hd = q.shape
     num_requests, max_blocks = block_table.shape
     first_row, length = args.first_row, args.length
-    # Rows of no piece are 0.
+    # Rows outside all prompt chunks must be 0.
     make = torch.empty if first_row is None else torch.zeros
     out = make((rows, hq * hd), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    # The interpreter runs programs one after another: a few show all there is to show.
+    # The interpreter runs programs one after another: three processors are enough to share items.
     processors = num_processors(q.device.index, kv_scale is not None) if q.is_cuda else 3
     device = device_of(q.device.index)
     query_len = rows // num_requests

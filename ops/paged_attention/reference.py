@@ -39,8 +39,8 @@ def _cache_and_rows_fit(
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
 
 
-# Between what made the positions and this lies a fence: the projection, or the embedding or
-# the draft's fc where the projection's weight is resident. Not so for keys, values and gates.
+# A fence separates the writer of the positions from this call: the projection, or the embedding or the
+# draft's fc where the projection's weight is resident. Queries, keys, values and gates are not read early.
 @operator(
     launches=(
         Launch("verify_kernel", reads_early=("positions",)),
@@ -64,12 +64,12 @@ def paged_attention(
     """softmax(softmax_scale * q k^T) v * sigmoid(gate) over the keys first_key <= j <= position of each row.
 
     q, gate [M, Hq, D] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
-    rows b*W .. b*W + W-1, W = M // B, or length[b] rows from first_row[b] on (see conv_prefill; then rows of
-    nobody give 0 and may hold anything). kv [blocks, 2, Hk, block_size, D] (keys, then values) in the dtype
-    of q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size]. block_table [B, max_blocks], -1 where
-    nothing is reserved: such keys are not read. positions [M]. Query head h uses kv head h // (Hq // Hk).
-    Returns [M, Hq * D] in the dtype of q; a row with no key gives 0. Keys a row does not see may hold
-    anything, NaN included. All arithmetic is float32 with one rounding at the end.
+    rows b*W .. b*W + W-1, W = M // B, or, for prompt chunks, length[b] rows from first_row[b] on (see
+    conv_prefill); rows outside all chunks may hold anything and give 0. kv [blocks, 2, Hk, block_size, D]
+    (keys, then values) in the dtype of q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size].
+    block_table [B, max_blocks], -1 for a block that is not reserved: its keys are not read. positions [M].
+    Query head h uses kv head h // (Hq // Hk). Returns [M, Hq * D] in the dtype of q; a row without keys gives
+    0. Keys that a row does not see may hold anything, NaN included. Arithmetic is float32, rounded once.
     """
     rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
@@ -92,7 +92,7 @@ def paged_attention(
         queries = q[own].float().unflatten(1, (num_kv_heads, -1))
         scores = torch.einsum("whgd,hkd->whgk", queries, k) * softmax_scale
         weights = scores.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
-        # A row with no key has no weights, and the weight of a key that is not seen is 0, but 0 * NaN is not.
+        # A row without keys has NaN weights. An unseen key has weight 0, but 0 * NaN is NaN.
         weights, v = weights.nan_to_num(0.0), v.nan_to_num(0.0, 0.0, 0.0)
         result = torch.einsum("whgk,hkd->whgd", weights, v).flatten(1)
         out[own] = result * sigmoid(gate[own].flatten(1).float())

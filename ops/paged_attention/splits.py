@@ -1,15 +1,15 @@
-"""Where the verify route cuts keys into splits: sizes by absolute position, and how many there are."""
+"""Cuts keys into splits for the verify route: a split's size depends on its absolute position."""
 
-# (first key beyond, keys a split): short splits first, since a short context has few programs at work and
-# waits for its longest; long ones later, since every split costs a write and a read of its partial sums. With
-# longer ones than the last a few requests could not be shared out evenly: of one with 65,536 keys and four
-# heads some program would have half as much again as its part. A size ends behind whole groups.
+# (end, keys per split): short splits first, because a short context keeps few programs busy and waits for the
+# longest of them; long splits later, because each costs a write and a read of its partial sums. Splits longer
+# than 512 keys would not divide evenly among the programs: with one request of 65,536 keys and four heads,
+# some program would get one and a half times its share. Each size ends with a whole group of GROUP_SPLITS.
 GROUP_SPLITS = 4
 SPLIT_SIZES = ((1024, 64), (4096, 128), (32768, 256), (1 << 31, 512))
 
 
 def count_splits(num_keys: int) -> int:
-    """Splits that `num_keys` keys from position 0 reach into."""
+    """Return the number of splits that the first `num_keys` keys reach into."""
     count, begin = 0, 0
     for end, size in SPLIT_SIZES:
         count += max(0, -(-(min(num_keys, end) - begin) // size))

@@ -1,8 +1,8 @@
-"""The verify route: keys cut into splits at absolute positions, attended to apart and then combined.
+"""The verify route: attend to splits of the keys, cut at absolute positions, then combine their partials.
 
-GROUP_SPLITS splits make a group, whose sums are folded in their order: in the registers of one program where
-there are groups enough to keep the GPU busy, else when the parts are combined. The bits are the same. For few
-requests there is a kernel that knows splits alone: at long contexts it is faster.
+GROUP_SPLITS splits form a group, whose sums are folded in split order: in the registers of one program if the
+groups keep the GPU busy, else when the partials are combined. Both give the same bits. For few requests the
+kernels are compiled without groups (HAS_GROUPS), which is faster at long contexts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ UNSPECIALIZED = (
     "num_splits",
     "num_keys",
 )
-# Groups of splits whose parts combine loads before it knows how many there are, and then at a time.
+# Groups of splits that combine_kernel loads first, however many there are, and then per step.
 FIRST_GROUPS = 4
 NEXT_GROUPS = 8
 
 
 @triton.jit
 def split_of(key):
-    """The split that holds a key."""
+    """Return the split that holds a key (SPLIT_SIZES in splits.py)."""
     split = tl.where(key < 4096, 16 + (key - 1024) // 128, 40 + (key - 4096) // 256)
     split = tl.where(key < 32768, split, 152 + (key - 32768) // 512)
     return tl.where(key < 1024, key // 64, split)
@@ -39,7 +39,7 @@ def split_of(key):
 
 @triton.jit
 def split_begin(split):
-    """The first key of a split."""
+    """Return the first key of a split."""
     key = tl.where(split < 40, 1024 + (split - 16) * 128, 4096 + (split - 40) * 256)
     key = tl.where(split < 152, key, 32768 + (split - 152) * 512)
     return tl.where(split < 16, split * 64, key)
@@ -50,15 +50,15 @@ def splits_an_item(
     positions, num_requests, query_len, last_key, first_key, num_programs,
     HKV: tl.constexpr, MAX_REQUESTS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """GROUP_SPLITS if items of so many splits keep all programs busy, else 1; no bit depends on it.
+    """Return GROUP_SPLITS if items of a whole group keep all programs busy, else 1; no bit depends on it.
 
-    Both kernels ask, of the same positions.
+    Both kernels call this with the same positions, so that they agree.
     """
     request = tl.arange(0, MAX_REQUESTS)
     at = positions + request * query_len + query_len - 1
     last = tl.load(at, mask=request < num_requests, other=-1).to(tl.int32)
     last = tl.minimum(last, last_key)
-    # The longest item takes at most twice what each program has to do.
+    # Groups are used while the longest item has at most twice the keys that each program has to read.
     num_keys = tl.sum(tl.where(last >= first_key, last + 1 - first_key, 0), 0)
     longest = tl.maximum(tl.max(last, 0), 0)
     group = split_of(longest) // GROUP_SPLITS * GROUP_SPLITS
@@ -68,10 +68,10 @@ def splits_an_item(
 
 @triton.jit
 def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.constexpr):
-    """Request, part, kv head and row tile of this program's item of a turn."""
+    """Return request, partial, kv head and row tile of the item that this program takes in a turn."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    # Late parts are the long ones: hand them out first, and turn the order round every time.
+    # Late partials are the longest: hand them out first, and reverse the order of programs every turn.
     item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
     unit = tl.max(ends, 0) - 1 - item // (row_tiles * HKV)
     request = tl.sum((ends <= unit).to(tl.int32), 0)
@@ -81,9 +81,9 @@ def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.const
 
 @triton.jit
 def fold_partial(acc, total, largest, part_acc, part_total, part_largest):
-    """The sums of an online softmax and those of the keys behind them; the last axis of acc is the dims.
+    """Fold the partial of the next keys into the sums of an online softmax; the last axis of acc is the dims.
 
-    A part without keys changes nothing, not even the sign of a zero: rows of one tile see different parts.
+    A partial without keys changes nothing, not even the sign of a zero: rows of one tile see different ones.
     """
     new_largest = tl.maximum(largest, part_largest)
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
@@ -123,13 +123,12 @@ def attend_splits(
     TAIL_STAGES: tl.constexpr,
     LOAD_FIRST: tl.constexpr,
 ):
-    """Sums, maxima and totals of BM rows over keys begin .. end - 1: each split of `split_size` keys by
-    itself, and folded in order.
+    """Return sums, maxima and totals of BM rows over keys begin .. end - 1, folded split by split in order.
 
-    begin: the first key of a split. seen_by_all: the first keys that every row sees.
+    begin: the first key of a split of `split_size` keys. seen_by_all: every row sees the keys below it.
     """
     if HAS_SCALE and queries.dtype == tl.bfloat16:
-        # float16 holds every e4m3 value, and takes one instruction for two of them where bfloat16 takes four.
+        # float16 holds every e4m3 value. It converts two of them in one instruction, bfloat16 in four.
         queries = queries.to(tl.float16)
     sums = tl.zeros((BM, HD), tl.float32)
     sums_total = tl.zeros((BM,), tl.float32)
@@ -137,11 +136,11 @@ def attend_splits(
     acc = tl.zeros((BM, HD), tl.float32)
     largest = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    # Loops count from 0, and `begin` is a visible multiple of BN: else the compiler does not see that offsets
-    # are aligned, and neither widens the loads nor pipelines them.
+    # Count loops from 0 and make `begin` a visible multiple of BN: otherwise the compiler does not see that
+    # offsets are aligned, and neither widens nor pipelines the loads.
     begin = begin // BN * BN
-    # Tiles that every row sees whole need no mask by row. One loop over all splits: a loop for each would
-    # empty its pipeline between them.
+    # Tiles that every row sees whole need no mask per row. One loop covers all splits: a loop per split would
+    # drain its pipeline between them.
     num_whole = tl.maximum(tl.minimum(end, seen_by_all) - begin, 0) // BN
     for i in tl.range(0, num_whole, disable_licm=True):
         acc, largest, total = attend_tile(
@@ -166,7 +165,7 @@ def attend_splits(
             acc = tl.zeros((BM, HD), tl.float32)
             largest = tl.full((BM,), -float("inf"), tl.float32)
             total = tl.zeros((BM,), tl.float32)
-    # Of the last split, which may be open.
+    # Fold the last split, which may be incomplete.
     sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
     return sums, sums_largest, sums_total
 
@@ -211,16 +210,16 @@ def verify_kernel(
     TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Items (request, part, kv head, BM rows), as many as the positions give, shared out by turns.
+    """Attend to items (request, partial, kv head, BM rows); a program takes one item per turn.
 
-    A part is a split of the keys or, HAS_GROUPS, a group of splits where there are items enough.
+    A partial covers one split of the keys or, with HAS_GROUPS and enough items, a group of splits.
     """
-    # Who attends to what is known before the queries are.
+    # The items follow from the positions: find them while earlier kernels still write the queries.
     if PDL:
         gdc_launch_dependents()
     requests = tl.arange(0, MAX_REQUESTS)
     is_request = requests < num_requests
-    # One vector a step, not one tile: its lanes lie in one warp, and no sum over it leaves the warp.
+    # One vector per window row, not one tile: a vector lies in one warp, so its sums need no other warp.
     last = tl.full((MAX_REQUESTS,), -1, tl.int32)
     lowest = tl.full((MAX_REQUESTS,), 2147483646, tl.int32)
     for step in tl.static_range(MAX_WINDOW):
@@ -256,7 +255,7 @@ def verify_kernel(
         is_request = requests == request
         end = tl.sum(tl.where(is_request, last, 0), 0) + 1
         seen_by_all = tl.sum(tl.where(is_request, lowest, 0), 0) + 1
-        # Splits of one group are equally long.
+        # All splits of a group have the same size.
         split = tl.maximum(partial * size, first_split)
         begin = split_begin(split)
         table = block_table + request.to(tl.int64) * table_stride
@@ -286,7 +285,7 @@ def verify_kernel(
                 scale_block_stride, scale_half_stride, scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0,
                 HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
             )  # fmt: skip
-        # Rows of an item lie one after another: one address and constant offsets.
+        # Rows of an item are contiguous: one address and constant offsets.
         at = (
             ((request.to(tl.int64) * num_splits + partial) * HKV + kv_head) * query_len * GROUP
         ) + row_tile * BM
@@ -299,9 +298,9 @@ def verify_kernel(
 
 @triton.jit
 def load_partials(part_sum, part_largest, part_total, partial, step, index, last, dim, HD: tl.constexpr):
-    """Sums, maxima and totals of the parts `index` of a row, of those behind the last one the last one's.
+    """Load sums, maxima and totals of the partials `index` of a row; an index beyond `last` loads `last`.
 
-    Without masks, which would make the compiler wait for each load before it issues the next.
+    Masks would make the compiler wait for each load before it issues the next.
     """
     at = partial + tl.minimum(index, last) * step
     sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
@@ -313,7 +312,7 @@ def load_splits(
     part_sum, part_largest, part_total, partial, step, start, last, dim,
     HD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """What splits 0, 1, ... of groups start .. start + GROUPS - 1 left, a tuple each."""
+    """Load the partials of groups start .. start + GROUPS - 1; tuple i holds split i of every group."""
     loaded = ()
     for index in tl.static_range(GROUP_SPLITS):
         split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
@@ -325,7 +324,7 @@ def load_splits(
 def fold_splits(
     loaded, start, begin, end, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr
 ):
-    """Sums [GROUPS, BD], totals and maxima of groups, from splits begin .. end - 1 among those loaded."""
+    """Return sums [GROUPS, BD], totals and maxima of groups from the loaded splits in begin .. end - 1."""
     sums = tl.zeros((GROUPS, BD), tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
     largest = tl.full((GROUPS,), -float("inf"), tl.float32)
@@ -343,8 +342,10 @@ def load_groups(
     part_sum, part_largest, part_total, partial, step, size, start, begin, end, last, dim,
     HD: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Sums [GROUPS, BD], totals and maxima of groups start .. start + GROUPS - 1 of a row, from parts of
-    `size` splits; splits before `begin` and from `end` on do not count."""
+    """Load sums [GROUPS, BD], totals and maxima of groups start .. start + GROUPS - 1 of a row.
+
+    size: splits per partial. Only splits begin .. end - 1 count.
+    """
     if size == GROUP_SPLITS:
         group = start + tl.arange(0, GROUPS)
         sums, largest, total = load_partials(
@@ -362,7 +363,7 @@ def load_groups(
 
 @triton.jit
 def add_groups(acc, denominator, largest, sums, total, group_largest):
-    """Adds the sums [GROUPS, BD] of some groups of a row to those before them."""
+    """Add the sums [GROUPS, BD] of the next groups of a row to the sums so far."""
     is_group = group_largest > -float("inf")
     total = tl.where(is_group, total, 0.0)
     sums = tl.where(is_group[:, None], sums, 0.0)
@@ -402,18 +403,18 @@ def combine_kernel(
     NEXT_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one row: BD of its dims, summed over its groups of splits in order, times the gate."""
+    """Sum BD dims of one head of one row over its groups of splits in order, and apply the gate."""
     if PDL:
         gdc_launch_dependents()
     item = tl.program_id(0).to(tl.int64)
     row = item // (HKV * GROUP)
     head = item % (HKV * GROUP)
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
-    # Part 0; the next one lies `step` further.
+    # The first partial of this row; the next one lies `step` entries later.
     step = HKV * query_len * GROUP
     partial = row // query_len * num_splits * step
     partial += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
-    # Positions are older than this call's keys.
+    # Positions may be read before the wait (reference.py).
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
@@ -468,7 +469,7 @@ def combine_kernel(
                 HD, NEXT_GROUPS, GROUP_SPLITS,
             )  # fmt: skip
             for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
-                # One step ahead: a long context waits for memory once, too.
+                # Load one step ahead: even a long context waits for memory only once.
                 later = load_splits(
                     part_sum, part_largest, part_total, partial, step, start + NEXT_GROUPS, last_partial, dim,
                     HD, NEXT_GROUPS, GROUP_SPLITS,

@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding, and the write of keys and values into their pages."""
+"""Query and key norm, rotary embedding, and the write of keys and values to the paged cache."""
 
 from compiled_mtp.ops.qk_norm_rope_kv_write.reference import qk_norm_rope_kv_write
 

@@ -1,4 +1,4 @@
-"""`qk_norm_rope_kv_write` on a CPU: all heads at once, and a window's keys and values as two copies."""
+"""`qk_norm_rope_kv_write` on a CPU: all heads at once; two copies write a window's keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _stacked(q_weight: Tensor, k_weight: Tensor) -> Tensor:
 
 
 def _write(kv: Tensor, kv_scale: Tensor | None, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
-    """`write_pages`, as plain copies where the rows are neighbours in one block."""
+    """Do what `write_pages` does; rows that are consecutive in one block take two plain copies."""
     slots = slot_mapping.tolist()
     first = slots[0] if slots else -1
     block, offset = divmod(first, kv.shape[3])

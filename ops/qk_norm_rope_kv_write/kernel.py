@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and page write: one program a row and head, one warp each."""
+"""Query and key norm, rotary embedding and page write: one program of one warp per row and head."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 
-# Products and sums stay apart, as in the reference.
+# No fused multiply-add, as in the reference.
 FUSION = {"enable_fp_fusion": False}
 
 
 @triton.jit
 def partner_of(dim, ROT: tl.constexpr):
-    """The dimension that each one is turned with; itself beyond the rotated ones."""
+    """Return the dimension that each one is rotated with; the dimension itself beyond the rotated ones."""
     HALF: tl.constexpr = ROT // 2
     return tl.where(dim < ROT, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
 
 
 @triton.jit
 def norm_rope(values, others, factor, other_factor, cos, sin, eps, HD: tl.constexpr, ROT: tl.constexpr):
-    """One head, normalised and rotated; each lane also computes the dimension its own is turned with."""
+    """Normalise and rotate one head; each lane also normalises the dimension that its own is rotated with."""
     HALF: tl.constexpr = ROT // 2
     dim = tl.arange(0, values.shape[0])
     is_turned = dim < ROT
@@ -72,8 +72,8 @@ def qk_norm_rope_kv_write_kernel(
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
     partner = partner_of(dim, ROT)
-    # No kernel writes weights and angles, and the cursors are older than the projection: all
-    # are on their way while the kernel before this one finishes.
+    # Load weights, angles and cursors while the kernel before this one finishes: no kernel writes weights and
+    # angles, and the cursors are older than the projection.
     weight = q_weight if head < HQ else k_weight
     factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)

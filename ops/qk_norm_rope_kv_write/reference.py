@@ -23,8 +23,8 @@ def _cache_and_angles_fit(qkv: Tensor, kv: Tensor, kv_scale: Tensor | None, rota
         raise wrong_dtype("kv", kv, (dtype,))
 
 
-# Positions and slots are older than the projection or, where its weight is resident, than the embedding or
-# the draft's fc, all fences; keys and values are not.
+# Positions and slots are written before a fence: the projection or, where its weight is resident, the
+# embedding or the draft's fc. Queries, keys and values are not read early.
 @operator(
     mutates=("kv", "kv_scale"),
     launches=(
@@ -59,8 +59,8 @@ def qk_norm_rope_kv_write(
     qkv [M, (2*num_q_heads + 2*num_kv_heads) * D] float32 or bfloat16: per query head its query, then its
     gate; then the key heads, then the value heads. q_weight, k_weight [D] enter as 1 + w. cos_sin [P, rot]
     holds rot/2 cosines, then rot/2 sines, per position; dims j and j + rot/2 of the first rot dims turn
-    together (NeoX halves). positions [M]; slot_mapping [M] is block * block_size + offset, -1 writes nothing.
-    Mutates kv [blocks, 2, num_kv_heads, block_size, D] (keys, then values; the dtype of qkv, or
+    together (NeoX halves). positions [M]; slot_mapping [M] is block * block_size + offset, or -1 to write
+    nothing. Mutates kv [blocks, 2, num_kv_heads, block_size, D] (keys, then values; the dtype of qkv, or
     float8_e4m3fn with kv_scale [blocks, 2, num_kv_heads, block_size], absmax / 448 of a vector).
     Returns q [M, num_q_heads, D] in the dtype of qkv; arithmetic is float32 with one rounding at the end.
     """
@@ -76,7 +76,7 @@ def qk_norm_rope_kv_write(
 
 
 def write_pages(kv: Tensor, kv_scale: Tensor | None, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k and v [M, num_kv_heads, D] to the slots that the rows have."""
+    """Write k and v [M, num_kv_heads, D] to kv at slot_mapping [M], -1 for rows that are not written."""
     written = slot_mapping >= 0
     is_whole = bool(written.all())
     slots = slot_mapping if is_whole else slot_mapping[written]
@@ -95,7 +95,7 @@ def write_pages(kv: Tensor, kv_scale: Tensor | None, slot_mapping: Tensor, k: Te
 
 
 def _norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension with factor 1 + w, then the rotation of its first dims; float32."""
+    """Return the RMS norm of x with factor 1 + w, its first dims rotated by cos and sin; float32."""
     x = x.float()
     x = x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
     x = torch.addcmul(x, x, weight.float())

@@ -1,4 +1,4 @@
-"""Activations in e4m3, one factor for each 128 columns of a row."""
+"""Quantize activations to e4m3, with one factor for every 128 columns of a row."""
 
 from compiled_mtp.ops.quantize_rows.reference import quantize_rows
 

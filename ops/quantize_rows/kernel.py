@@ -1,4 +1,4 @@
-"""Activations to e4m3: a program takes eight groups of a row, each of which needs no other."""
+"""Quantize activations to e4m3: a program takes eight independent groups of a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = 8
 WARPS = 4
 
 
-# Triton would compile another kernel for a value of 1 and for multiples of 16.
+# One binary for every width: Triton would specialise on 1 and on multiples of 16.
 @triton.jit(do_not_specialize=["groups"])
 def quantize_rows_kernel(x, out, scale, x_stride, groups, GROUPS: tl.constexpr, PDL: tl.constexpr):
     if PDL:

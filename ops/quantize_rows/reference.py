@@ -1,4 +1,4 @@
-"""The specification of `quantize_rows`, and what runs on the CPU."""
+"""The specification of `quantize_rows`, which is also the CPU route."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def _is_groups(K: int) -> None:
 def quantize_rows(
     x: Annotated[Tensor, "M K", ACTIVATION, Remedy("pass activations")],
 ) -> tuple[Annotated[Tensor, "M K", FP8], Annotated[Tensor, "M K//128", F32]]:
-    """Rows in e4m3, with one factor for each group of 128 columns.
+    """Quantize rows to e4m3, with one factor for each group of 128 columns.
 
-    x: [M, K], rows at any stride, K a multiple of 128. Returns (values [M, K], factors [M, K / 128]): a
-    factor is the group's largest magnitude over 448, and values * factors is x to within half a step of e4m3.
+    x: [M, K] float32 or bfloat16, any row stride, K a multiple of 128. Returns (values [M, K], factors
+    [M, K / 128]): a factor is the group's largest magnitude over 448, and values * factors is x to within
+    half a step of e4m3.
     The bits of a row depend on that row alone.
     """
     return quantize(x)

@@ -1,4 +1,4 @@
-"""The norms on a CPU: as few calls as there can be, since a call takes longer than a few rows."""
+"""The norms on a CPU: few torch calls, because a call takes longer than the few rows of a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_mtp.ops.rms_norm.reference import as_partials
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] float32 after its norm; weight [..., H] or [H]."""
+    """Return the norm of x [..., H] float32, times 1 + weight [..., H] or [H]."""
     scale = (x * x).sum(-1, keepdim=True).mul_(number(1.0 / x.shape[-1])).add_(number(eps)).rsqrt_()
     y = x * scale
     return y.addcmul_(y, weight)
@@ -41,7 +41,7 @@ def add_rms_norm(
         x = x[0] if x.shape[0] == 1 else add_tree(x)
     if x.dtype is not residual.dtype:
         x = x.to(residual.dtype)
-    # In float32 and rounded, as ATen adds what is narrower.
+    # ATen adds narrower dtypes in float32 and rounds the sum, as the reference does.
     total = torch.add(x, residual).contiguous()
     return rms_norm(total, weight, eps), total
 

@@ -1,4 +1,4 @@
-"""RMS norm alone, after a residual add, and of a pair: one program a norm, one configuration a width."""
+"""RMS norm alone, after a residual add, and of a pair: one program per norm, one configuration per width."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"enable_fp_fusion": True}
 
 @triton.jit
 def load_row(at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
-    """A row as f32 in two blocks: [BLOCK], and what is left of it, [TAIL] with zeros at its end."""
+    """Load a row as f32 in two blocks: the first BLOCK columns, and the rest zero-padded to TAIL."""
     head = tl.load(at + tl.arange(0, BLOCK)).to(tl.float32)
     column = BLOCK + tl.arange(0, TAIL)
     if BLOCK + TAIL == WIDTH:
@@ -33,7 +33,7 @@ def load_row(at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 def load_tree(
     at, part_stride, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    """A row's sum of COUNT neighbouring parts, added as a tree."""
+    """Load COUNT split-K partials of a row and add them as a tree."""
     if COUNT == 1:
         head, tail = load_row(at, WIDTH, BLOCK, TAIL)
     else:
@@ -57,7 +57,7 @@ def store_row(at, head, tail, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl
 
 @triton.jit
 def store_groups(at, scale, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """Store columns FIRST to FIRST + COUNT of a row, as far as it is long, in e4m3 with their factors."""
+    """Store COUNT columns of a row from FIRST on, up to its WIDTH, in e4m3 with their factors."""
     groups = tl.reshape(values.to(tl.float32), (COUNT // 128, 128))
     quantized, factors = quantize_groups(groups, 1)
     group = FIRST // 128 + tl.arange(0, COUNT // 128)
@@ -68,7 +68,7 @@ def store_groups(at, scale, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, CO
 
 @triton.jit
 def norm_factor(head, tail, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
-    """1 / rms of a row; a thread adds up all it holds before the one sum over threads."""
+    """Return 1 / rms of a row; each thread adds its own squares before the one sum over threads."""
     squares = tl.sum(tl.reshape(head * head, (TAIL, BLOCK // TAIL)), 1) + tail * tail
     return tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
 
@@ -86,11 +86,11 @@ def scale_row(
     store_row(out, head.to(dtype), tail.to(dtype), WIDTH, BLOCK, TAIL)
 
 
-# x of add_rms_norm may be PARTS sums of float32, part_stride apart, that are yet to be added, as a tree, and
-# rounded.
-# Every kernel loads the weight before it waits, since no kernel writes it. add_rms_norm also loads the
-# residual then, since a product has followed it, unless that product's weight was RESIDENT. From memory these
-# loads take as long as everything after them.
+# x of add_rms_norm may be PARTS split-K partials in float32, part_stride apart: the kernel adds them as a
+# tree and rounds the sum.
+# Every kernel loads the weight before the wait: no kernel writes weights. add_rms_norm also loads the
+# residual early, because a product, a fence, has run after the residual's writer, unless that product's
+# weight is RESIDENT. These loads from memory take as long as everything after them.
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, eps,
@@ -173,15 +173,15 @@ def pair_norm_kernel(
 
 
 def configuration(width: int) -> tuple[int, int, int]:
-    """Block, tail and warps of a width; never of the number of rows, so that a row's sum keeps its order."""
+    """Return block, tail and warps; the width alone decides, so that a row's sum keeps its order."""
     block = max(1, triton.next_power_of_2(width) // 2)
     tail = max(1, triton.next_power_of_2(width - block))
-    # Sixteen bytes of bfloat16 a thread and load, from 2048 on.
+    # From a width of 2048 on, a thread loads 16 bytes of bfloat16 at a time.
     return block, tail, max(4, min(16, block // 256))
 
 
 def launch_options(x: torch.Tensor) -> dict[str, object]:
-    """Everything about a launch that follows from the width and the device."""
+    """Return the launch arguments that width and device alone decide."""
     block, tail, warps = configuration(x.shape[-1])
     has_pdl = device_of(x.device.index).has_dependent_launch
     fixed = {"WIDTH": x.shape[-1], "BLOCK": block, "TAIL": tail, "PDL": has_pdl}
@@ -189,7 +189,10 @@ def launch_options(x: torch.Tensor) -> dict[str, object]:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """One row may have any stride; another value would compile another kernel."""
+    """Return the row stride, or the width if there is one row.
+
+    A single row may have any stride, and other values would compile another kernel.
+    """
     return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
 
 
@@ -202,7 +205,7 @@ def launch(args: Any) -> torch.Tensor:
 
 
 def launch_add_rms_norm(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # No weight is resident for more rows.
+    # Weights are resident for at most NARROW_ROWS rows.
     return add_and_norm(args, resident=args.resident and args.residual.shape[0] <= NARROW_ROWS)
 
 
@@ -222,7 +225,7 @@ def add_and_norm(
     factors: torch.Tensor | None = None,
     resident: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm and new residual; the norm quantised goes to `values` and `factors`."""
+    """Return norm and new residual; write the quantized norm to `values` and `factors` if given."""
     x, residual, kept_rows = args.x, args.residual, args.kept_rows
     rows = residual.shape[0] if kept_rows is None else kept_rows.shape[0]
     out = torch.empty((rows, residual.shape[1]), dtype=residual.dtype, device=residual.device)

@@ -13,7 +13,7 @@ from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I64, Like, Remedy
 
-# One row is one sum, which ATen splits over threads beyond this length when there is no other row.
+# Above this width ATen splits the sum of a single row over threads, which changes its order.
 MAX_WIDTH = 32768
 PART_COUNTS = (1, 2, 4, 8)
 Weight = Annotated[Tensor, "H", ACTIVATION, Remedy("pass a vector as long as the rows")]
@@ -34,7 +34,7 @@ def _is_hidden_row(H: int) -> None:
 def rms_norm(x: Rows, weight: Weight, eps: float) -> Annotated[Tensor, "M H", Like("x")]:
     """x / sqrt(mean(x^2) + eps) * (1 + weight) for each row, in float32, rounded once.
 
-    x: [M, H] float32 or bfloat16, rows at any stride. weight: [H]. Returns [M, H] of x's dtype.
+    x: [M, H] float32 or bfloat16, any row stride. weight: [H]. Returns [M, H] of x's dtype.
     Source: Zhang and Sennrich, arXiv 1910.07467; the zero-centred weight is Qwen3-Next's.
     """
     x_f32 = x.float()
@@ -63,7 +63,7 @@ def _is_sum_or_partials(x: Tensor, residual: Tensor, M: int, H: int) -> None:
 
 
 def as_partials(x: Tensor, residual: Tensor) -> Tensor:
-    """x as [P, M, H], whichever form it has."""
+    """Return x as [P, M, H], from [M, H], [P * M, H] or [P, M, H]."""
     if x.dim() == 3:
         return x
     return x[None] if x.shape[0] == residual.shape[0] else x.unflatten(0, (-1, residual.shape[0]))
@@ -75,9 +75,9 @@ def _norm_and_residual(residual: Tensor, kept_rows: Tensor | None) -> tuple[Tens
     return residual.new_empty(shape), residual.new_empty(shape)
 
 
-# A layer's products, which are fences, lie between what makes the residual and kept_rows and this: neither
-# may be the result of the operator before. From memory they take as long as everything that comes after.
-# With `resident` those products may be no fences; then it reads only the weight early.
+# A layer's products, which are fences, separate the writers of residual and kept_rows from this call: neither
+# may be a result of the operator directly before. With `resident` those products may be no fences, so only
+# the weight is read early.
 @operator(
     launches=(Launch("add_rms_norm_kernel", reads_early=("weight", "residual", "kept_rows")),),
     resident_launches=(Launch("add_rms_norm_kernel", reads_early=("weight",)),),
@@ -93,14 +93,15 @@ def add_rms_norm(
     kept_rows: Annotated[Tensor, "_", I64] | None = None,
     resident: bool = False,
 ) -> tuple[Rows, Rows]:
-    """The new residual x + residual, rounded to x's dtype, and the RMS norm of that rounded value.
+    """Return the RMS norm of x + residual, and x + residual itself, rounded before the norm, as new residual.
 
-    x, residual: [M, H] of one dtype, rows at any stride. weight: [H]. x may also be what `linear_partials`
-    gives, [P, M, H]: P of 1, 2, 4 or 8 float32 parts, to be added as the tree
-    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's dtype first, or with P = 1 the sum in
-    that dtype; or those float32 parts `stacked`, [P * M, H]. kept_rows [N], if given, names the rows that are
-    wanted, in that order (each below M, not checked: it would cost a synchronisation). resident: the
-    weights of products around it may be resident (`linear`). Returns (norm, new residual), [M, H] or [N, H].
+    x, residual: [M, H] of one dtype, any row stride. weight: [H]. x may also be the result of
+    `linear_partials`: [P, M, H] or, `stacked`, [P * M, H], with P of 1, 2, 4 or 8 split-K partials in
+    float32. They are added as the tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) and rounded to residual's
+    dtype first. With P = 1, [1, M, H] may have that dtype already. kept_rows [N]: the rows to return, in that
+    order; each must be below M, which is not checked because it would cost a synchronisation. resident: the
+    products around this call may have resident weights (`linear`). Returns (norm, new residual), [M, H] or
+    [N, H].
     """
     x = add_tree(as_partials(x, residual)).to(residual.dtype)
     if kept_rows is not None:
@@ -136,10 +137,10 @@ def add_rms_norm_quantized(
     eps: float,
     kept_rows: Annotated[Tensor, "_", I64] | None = None,
 ) -> tuple[Rows, Rows, Annotated[Tensor, "_ H", FP8], Annotated[Tensor, "_ H//128", F32]]:
-    """`add_rms_norm`, and quantize_rows of its norm, to the bit, in one launch.
+    """`add_rms_norm` and `quantize_rows` of its norm, with the same bits, in one launch.
 
-    Arguments as those of `add_rms_norm`; H a multiple of 128, from 256 on. Returns (norm, new residual, e4m3
-    values, all [M, H] or [N, H], factors [M, H / 128] or [N, H / 128]).
+    Takes the arguments of `add_rms_norm`; H is a multiple of 128, at least 256. Returns (norm, new residual,
+    e4m3 values, all [M, H] or [N, H], factors [M, H / 128] or [N, H / 128]).
     """
     norm, new_residual = add_rms_norm.reference(x, residual, weight, eps, kept_rows)
     return norm, new_residual, *quantize(norm)
@@ -160,11 +161,11 @@ def pair_norm(
     hidden_weight: Weight,
     eps: float,
 ) -> Annotated[Tensor, "M 2*H", Like("hidden")]:
-    """What the MTP head's first product reads: a token's embedding and a hidden row, each after its norm.
+    """Return the input of the MTP head's first product: norms of a token's embedding and of a hidden row.
 
-    table: [V, H], the embedding. token_ids: [M], each within the table (not checked: it would cost a
-    synchronisation). hidden: [M, H] of table's dtype, rows at any stride. The weights: [H]. Returns
-    [M, 2 H]: rms_norm(table[token_ids], embedding_weight), then rms_norm(hidden, hidden_weight), to the bit.
+    table: [V, H], the embedding. token_ids: [M]; each must be below V, which is not checked because it would
+    cost a synchronisation. hidden: [M, H] of table's dtype, any row stride. Both weights: [H]. Returns
+    [M, 2 H]: rms_norm(table[token_ids], embedding_weight) and rms_norm(hidden, hidden_weight), to the bit.
     """
     embedding = rms_norm.reference(table[token_ids], embedding_weight, eps)
     return torch.cat((embedding, rms_norm.reference(hidden, hidden_weight, eps)), dim=1)

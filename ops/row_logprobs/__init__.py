@@ -1,4 +1,4 @@
-"""Of rows of logits the log probabilities of chosen ids, their ranks and the likeliest ids."""
+"""Log probabilities and ranks of chosen ids, and the likeliest ids, of rows of logits."""
 
 from compiled_mtp.ops.row_logprobs.reference import NUM_TOP, RowLogprobs, row_logprobs
 

@@ -1,4 +1,4 @@
-"""Log probabilities in two launches: the likeliest ids of fixed tiles, then of each row from those."""
+"""Log probabilities in two launches: one reduces fixed tiles of the vocabulary, one combines the tiles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def finite_or_minus_inf(x):
 
 @triton.jit
 def or_zero(peak):
-    """A peak to subtract from values that may all be -inf."""
+    """Return a finite peak to subtract: 0 if all values are -inf."""
     return tl.where(peak > float("-inf"), peak, 0.0)
 
 
 @triton.jit
 def take_best(values, ids):
-    """The largest value, the lowest of its ids, and the values without that id."""
+    """Return the largest value, the lowest id that has it, and the values without that id."""
     best = tl.max(values, 0)
     best_id = tl.min(tl.where(values == best, ids, _NO_ID), 0)
     return best, best_id, tl.where(ids == best_id, float("-inf"), values)
@@ -51,8 +51,11 @@ def logprob_tile_kernel(
     NUM_TOP: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
 ):
-    """Of one row and tile: tile_sums [M, 2, TILES], peak and sum of exp(x - peak); tile_counts [M, TILES],
-    the ids that come before the chosen one; the likeliest ids [M, TILES, NUM_TOP]."""
+    """Reduce one tile of one row.
+
+    tile_sums [M, 2, TILES]: peak and sum of exp(x - peak). tile_counts [M, TILES]: how many ids rank before
+    the chosen one. values, value_ids [M, TILES, NUM_TOP]: the likeliest ids.
+    """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)

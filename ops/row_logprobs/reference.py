@@ -1,7 +1,7 @@
-"""The log softmax of rows, as far as anybody asks for it.
+"""The specification of `row_logprobs`.
 
-Sums over the vocabulary run in a fixed order (tiles of 4,096 and then one by one), because ATen splits a
-float sum with one output over its threads.
+A sum over the vocabulary adds tiles of 4,096 values, then the tile sums in order: ATen would split a float
+sum with a single output over its threads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import F32, I32, I64, Remedy
 
 NUM_TOP = 20
-"""Likeliest ids that are listed."""
+"""How many of the likeliest ids are returned per row."""
 _TILE = 4096
 
 
 class RowLogprobs(NamedTuple):
-    """Of each row: log probability and rank of the chosen id, and the likeliest ids in order.
+    """Per row: log probability and rank of the chosen id, and the likeliest ids in order.
 
-    rank counts from 1; of equally likely ids the lowest comes first, in the list too. top_logprobs is -inf,
-    and top_ids 0, where fewer ids have a probability.
+    rank counts from 1; among equally likely ids the lowest comes first, here and in top_ids. Where fewer ids
+    have a probability, top_logprobs is -inf and top_ids 0.
     """
 
     logprob: Annotated[Tensor, "M", F32]
@@ -35,7 +35,7 @@ class RowLogprobs(NamedTuple):
 
 
 def _row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension of a contiguous [M, N], in an order that depends on N alone."""
+    """Sum a contiguous [M, N] over its last dimension, in an order that depends on N alone."""
     whole = x.shape[1] // _TILE * _TILE
     tiles = x[:, :whole].view(x.shape[0], whole // _TILE, _TILE).sum(-1)
     return torch.cat([tiles, x[:, whole:].sum(-1, keepdim=True)], dim=1).cumsum(-1)[:, -1]
@@ -52,10 +52,10 @@ def row_logprobs(
     chosen: Annotated[Tensor, "M", I64, Remedy("pass one id for each row of logits")],
     num_valid_ids: int,
 ) -> RowLogprobs:
-    """The log softmax of every row over its whole width, at `chosen` [M] and at the likeliest ids.
+    """Return the log softmax of every row of logits [M, V] at its `chosen` id [M] and at the likeliest ids.
 
-    Ids from num_valid_ids on have a share of the softmax, and neither rank nor place in the list. A logit
-    that is not finite counts as -inf; a row without a finite one has log probabilities of -inf.
+    Ids from num_valid_ids on count in the softmax but are neither ranked nor listed. A logit that is not
+    finite counts as -inf; a row without a finite logit has log probabilities of -inf.
     """
     x = torch.where(torch.isfinite(logits), logits, -math.inf)
     peak = x.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""`sample` on a CPU: rows that are plainly greedy without what they do not need."""
+"""`sample` on a CPU: a short path if all requests are greedy without processors, else the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_mtp.ops.features import BAD_WORDS, BIAS, DRAWN, PENALTIES, STOP_ID
 from compiled_mtp.ops.sample.reference import GREEDY_TEMPERATURE, Sampled, SamplingTables
 from compiled_mtp.ops.sample.reference import sample as specification
 
-# As temperatures are stored.
+# GREEDY_TEMPERATURE as the float32 table holds it.
 _GREEDY = float(torch.tensor(GREEDY_TEMPERATURE, dtype=torch.float32))
 _PROCESSED = PENALTIES | BIAS | STOP_IDS | BAD_WORDS
 
@@ -36,7 +36,7 @@ def sample(
 
 
 def _are_greedy(state_index: Tensor, tables: SamplingTables) -> bool:
-    """Whether no request has any noise or processor."""
+    """Return whether every request is greedy and has no processor."""
     temperatures, features = tables.temperature.tolist(), tables.features.tolist()
     return all(
         temperatures[slot] < _GREEDY and not features[slot] & _PROCESSED for slot in state_index.tolist()

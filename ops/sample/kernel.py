@@ -1,10 +1,10 @@
-"""Sampling in two launches: fixed tiles of the vocabulary, then one program a row.
+"""Sampling in two launches: fixed tiles of the vocabulary, then one program per row.
 
-The first reads every logit once. It leaves the best noisy value of every tile and, for a row with a filter,
-the processed values and the peak of every group of 64 columns. The second combines them. For a row with a
-filter it finds from the peaks which groups can hold a kept id at all, and searches the threshold among those,
-two bits of the value a step; only a flat distribution under top-p or min-p makes it read most groups. No
-sort, no atomics, and every order is fixed by the vocabulary alone.
+The first launch reads every logit once. It stores the best noisy value of every tile and, for a row with a
+filter, the processed values and the peak of every group of 64 columns. The second launch combines them. For a
+row with a filter, the peaks tell which groups can hold a kept id; it searches those for the threshold, two
+bits of the value per step. Only a flat distribution under top-p or min-p makes it read most groups. No sort,
+no atomics; the size of the vocabulary alone fixes every order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from compiled_mtp.ops.sample.threshold_kernel import (
     tempered,
 )
 
-# Contraction would give other processed logits than the reference has.
+# Fused multiply-adds would change the processed logits, which must equal the reference's.
 OPTIONS = {"enable_fp_fusion": False}
 GROUP = 64
 MAX_TILE = 2048
@@ -56,7 +56,7 @@ def finite_or_minus_inf(x):
 
 @triton.jit
 def or_zero(peak):
-    """A peak to subtract from values that may all be -inf."""
+    """Return a finite peak to subtract: 0 if all values are -inf."""
     return tl.where(peak > float("-inf"), peak, 0.0)
 
 
@@ -116,11 +116,12 @@ def tile_kernel(
     GREEDY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of one row and tile: peak, best score and its id; what `finish_kernel` filters by.
+    """Reduce one tile of one row to its peak, best score and best id, and to what `finish_kernel` filters.
 
-    tile_floats [M, 3, TILES]: peak of the processed logits; best of the noisy tempered values, counted from
-    that peak, without a filter; sum of exp(tempered), counted likewise, with one. tile_ids [M, 2, TILES]: the
-    best id, and how many raw logits at valid ids are not finite. KEEPS_ALL: `processed` gets every row.
+    tile_floats [M, 3, TILES]: the peak of the processed logits; without a filter, the best noisy tempered
+    value relative to that peak; with a filter, the sum of exp(tempered) relative to it. tile_ids [M, 2,
+    TILES]: the best id; the number of raw logits at valid ids that are not finite. KEEPS_ALL: write
+    `processed` for every row.
     """
     if PDL:
         gdc_launch_dependents()
@@ -246,7 +247,7 @@ def finish_kernel(
     NOT_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Token and outcome of one row from what `tile_kernel` left; KEEPS_ALL: also its peak and threshold."""
+    """Compute token and outcome of one row from `tile_kernel`'s results; KEEPS_ALL: also peak, threshold."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -268,7 +269,7 @@ def finish_kernel(
     has_filter = has_top_k | has_top_p | (own_min_p > 0.0)
     scores = peaks_of_tiles
     if is_random:
-        # What the tiles have counted from their own peaks is counted from the row's.
+        # Values relative to a tile's peak become relative to the row's peak.
         scores = tempered(peaks_of_tiles, or_zero(row_peak), own_temperature)
         if has_filter == 0:
             scores += tl.load(floats + TILES, mask=is_tile, other=float("-inf"))
@@ -278,20 +279,21 @@ def finish_kernel(
     best_id = tl.min(tl.where(scores == best, best_ids, _NO_ID), 0)
     floor = tl.full((), 0, tl.int64)
     if is_random & has_filter & (row_peak > float("-inf")):
-        peak = row_peak - row_peak  # of the tempered values
+        peak = row_peak - row_peak  # 0, the peak of the tempered values
         sums = tl.load(floats + 2 * TILES, mask=is_tile, other=0.0)
         total = tl.sum(sums * tl.exp(scores), 0)
-        own_top_p = tl.maximum(own_top_p, 1e-30)  # the peak stays, whatever top_p
+        own_top_p = tl.maximum(own_top_p, 1e-30)  # top-p always keeps the peak
         lane = tl.arange(0, GROUPS_BLOCK)
         peaks = tl.load(group_peaks + row * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
         peaks = tempered(peaks, row_peak, own_temperature)
         is_listed = peaks > float("-inf")
         if has_top_k | has_top_p:
-            # What the peaks alone reach, all values reach; 16 bits of that are enough to list the groups.
+            # The group peaks are some of the values: their threshold is a lower bound. 16 bits of it suffice
+            # to list the groups.
             target = tl.where(has_top_k, own_top_k.to(tl.float32), own_top_p * total)
             floor = search(peaks, peak, target, 0.0, has_top_k == 0, floor, 15, 8, GROUPS_BLOCK)
             if has_top_k == 0:
-                # Values that are smaller than the mass top-p may drop, shared by all ids, drop out together.
+                # Even VOCAB values below this have less mass than top-p drops: none of them is kept.
                 lowest = peak + tl.log((1.0 - own_top_p) * total / VOCAB) - 0.01
                 floor = tl.maximum(floor, key_of(lowest).to(tl.int64) + 2147483648)
         else:
@@ -301,7 +303,7 @@ def finish_kernel(
         num_groups = tl.sum(count, 0)
         listed = groups + row * GROUPS
         tl.store(listed + tl.cumsum(count, 0) - 1, lane, mask=is_listed)
-        tl.debug_barrier()  # the list is read by other threads than wrote it
+        tl.debug_barrier()  # threads read entries that other threads wrote
 
         values = processed + row * (GROUPS * GROUP)
         left = interval + row * (CHUNK_GROUPS * GROUP)
@@ -373,7 +375,7 @@ def filtered_kernel(
     TILE: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """One tile of a row of `filter_logits` from what the other two have left."""
+    """Compute one tile of a row of `filter_logits` from the results of the other two kernels."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
     own_temperature = tl.load(temperature + slot)
@@ -415,7 +417,7 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
     groups = tiles * (tile // GROUP)
     tile_floats = torch.empty((rows, 3, tiles), dtype=torch.float32, device=device)
     tile_ids = torch.empty((rows, 2, tiles), dtype=torch.int32, device=device)
-    # Written and read for rows with a filter only, unless all are kept.
+    # These four are used only for rows with a filter, except `processed` if keeps_all.
     processed = torch.empty((rows, tiles * tile), dtype=torch.float32, device=device)
     group_peaks = torch.empty((rows, groups), dtype=torch.float32, device=device)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
@@ -424,7 +426,7 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
     row_floors = torch.empty((rows,) if keeps_all else (0,), dtype=torch.int64, device=device)
     has_pdl = device_of(device.index).has_dependent_launch and not keeps_all
     has_columns, has_masks = args.column_ids is not None, args.masks is not None
-    # What is not there has a pointer that nothing reads.
+    # An absent tensor still needs a pointer; the kernel never reads it.
     column_ids = args.column_ids if has_columns else args.state_index
     masks = args.masks if has_masks else args.state_index
     shared: dict[str, Any] = {

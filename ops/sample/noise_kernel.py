@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(block, seed, position):
-    """Four uint32 words for each counter (block, 0, position low, position high) under the key `seed`."""
+    """Return four uint32 words for each counter (block, 0, position low, position high), key `seed`."""
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0)
     c2 = c1 + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -31,7 +31,7 @@ def philox_words(block, seed, position):
 
 @triton.jit
 def log_near_one(f):
-    """log(1 + f) for f in sqrt(1/2) - 1 .. sqrt(2) - 1, within 1.5 * 2^-24 relative; a Chebyshev fit."""
+    """Return log(1 + f) for f in sqrt(1/2) - 1 .. sqrt(2) - 1, to 1.5 * 2^-24 relative; a Chebyshev fit."""
     q = tl.fma(f, -0.08101558685302734, 0.12712307274341583)
     q = tl.fma(q, f, -0.12972238659858704)
     q = tl.fma(q, f, 0.14202174544334412)
@@ -45,7 +45,7 @@ def log_near_one(f):
 
 @triton.jit
 def split(x):
-    """Exponent and mantissa of positive x = mantissa * 2^exponent, the mantissa in sqrt(1/2) .. sqrt(2)."""
+    """Split positive x = mantissa * 2^exponent into exponent and mantissa in sqrt(1/2) .. sqrt(2)."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     return exponent, (bits - (exponent << 23)).to(tl.float32, bitcast=True)
@@ -53,14 +53,14 @@ def split(x):
 
 @triton.jit
 def log_of(x):
-    """log(x) of positive, normal x."""
+    """Return log(x) for positive, normal x."""
     exponent, mantissa = split(x)
     return tl.fma(exponent.to(tl.float32), 0.6931471805599453, log_near_one(mantissa - 1.0))
 
 
 @triton.jit
 def log_one_minus(u):
-    """log(1 - u) for u in 0 .. 1 - 2^-24 with a small relative error, for the smallest u too."""
+    """Return log(1 - u) for u in 0 .. 1 - 2^-24, with a small relative error even for the smallest u."""
     exponent, mantissa = split(1.0 - u)
     f = tl.where(exponent == 0, -u, mantissa - 1.0)
     return tl.fma(exponent.to(tl.float32), 0.6931471805599453, log_near_one(f))
@@ -74,7 +74,7 @@ def gumbel_of_word(word):
 
 @triton.jit
 def gumbel_of_blocks(block, seed, position, LENGTH: tl.constexpr):
-    """Noise [4 * len(block)] of the ids 4 * block .. 4 * block + 3."""
+    """Return the noise [4 * len(block)] of ids 4 * block .. 4 * block + 3 of each block."""
     w0, w1, w2, w3 = philox_words(block, seed, position)
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (LENGTH,))
     return gumbel_of_word(word)
@@ -82,7 +82,7 @@ def gumbel_of_blocks(block, seed, position, LENGTH: tl.constexpr):
 
 @triton.jit
 def gumbel_of_ids(ids, seed, position):
-    """Noise of ids in any order, four times the work for each."""
+    """Return the noise of ids in any order; computes four words per id and uses one."""
     w0, w1, w2, w3 = philox_words(ids >> 2, seed, position)
     lane = ids & 3
     return gumbel_of_word(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))

@@ -1,4 +1,4 @@
-"""Device functions of the sampler's penalties and of its bans by what was emitted."""
+"""Device functions of the sampler's penalties, delayed stop ids and bad words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def penalized(
     own_presence,
     own_frequency,
 ):
-    """`drafts`, `counts` and `prompt` point at the request's own row."""
+    """Apply the three penalties to x; `drafts`, `counts` and `prompt` point at the request's row."""
     count = tl.load(counts + ids, mask=inside, other=0)
     for i in range(num_counted):
         count += (ids == tl.load(drafts + i)).to(tl.int32)
@@ -50,7 +50,10 @@ def without_bad_words(
     NUM_WORDS: tl.constexpr,
     RECENT_IDS: tl.constexpr,
 ):
-    """Id i of a word stands length - 1 - i before the position: among the drafts, or emitted before them."""
+    """Set x to -inf at the last id of every bad word whose other ids directly precede the position.
+
+    Id i of a word must equal the token length - 1 - i positions earlier, a draft or an emitted token.
+    """
     lane = tl.arange(0, RECENT_IDS)
     for i in range(NUM_WORDS):
         length = tl.load(lengths + i)

@@ -1,6 +1,6 @@
 """Drafter-invariant sampling: the token at a position is an argmax under noise keyed by (seed, position, id).
 
-Nothing here depends on which rows stand beside a row.
+The result of a row does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ Floats = Annotated[Tensor, "slots", F32, _TABLE]
 
 
 class SamplingTables(NamedTuple):
-    """How to sample, a row a slot.
+    """Sampling parameters, one row per slot.
 
-    `top_k` and `min_p` are off at 0, `top_p` from 1 on. features: bits PENALTIES, BIAS, STOP_IDS, BAD_WORDS;
-    without them the tables that follow it are not read: without PENALTIES not the three penalties,
-    output_counts (ids emitted so far) and prompt_seen; without BIAS not bias (-inf for an id that is never
-    drawn); without STOP_IDS not stop_ids (-1 is none), which are masked below min_position; without BAD_WORDS
-    not bad_words, bad_word_lengths (0 is none) and recent_ids: the id emitted at position p in column p % 16,
-    -1 before the output begins.
+    `top_k` and `min_p` are off at 0, `top_p` from 1 on. The bits of features say which of the tables after it
+    are read. PENALTIES: the three penalties, output_counts (how often each id was emitted) and prompt_seen.
+    BIAS: bias (-inf for an id that is never drawn). STOP_IDS: stop_ids (-1 is none), which are masked at
+    positions below min_position. BAD_WORDS: bad_words, bad_word_lengths (0 is none) and recent_ids, which
+    holds the id emitted at position p in column p % 16, -1 before the output begins.
     """
 
     temperature: Floats
@@ -67,7 +66,7 @@ class SamplingTables(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Of each row: its token, and the outcome.
+    """Per row: its token and the outcome.
 
     outcome: NOT_FINITE if a raw logit at a valid id is not finite, else ALL_MASKED if nothing is left to
     draw (the token is then 0), else DRAWN.
@@ -78,10 +77,10 @@ class Sampled(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What M rows are sampled with beside their logits, for the functions of the reference.
+    """Inputs of M rows in addition to their logits, for the functions of the reference.
 
-    slots [M]; drafts [M, L] as each row has them, of which the first num_drafts [M] stand before it;
-    positions [M]; column_ids [V] or None.
+    slots [M]; drafts [M, L]: the first num_drafts [M] of a row precede it; positions [M]; column_ids [V] or
+    None.
     """
 
     slots: Tensor
@@ -91,17 +90,17 @@ class Prefix(NamedTuple):
     column_ids: Tensor | None
 
     def of_rows(self, rows: Tensor) -> Prefix:
-        """The same of some rows."""
+        """Return the inputs of some of the rows."""
         picked = (self.slots[rows], self.drafts[rows], self.num_drafts[rows], self.positions[rows])
         return Prefix(*picked, self.column_ids)
 
     def by_column(self, table: Tensor) -> Tensor:
-        """[M, num_ids] -> [M, V]."""
+        """Return a table [M, num_ids] by column, [M, V]."""
         return table if self.column_ids is None else table[:, self.column_ids]
 
 
 def philox(block: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Four 32-bit words of Philox4x32-10 for each counter (block, 0, position low, position high).
+    """Return four 32-bit words of Philox4x32-10 for each counter (block, 0, position low, position high).
 
     `block` [R or 1, n] i64 below 2^32, `seed` and `position` [R] i64 (two's complement halves); returns
     [R, n, 4] i64 in 0..2^32-1. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -114,7 +113,7 @@ def philox(block: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         ((position >> 32) & _LOW_WORD)[:, None],
     ]
     for _ in range(_PHILOX_ROUNDS):
-        # 64-bit products wrap, and only the low 32 bits of an odd word are right: one mask, where it is used.
+        # 64-bit products wrap: words 1 and 3 are right in the low 32 bits, and masked where used.
         first = counter[0] * _PHILOX_MULTIPLIERS[0]
         second = counter[2] * _PHILOX_MULTIPLIERS[1]
         counter = [
@@ -165,7 +164,7 @@ def _add_bias(x: Tensor, prefix: Prefix, tables: SamplingTables) -> Tensor:
 
 
 def _ban(x: Tensor, prefix: Prefix, ids: Tensor, is_banned: Tensor, num_ids: int) -> Tensor:
-    """-inf at those of ids [M, n] that are banned [M, n]."""
+    """Return x with -inf at the ids [M, n] that is_banned [M, n] names."""
     is_banned = is_banned & (ids >= 0) & (ids < num_ids)
     mask = torch.zeros(x.shape[0], num_ids, dtype=torch.int32, device=x.device)
     mask.scatter_add_(1, ids.clamp(0, num_ids - 1), is_banned.to(torch.int32))
@@ -201,7 +200,7 @@ _PROCESSORS = ((PENALTIES, _penalize), (BIAS, _add_bias), (STOP_IDS, _delay_stop
 def _process(
     x: Tensor, prefix: Prefix, tables: SamplingTables, num_valid_ids: int, masks: Tensor | None
 ) -> Tensor:
-    """Penalties, bias and masks of x without other infinities than -inf, in that order; mutates x."""
+    """Apply penalties, bias and masks to x, in that order; x has no infinity except -inf. Mutates x."""
     features = tables.features[prefix.slots]
     is_any = bool((features & _ANY).any())
     for bit, processor in _PROCESSORS if is_any else ():
@@ -220,7 +219,7 @@ def _process(
 
 
 def _top_k(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that are at least a row's top_k-th, and their ids ascending; the rest is -inf."""
+    """Return the values that reach a row's top_k-th, padded with -inf, and their columns, ascending."""
     largest = x.topk(int(top_k.max()), dim=-1).values
     threshold = largest.gather(1, (top_k.long() - 1)[:, None])
     x = torch.where(x >= threshold, x, -math.inf)
@@ -230,7 +229,7 @@ def _top_k(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _top_p_min_p(x: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Keep the fewest largest values whose mass reaches top_p, and of those what has min_p of the peak.
+    """Keep the fewest largest values whose mass reaches top_p, if they also have min_p of the peak's mass.
 
     Values equal to the smallest one that top-p keeps are kept as well.
     """
@@ -248,12 +247,12 @@ def _top_p_min_p(x: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _temper(x: Tensor, temperature: Tensor) -> Tensor:
-    """(x - its row's peak) / temperature: at a low one the quotient of x alone would lose or overflow."""
+    """Return (x - row peak) / temperature; at low temperatures x / temperature may overflow or lose bits."""
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
 
 def _draw(x: Tensor, prefix: Prefix, tables: SamplingTables, has_top_k: bool) -> Tensor:
-    """The columns of the noisy argmax of processed logits whose rows all have a top_k, or none."""
+    """Return the columns of the noisy argmax of processed logits; either all rows have a top_k or none."""
     slots, vocab, columns = prefix.slots, x.shape[1], None
     x = _temper(x, tables.temperature[slots])
     top_p, min_p = tables.top_p[slots], tables.min_p[slots]
@@ -278,7 +277,7 @@ def _prepared(
     column_ids: Tensor | None,
     masks: Tensor | None,
 ) -> tuple[Tensor, Prefix, Tensor, Tensor]:
-    """Processed logits [M, V], what the rows are sampled with, and which are random, and with a top_k."""
+    """Return processed logits [M, V], the rows' Prefix, which rows are random, and which have a top_k."""
     rows, requests = logits.shape[0], state_index.shape[0]
     query_len = rows // requests
     slots = state_index.long().repeat_interleave(query_len)
@@ -292,7 +291,7 @@ def _prepared(
 
 
 def _lowest_id(x: Tensor, column_ids: Tensor) -> Tensor:
-    """Of a row's columns with the largest value that with the lowest id."""
+    """Return a row's column of the largest value; among equal ones that of the lowest id."""
     ids = torch.where(x == x.amax(-1, keepdim=True), column_ids, torch.iinfo(torch.int64).max)
     return ids.argmin(-1)
 
@@ -322,7 +321,7 @@ def _whole_requests(
         raise fail("masks", f"have {-(-num_ids // 32)} words a row", masks.shape[1], "give every id a bit")
 
 
-# Whose row it is and how to sample it is older than the head, a fence, which makes the logits.
+# Slots, positions and parameters are written before the head, a fence, which computes the logits.
 _EARLY = ("state_index", "positions", "temperature", "top_k", "top_p", "min_p", "features")
 
 
@@ -346,15 +345,15 @@ def sample(
 ) -> Sampled:
     """Draw the token of every row under noise keyed by (seed, position, id), independent of the other rows.
 
-    `logits` [M, V] with M = B*W rows, request-major; `drafts` [B, L], tokens after the last that the tables
-    count: before row k of a request stand the first L - (W - 1) + k of its drafts, in a window (L = W - 1)
-    those before the row, in a chain (W = 1) all so far. `positions` [M], the absolute position of the token
-    to draw; `state_index` [B], a request's slot in the tables. `column_ids` [V], the ids of the columns where
-    they are not 0, 1, ...; tables and noise go by id. `masks` [M, >= num_ids / 32], a bit an id, the lowest
-    first: 0 is never drawn.
+    `logits` [M, V] with M = B*W rows, request-major. `drafts` [B, L]: tokens after the last one that the
+    tables count; the first L - (W - 1) + k of them precede row k of a request: in a window (L = W - 1) the
+    drafts before the row, in a chain (W = 1) all drafts so far. `positions` [M]: the absolute position of the
+    token to draw. `state_index` [B]: a request's slot in the tables. `column_ids` [V]: the ids of the columns
+    where they are not 0, 1, ...; tables and noise go by id. `masks` [M, >= num_ids / 32]: one bit per id, the
+    lowest id first; an id whose bit is 0 is never drawn.
 
     Order: repetition penalty (prompt and output), presence, frequency (output only), bias, masks (`stop_ids`
-    while position < min_position; the last id of bad words whose others stand right before; ids >=
+    while position < min_position; the last id of bad words whose other ids directly precede it; ids >=
     `num_valid_ids`; `masks`), temperature, top-k (ties with the threshold stay), top-p (likewise), min-p,
     + noise, argmax, lowest id on ties. A temperature below 1e-5 is greedy: no noise, no filter. A logit that
     is not finite counts as -inf. Source of the rule: Daliri, Musco, Suresh, arXiv 2408.07978.
@@ -389,10 +388,10 @@ def filter_logits(
     column_ids: Annotated[Tensor, "V", I64] | None,
     masks: Annotated[Tensor, "M _", I32] | None,
 ) -> Annotated[Tensor, "M V", F32]:
-    """What `sample` adds its noise to: -inf at ids that cannot be drawn.
+    """Return the logits [M, V] that `sample` adds noise to, -inf at ids that cannot be drawn.
 
-    Of a random row the logits after temperature and filters, the largest 0; of a greedy row those after the
-    masks.
+    A random row has the logits after temperature and filters, shifted to a largest of 0; a greedy row has
+    those after the masks. The arguments are those of `sample`.
     """
     x, prefix, is_random, has_top_k = _prepared(
         logits, drafts, positions, state_index, tables, num_valid_ids, column_ids, masks

@@ -11,20 +11,20 @@ import triton.language as tl
 
 @triton.jit
 def key_of(x):
-    """int32 keys in the order of float32 values; -0.0 as 0.0."""
+    """Return int32 keys in the order of float32 values; -0.0 counts as 0.0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def key_of_offset(threshold):
-    """The int32 key of a threshold, which is counted from the lowest key."""
+    """Return the int32 key of a threshold, which counts from the lowest key."""
     return (threshold - 2147483648).to(tl.int32)
 
 
 @triton.jit
 def tempered(x, peak, temperature):
-    """(x - peak) / temperature: at a low one the quotient of x alone would lose or overflow."""
+    """Return (x - peak) / temperature; at low temperatures x / temperature may overflow or lose bits."""
     return tl.div_rn(x - peak, tl.zeros_like(x) + temperature)
 
 
@@ -39,7 +39,7 @@ def candidates(
     GROUP: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
 ):
-    """Tempered values of a chunk of the listed groups, -inf beyond the list."""
+    """Load the tempered values of one chunk of the listed groups, -inf beyond the list."""
     entry = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
     group = tl.load(groups + entry, mask=entry < num_groups, other=0)
     at = processed + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -49,7 +49,10 @@ def candidates(
 
 @triton.jit
 def weigh(x, peak, is_mass, threshold, step):
-    """exp(x - peak), or 1, and where x reaches threshold + r * 4^step for r = 1, 2, 3, -inf excepted."""
+    """Return each value's weight, and whether it reaches threshold + r * 4^step for r = 1, 2, 3.
+
+    The weight is exp(x - peak) if is_mass, else 1; -inf reaches no threshold.
+    """
     key = key_of(x)
     unit = tl.full((), 1, tl.int64) << (2 * step)
     is_value = x > float("-inf")
@@ -61,7 +64,7 @@ def weigh(x, peak, is_mass, threshold, step):
 
 @triton.jit
 def add_up(mass1, mass2, mass3, number1, number2, number3, SIZE: tl.constexpr):
-    """The six sums in one reduction: [8] = 0, mass1, mass2, mass3, 0, number1, number2, number3."""
+    """Return the six sums by one reduction: [8] = 0, mass1, mass2, mass3, 0, number1, number2, number3."""
     zero = tl.zeros((SIZE,), tl.float32)
     even = tl.join(tl.join(zero, zero), tl.join(mass2, number2))
     odd = tl.join(tl.join(mass1, number1), tl.join(mass3, number3))
@@ -70,9 +73,9 @@ def add_up(mass1, mass2, mass3, number1, number2, number3, SIZE: tl.constexpr):
 
 @triton.jit
 def take_digit(sums, target, above, mass_end, number_end, number_low):
-    """The largest r of 0..3 at which the sums, and what lies above all values summed, have the target's mass.
+    """Find the largest r of 0..3 at which `sums` plus `above`, the mass of larger values, reach the target.
 
-    Returns r, the mass and number of values from the interval's new end on, and the number from its start.
+    Returns r, mass and number of the values from the new interval's end on, and the number from its start.
     """
     r = tl.arange(0, 8)
     digit = tl.sum(((r > 0) & (r < 4) & (sums + above >= target)).to(tl.int32), 0)
@@ -84,7 +87,7 @@ def take_digit(sums, target, above, mass_end, number_end, number_low):
 
 @triton.jit
 def search(x, peak, target, above, is_mass, threshold, step, last_step, SIZE: tl.constexpr):
-    """The largest threshold that the target's mass reaches, two bits a step, among values in registers.
+    """Find the largest threshold whose mass reaches the target, among values in registers, two bits per step.
 
     `above` is the mass of values that are not in x and reach every threshold tried. Stops early when a single
     value is left in the interval.
@@ -127,16 +130,16 @@ def fine_threshold(
     GROUP: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr,
 ):
-    """The largest threshold that the target's mass reaches, among the listed groups' values from `floor` on.
+    """Find the largest threshold whose mass reaches the target, among the listed groups' values from `floor`.
 
-    While the interval holds more values than a chunk, every step reads the groups; the values that are left
-    are then gathered in `interval` and searched in registers.
+    While more than one chunk of values is left in the search interval, every step reads the groups. The
+    remaining values are then gathered in `interval` and searched in registers.
     """
     SIZE: tl.constexpr = GROUP * CHUNK_GROUPS
     lane = tl.arange(0, SIZE)
     num_chunks = tl.cdiv(num_groups, CHUNK_GROUPS)
     floor_key = key_of_offset(floor)
-    # From the first digit in which the peak and the floor differ.
+    # Start at the first digit in which the peak and the floor differ.
     step = 15
     while (step > 0) & ((((key_of(peak).to(tl.int64) + 2147483648) ^ floor) >> (2 * step)) == 0):
         step -= 1
@@ -146,13 +149,13 @@ def fine_threshold(
     x = candidates(processed, groups, num_groups, 0, row_peak, temperature, GROUP, CHUNK_GROUPS)
     x = tl.where(key_of(x) >= floor_key, x, float("-inf"))
     if num_chunks > 1:
-        # Only a bound, until a digit is not 0; it must hold, for `interval` has SIZE places.
+        # Until a digit is not 0 this is an upper bound. It must not be too low: `interval` holds SIZE values.
         number_low = (num_groups * GROUP).to(tl.float32)
         while (step >= 0) & (number_low - number_end > SIZE):
             mass1 = tl.zeros((SIZE,), tl.float32)
             mass2 = tl.zeros((SIZE,), tl.float32)
             mass3 = tl.zeros((SIZE,), tl.float32)
-            numbers = tl.zeros((SIZE,), tl.int32)  # three counts of chunks, 10 bits each
+            numbers = tl.zeros((SIZE,), tl.int32)  # three counts, 10 bits each
             for chunk in tl.range(num_chunks, loop_unroll_factor=2):
                 x = candidates(
                     processed, groups, num_groups, chunk, row_peak, temperature, GROUP, CHUNK_GROUPS

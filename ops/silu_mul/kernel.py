@@ -58,7 +58,7 @@ def launch(args: Any) -> torch.Tensor:
     if rows and width:
         grid = (rows, triton.cdiv(width, BLOCK))
         has_pdl = device_of(gate_up.device.index).has_dependent_launch
-        # One row may have any stride; another value would compile another kernel.
+        # A single row may have any stride: pass the width, because other values would compile another kernel.
         row_stride = gate_up.stride(0) if rows > 1 else 2 * width
         silu_mul_kernel[grid](
             gate_up,

@@ -1,4 +1,4 @@
-"""The specification of `silu_mul`, and what runs on the CPU."""
+"""The specifications of `silu_mul` and `silu_mul_quantized`, which are also the CPU route."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def silu_mul(
 ) -> Annotated[Tensor, "M columns//2", Like("gate_up")]:
     """silu(gate) * up in float32, rounded once.
 
-    gate_up: [M, 2 I], the first I columns are the gate; rows at any stride. Returns [M, I].
+    gate_up: [M, 2 I], the first I columns are the gate; any row stride. Returns [M, I].
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (silu(gate) * up).to(gate_up.dtype).contiguous()
@@ -39,8 +39,8 @@ def _is_groups(columns: int) -> None:
 def silu_mul_quantized(
     gate_up: Annotated[Tensor, "M columns", ACTIVATION],
 ) -> tuple[Annotated[Tensor, "M columns//2", FP8], Annotated[Tensor, "M columns//256", F32]]:
-    """quantize_rows(silu_mul(gate_up)), to the bit, in one launch.
+    """Compute quantize_rows(silu_mul(gate_up)), with the same bits, in one launch.
 
-    gate_up: [M, 2 I], I a multiple of 128; rows at any stride. Returns (values [M, I], factors [M, I / 128]).
+    gate_up: [M, 2 I], I a multiple of 128; any row stride. Returns (values [M, I], factors [M, I / 128]).
     """
     return quantize(silu_mul.reference(gate_up))

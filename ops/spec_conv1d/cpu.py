@@ -1,4 +1,4 @@
-"""`spec_conv1d` on a CPU: few calls, since a round has few rows."""
+"""`spec_conv1d` on a CPU: few torch calls, which cost more than the few rows of a round."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from compiled_mtp.ops.spec_conv1d.reference import HISTORY, L2_EPS, GDNInputs, g
 
 
 def _taps(conv_weight: Tensor) -> Tensor:
-    """[4, C] float32, the oldest first."""
+    """Return the taps [4, C] float32, the oldest first."""
     return conv_weight.detach().float().t().contiguous()
 
 
 def _gate_factors(a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """[3, 2 nv]: sign, bias and factor, with which beta and exp(g) are exp(factor logsigmoid(sign x + bias))
-    of the columns b and a: exp(logsigmoid(x)) is sigmoid(x), and logsigmoid(-x) is -softplus(x)."""
+    """Return sign, bias and factor, [3, 2 nv], that turn the columns b|a into beta and exp(g).
+
+    Both are exp(factor logsigmoid(sign x + bias)): exp(logsigmoid(x)) = sigmoid(x) gives beta, and
+    logsigmoid(-x) = -softplus(x) gives exp(g).
+    """
     one = torch.ones_like(a_log)
     sign, bias = torch.cat((one, -one)), torch.cat((torch.zeros_like(one), -dt_bias.detach()))
     return torch.stack((sign, bias, torch.cat((one, a_log.detach().exp()))))
@@ -29,7 +32,7 @@ def _gate_factors(a_log: Tensor, dt_bias: Tensor) -> Tensor:
 def _ring_rows(
     length: int, query_len: int, slots: tuple[int, ...], starts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Where the rows before and those of each window lie among all rings' rows; starts are mod length."""
+    """Return the flat ring rows of the 3 rows before each window, and of its own; starts are mod length."""
     pairs = list(zip(slots, starts, strict=True))
     before = [slot * length + (start - back) % length for slot, start in pairs for back in (3, 2, 1)]
     own = [slot * length + (start + row) % length for slot, start in pairs for row in range(query_len)]
@@ -37,7 +40,7 @@ def _ring_rows(
 
 
 def _windows(raw: Tensor, conv_ring: Tensor, slots: list[int], starts: list[int]) -> Tensor:
-    """The rows before each window and its own, [B, 3 + W, C] float32; mutates conv_ring."""
+    """Return the 3 rows before each window and its own, [B, 3 + W, C] float32; write its own to conv_ring."""
     batch, channels, length = len(slots), raw.shape[1], conv_ring.shape[1]
     query_len = raw.shape[0] // batch
     residues = tuple([start % length for start in starts])

@@ -1,4 +1,4 @@
-"""Convolution, l2norm and gates in one launch, read straight from the merged projection."""
+"""Convolution, l2norm and gates in one launch that reads the merged projection directly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from compiled_mtp.ops.prompt_chunks_triton import piece_of_row
 from compiled_mtp.ops.spec_conv1d.reference import gate_columns
 
 OPTIONS = {"enable_fp_fusion": True}
-# A program has rows of one piece.
+# All rows of a program belong to one prompt chunk, which begins at a multiple of this.
 PREFILL_ROWS = PROMPT_CHUNK_MULTIPLE
-# From so many rows on a program has a whole window, unless that is longer than what is unrolled: with a
-# program a row those of an H200 take turns.
+# From this number of rows on, a program takes a whole window of at most MOST_UNROLLED rows: one program per
+# row would be more than an H200 runs at once.
 LEAST_ROWS_OF_WINDOWS = 32
 MOST_UNROLLED = 8
 
@@ -29,7 +29,7 @@ def log_decay(a, a_log, dt_bias):
     x = a + dt_bias
     small = tl.exp(tl.minimum(x, 20.0))
     shifted = 1.0 + small
-    # log1p: what the sum lost is put back as a ratio, and below its resolution log1p(x) is x.
+    # log1p: the ratio corrects the rounding of 1 + x; where 1 + x rounds to 1, log1p(x) is x.
     ratio = tl.where(shifted == 1.0, 1.0, small / tl.where(shifted == 1.0, 1.0, shifted - 1.0))
     softplus = tl.where(shifted == 1.0, small, tl.log(shifted) * ratio)
     return -tl.exp(a_log) * tl.where(x > 20.0, x, softplus)
@@ -37,16 +37,16 @@ def log_decay(a, a_log, dt_bias):
 
 @triton.jit
 def head_channels(block, NK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
-    """First channel and number of channels of a head, in the order q, k, v."""
+    """Return the first channel and the number of channels of a head; heads are in the order q, k, v."""
     is_key = block < 2 * NK
     first = tl.where(is_key, block * DK, 2 * NK * DK + (block - 2 * NK) * DV)
     return first, tl.where(is_key, DK, DV)
 
 
-# Conditions on scalars become blocks, which is what the interpreter takes as masks.
+# Scalar conditions are widened to blocks: the interpreter takes only blocks as masks.
 @triton.jit
 def in_window(token, back: tl.constexpr, inside, BLOCK: tl.constexpr):
-    """`inside` where the row `back` rows before a token belongs to the same window."""
+    """Return `inside` where the row `back` rows before a token lies in the same window, else false."""
     return inside & (tl.full((BLOCK,), token, tl.int32) >= back)
 
 
@@ -55,7 +55,7 @@ def load_history(
     ring, position, token, back: tl.constexpr, inside,
     CHANNELS: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The row `back` positions before a token if it lies before the window, else zeros."""
+    """Load the row `back` positions before a token from the ring if it lies before the window, else zeros."""
     earlier = position - back
     is_before = (tl.full((BLOCK,), token, tl.int32) < back) & (tl.full((BLOCK,), earlier, tl.int64) >= 0)
     return tl.load(ring + (earlier % RING) * CHANNELS, mask=inside & is_before, other=0.0)
@@ -63,7 +63,7 @@ def load_history(
 
 @triton.jit
 def store_gates(own_gates, exp_g, beta, log_rate, bias, is_head, NV: tl.constexpr):
-    """exp(g) and beta of a row's heads, from its b|a."""
+    """Store exp(g) and beta of a row's heads, computed from its columns b|a."""
     b = tl.load(own_gates, mask=is_head, other=0.0).to(tl.float32)
     a = tl.load(own_gates + NV, mask=is_head, other=0.0).to(tl.float32)
     tl.store(exp_g, tl.exp(log_decay(a, log_rate, bias)), mask=is_head)
@@ -75,7 +75,7 @@ def store_head(
     y, q, k, v, row, block, lane, inside,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """silu of a head's convolution y, of one row or of several, and of q and k the l2norm."""
+    """Store silu(y) of a head's convolution y, one row or several, with l2norm for q and k."""
     y = y / (1.0 + tl.exp(-y))
     norm = tl.rsqrt(tl.sum(y * y, len(y.shape) - 1, keep_dims=len(y.shape) > 1) + 1e-6)
     if block < NK:
@@ -114,8 +114,8 @@ def spec_conv1d_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Parameters, cursors and the rows before the window are read before the wait (reference.py says why that
-    # is safe); the projection and everything written come after it.
+    # Read parameters, cursors and the rows before the window before the wait (reference.py says why that is
+    # safe); read the projection and write after it.
     if PDL:
         gdc_launch_dependents()
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
@@ -155,12 +155,12 @@ def spec_conv1d_kernel(
         new_3 = tl.load(at - 3 * proj_stride, mask=in_window(token, 3, inside, BLOCK), other=0.0)
         new_2 = tl.load(at - 2 * proj_stride, mask=in_window(token, 2, inside, BLOCK), other=0.0)
         new_1 = tl.load(at - proj_stride, mask=in_window(token, 1, inside, BLOCK), other=0.0)
-        # Of old and new one is zero.
+        # One of old and new is zero.
         y = weight_3.to(tl.float32) * (old_3.to(tl.float32) + new_3.to(tl.float32))
         y = tl.fma(weight_2.to(tl.float32), old_2.to(tl.float32) + new_2.to(tl.float32), y)
         y = tl.fma(weight_1.to(tl.float32), old_1.to(tl.float32) + new_1.to(tl.float32), y)
         y = tl.fma(weight_0.to(tl.float32), raw.to(tl.float32), y)
-        # History rows lie before the window, and the ring holds both: nobody reads what is written here.
+        # The ring holds the window and its history: no program of this launch reads what is written here.
         tl.store(ring + (position % RING) * CHANNELS, raw, mask=inside)
         store_head(y, q, k, v, row, block, lane, inside, NK, NV, DK, DV)
 
@@ -192,7 +192,7 @@ def window_conv1d_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`spec_conv1d_kernel` with a program for all WINDOW rows of a request: it reads each of them once."""
+    """`spec_conv1d_kernel` with one program for all WINDOW rows of a request, which reads each row once."""
     if PDL:
         gdc_launch_dependents()
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
@@ -233,7 +233,7 @@ def window_conv1d_kernel(
         raws = ()
         for token in tl.static_range(WINDOW):
             raws += (tl.load(proj + (first_row + token) * proj_stride + channel, mask=inside, other=0.0),)
-        # A row of zeros, which `spec_conv1d_kernel` adds to each: a sum with it is never minus zero.
+        # Add zero, as `spec_conv1d_kernel` does: it turns minus zero into zero, so both give the same bits.
         zero = tl.zeros((BLOCK,), tl.float32)
         old_3 = back_3.to(tl.float32) + zero
         old_2 = back_2.to(tl.float32) + zero
@@ -249,7 +249,7 @@ def window_conv1d_kernel(
             old_3 = old_2
             old_2 = old_1
             old_1 = new + zero
-            # History rows lie before the window, and the ring holds both: nobody reads what is written here.
+            # The ring holds the window and its history: no program of this launch reads what is written here.
             tl.store(ring + ((position + token) % RING) * CHANNELS, raw, mask=inside)
             store_head(y, q, k, v, row, block, lane, inside, NK, NV, DK, DV)
 
@@ -294,7 +294,7 @@ def conv_prefill_kernel(
     used = tl.load(length + piece).to(tl.int32)
     first_of_piece = tl.load(first_row + piece).to(tl.int32)
     row = (top + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    # Of the piece.
+    # Row within the prompt chunk.
     step = (top - first_of_piece + tl.arange(0, ROWS))[:, None]
     is_row = row < rows
     is_used = step < used
@@ -331,8 +331,8 @@ def conv_prefill_kernel(
             y = tl.fma(weight, tl.where(in_segment, new, old).to(tl.float32), y)
         store_head(y, q, k, v, row, block, lane, inside & is_row, NK, NV, DK, DV)
         if top == first_of_piece:
-            # The last rows may take the ring rows of the history, which only this program reads: it writes
-            # them itself, once it has read.
+            # The chunk's last rows may overwrite the history in the ring. Only this program reads that
+            # history, so it writes them itself, after its reads.
             tl.debug_barrier()
             last = (used - 3 + tl.arange(0, 4)).to(tl.int64)[:, None]
             kept = (last >= 0) & (last < used) & (lane < width)

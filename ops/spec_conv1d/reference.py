@@ -1,4 +1,4 @@
-"""The specifications of `spec_conv1d` and `conv_prefill`, and what runs of the second on a CPU."""
+"""The specifications of `spec_conv1d` and `conv_prefill`; the latter is also the CPU route."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compiled_mtp.ops.numerics import sigmoid, silu, softplus
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
-HISTORY = 3  # rows before the first one that a kernel of 4 taps reads
+HISTORY = 3  # earlier rows that a convolution of 4 taps reads
 L2_EPS = 1e-6
 
 
 def _convolve(window: Tensor, conv_weight: Tensor) -> Tensor:
-    """silu of the causal convolution, oldest tap first: window [B, rows + 3, C] f32 -> [B, rows, C]."""
+    """Return silu(causal convolution), oldest tap first: window [B, rows + 3, C] f32 -> [B, rows, C]."""
     rows = window.shape[1] - HISTORY
     taps = conv_weight.float().t().contiguous()
     total = window[:, :rows] * taps[0]
@@ -29,7 +29,7 @@ def _convolve(window: Tensor, conv_weight: Tensor) -> Tensor:
 def _split_heads(
     mixed: Tensor, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Channels [rows, C] to q (l2norm * dk^-0.5), k (l2norm), v, each [rows, heads, dim] and contiguous."""
+    """Split channels [rows, C] into q (l2norm * dk^-0.5), k (l2norm), v, [rows, heads, dim], contiguous."""
     rows = mixed.shape[0]
     key = num_k_heads * head_k_dim
     both = mixed[:, : 2 * key].view(rows, 2, num_k_heads, head_k_dim)
@@ -40,19 +40,19 @@ def _split_heads(
 
 
 def gate_columns(proj: Tensor, gates: Tensor | None, channels: int, num_v_heads: int, v_dim: int) -> Tensor:
-    """b|a [rows, 2 nv]: those given or, behind proj's channels and z, proj's own."""
+    """Return b|a [rows, 2 nv]: `gates` if given, else the columns of proj after its channels and z."""
     first = channels + num_v_heads * v_dim
     return proj[:, first : first + 2 * num_v_heads] if gates is None else gates
 
 
 def _decay_and_beta(columns: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g (log decay) and beta, [rows, nv] f32, of the columns b|a."""
+    """Return g (log decay) and beta, [rows, nv] f32, from the columns b|a."""
     b, a = columns.float().view(-1, 2, a_log.shape[0]).unbind(1)
     return softplus(a + dt_bias).mul_(a_log.exp()).neg_(), sigmoid(b).contiguous()
 
 
 def _history(conv_ring: Tensor, state_index: Tensor, first: Tensor) -> Tensor:
-    """Raw inputs of the three positions before `first` [B], [B, 3, C] f32, zero before position 0."""
+    """Return the raw inputs [B, 3, C] f32 of the 3 positions before `first` [B], zero before position 0."""
     positions = first[:, None] + torch.arange(-HISTORY, 0, device=first.device)
     rows = conv_ring[state_index.long()[:, None], positions % conv_ring.shape[1]]
     if int(first.min()) >= HISTORY:
@@ -61,7 +61,10 @@ def _history(conv_ring: Tensor, state_index: Tensor, first: Tensor) -> Tensor:
 
 
 class GDNInputs(NamedTuple):
-    """What the gated delta rule reads of each row: [rows, nk, dk], [rows, nv, dv] and [rows, nv]."""
+    """The gated delta rule's inputs per row: q, k [rows, nk, dk], v [rows, nv, dv], decay, beta [rows, nv].
+
+    decay is exp(g) from spec_conv1d, and the log decay g from conv_prefill.
+    """
 
     q: Annotated[Tensor, "rows num_k_heads head_k_dim", F32]
     k: Annotated[Tensor, "rows num_k_heads head_k_dim", F32]
@@ -116,8 +119,8 @@ def _pieces_fit(
     check_pieces(P)
 
 
-# Ring and cursors are older than in_proj, a fence, or than the embedding where its weight is resident
-# (gdn_verify).
+# Ring and cursors are written before a fence: in_proj, or the embedding where in_proj's weight is resident
+# (see gdn_verify).
 @operator(
     mutates=("conv_ring",),
     launches=tuple(
@@ -141,15 +144,15 @@ def spec_conv1d(
     head_v_dim: int,
     gates: Gates | None = None,
 ) -> GDNInputs:
-    """Causal convolution of 4 taps with silu, l2norm of q and k, and gates, over B windows of W rows.
+    """Compute causal convolution of 4 taps with silu, l2norm of q and k, and gates of B windows of W rows.
 
-    proj [B*W, P] (row stride free), columns q|k|v|z|b|a and optional padding, or q|k|v|z where b|a are
-    given as gates [B*W, 2 nv]; conv_weight [C, 4], both of proj's dtype, oldest tap first; a_log, dt_bias
-    [nv]; conv_ring [slots, R, C] of proj's dtype, mutated: row b*W+k is written to slot state_index[b] at
-    position (pos[b] + k) mod R, and the three rows before pos[b] are read from it (zero before position 0).
-    Returns q [B*W, nk, dk] (l2norm, times dk^-0.5), k [B*W, nk, dk]
-    (l2norm), v [B*W, nv, dv], exp(g) and beta [B*W, nv], with g = -exp(a_log) softplus(a + dt_bias) and
-    beta = sigmoid(b). Source: Gated Delta Networks, arXiv 2412.06464.
+    proj [B*W, P] (any row stride) has the columns q|k|v|z|b|a and optional padding, or q|k|v|z with b|a in
+    gates [B*W, 2 nv]; conv_weight [C, 4], oldest tap first; both of proj's dtype; a_log, dt_bias [nv].
+    Mutates conv_ring [slots, R, C] of proj's dtype: in slot state_index[b], the three rows before position
+    pos[b] are read (zero before position 0), and row b*W+k is written to ring entry (pos[b] + k) mod R.
+    Returns q [B*W, nk, dk] (l2norm, times dk^-0.5), k [B*W, nk, dk] (l2norm), v [B*W, nv, dv], exp(g) and
+    beta [B*W, nv], with g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b).
+    Source: Gated Delta Networks, arXiv 2412.06464.
     """
     rows = proj.shape[0]
     channels = conv_weight.shape[0]
@@ -184,14 +187,14 @@ def conv_prefill(
     mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
     gates: Gates | None = None,
 ) -> GDNInputs:
-    """`spec_conv1d` over P pieces of prompts that lie side by side in T rows.
+    """`spec_conv1d` over P prompt chunks in T rows.
 
-    Arguments as there, and those of piece p: `length` rows, of positions from `start` on, which lie in the
-    rows from `first_row` on, a multiple of 8. first_row never falls, and pieces of length 0 come last: they
-    touch nothing. At most 16 pieces, and of a slot one. The last three rows of a piece are written to
-    conv_ring (mutated); rows that a shorter one does not reach keep older ones. The last three of the first
-    mark[p] rows, a number of at least 3 where it is not 0, are written to the last slot too. Returns q, k, v,
-    g (the log decay, not its exponential) and beta; rows of no piece are zero in all five.
+    Shared arguments are those of spec_conv1d. Prompt chunk p has length[p] rows at positions from start[p]
+    on, in the rows from first_row[p] on, a multiple of 8. first_row never falls; chunks of length 0 come last
+    and change nothing. At most 16 chunks, one per slot. Mutates conv_ring: a chunk's last three rows are
+    written to it, fewer if the chunk is shorter. Where mark[p], the snapshot offset, is not 0, it is at least
+    3, and the last three of the chunk's first mark[p] rows are also written to the last slot. Returns q, k,
+    v, g (the log decay, not its exponential) and beta; rows outside the chunks are zero in all five.
     """
     rows, device = proj.shape[0], proj.device
     channels = conv_weight.shape[0]

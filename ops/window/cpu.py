@@ -1,4 +1,4 @@
-"""`read_window` and `accept_window` on a CPU: a few integers a request, in Python."""
+"""`read_window` and `accept_window` on a CPU: a few integers per request, in plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Places = tuple[list[int], list[int]]
 
 
 def _place(start: int, count: int, end: int, table: Tensor, block_size: int) -> Places:
-    """`place_rows` of one request, whose row of the block table is `table` [blocks]."""
+    """Do what `place_rows` does for one request, whose row of the block table is `table` [blocks]."""
     positions = [min(start + row, end - 1) for row in range(count)]
     first = min(start, end - 1) // block_size
     blocks = table[first : positions[-1] // block_size + 1].tolist() if positions else []
@@ -114,7 +114,7 @@ def _agrees(
     query_len: int,
     hash_limit: Tensor | None,
 ) -> list[bool]:
-    """Of each row whether the draft behind it is right; nothing of a request's last row."""
+    """Return for each row whether the draft after it is right; ignore the value of a request's last row."""
     limit = -1 if hash_limit is None else int(hash_limit)
     if limit < 0:
         return [token == one for token, one in zip([*tokens[1:], -1], drawn, strict=True)]
@@ -124,12 +124,12 @@ def _agrees(
 
 
 def _leading(flags: list[bool]) -> int:
-    """How many of the first are true."""
+    """Return the number of true flags before the first false one."""
     return next((place for place, flag in enumerate(flags) if not flag), len(flags))
 
 
 def _remember(history: History, slot: int, start: int, new: Tensor) -> None:
-    """Add the new tokens [n] of a slot behind position `start` to what it remembers."""
+    """Add a slot's new tokens [n], which follow position `start`, to its history."""
     places = (start + 1 + torch.arange(len(new))) % RECENT_IDS
     history.output_counts[slot].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
     history.recent_ids[slot, places] = new

@@ -1,4 +1,4 @@
-"""A decode round's bookkeeping in two launches, in place of some fifteen small ones around its products."""
+"""A decode round's bookkeeping in two launches instead of some fifteen small ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, R
 from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP, MIX_FACTOR
 
 TABLE_BLOCK = 1024
-# Of the longest window and what its chain adds: one binary for every mtp_step.
+# Lanes for the longest window and the rows that its chain adds: one binary for every mtp_step.
 LANES = 2 * (MAX_MTP_STEP + 1)
 UNSPECIALIZED = (
     "query_len",
@@ -29,7 +29,7 @@ UNSPECIALIZED = (
 
 @triton.jit
 def place(wanted, end, table, block_size):
-    """Clamped position and KV slot, -1 where nothing is to be written; every lane reads inside its table."""
+    """Return clamped position and kv_index, -1 for no write; every lane reads inside its block table."""
     position = tl.minimum(wanted, end - 1)
     block = tl.load(table + position // block_size).to(tl.int64)
     is_written = (block > 0) & (wanted < end)
@@ -60,7 +60,7 @@ def read_window_kernel(
     LANES: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """Program (b, 0) writes the rows of request b; all of them copy a part of its block table."""
+    """Program (b, 0) writes the rows of request b; program (b, i) copies part i of its block table."""
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(state_index + request).to(tl.int64)
@@ -123,7 +123,7 @@ def accept_window_kernel(
     ALL_MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a request. Rows of extend and chain lie within one run of positions from `start` on."""
+    """One program per request: all rows of extend and chain lie in one run of positions from `start` on."""
     if PDL:
         gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64)
@@ -163,7 +163,7 @@ def accept_window_kernel(
     tl.store(packed + 2 + lane, drawn, mask=is_row)
     if own_features & REMEMBERED:
         is_new = lane < num_new
-        # Whole numbers: the order of the sums is no matter.
+        # Integer sums do not depend on their order.
         tl.atomic_add(counts + slot * counts_stride + drawn, 1, mask=is_new)
         tl.store(recent_ids + slot * RECENT_IDS + (wanted + 1) % RECENT_IDS, drawn, mask=is_new)
     tl.store(accepted_row + request, request * query_len + num_accepted)
@@ -176,7 +176,7 @@ def accept_window_kernel(
     at = link * chain_stride + request
     tl.store(chain_positions + at, position, mask=is_link)
     tl.store(chain_slots + at, kv_slot, mask=is_link)
-    # The column that pads an odd batch.
+    # Fill the column that pads an odd batch.
     if (request == tl.num_programs(0) - 1) & (chain_stride > request + 1):
         at = lane * chain_stride + request + 1
         tl.store(chain_positions + at, tl.zeros((LANES,), tl.int64), mask=is_draft)

@@ -1,4 +1,4 @@
-"""The specifications of `read_window` and `accept_window`; where rows lie."""
+"""The specifications of `read_window` and `accept_window`, and the placement of rows in the KV cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
 MAX_MTP_STEP = 7
-# Knuth's multiplicative hash of a position alone would space what it accepts as evenly as it can.
+# HASH_FACTOR alone, Knuth's multiplicative hash, would space the accepted positions evenly: mix again.
 HASH_FACTOR, MIX_FACTOR = 2654435761, 0x45D9F3B
 
 
 def position_hash(positions: Tensor, slots: Tensor | int) -> Tensor:
-    """16 bits that look drawn at random, of each position of a slot, both int64: below a share of 65536 as
-    often as that. Each slot has a stretch of the sequence of its own, or all would keep as many drafts."""
+    """Return a pseudorandom number in 0 .. 65535 for each position of a slot, both int64.
+
+    A fraction p of the numbers lies below p * 65536. The slot enters the hash: otherwise slots at equal
+    positions would all keep the same number of drafts.
+    """
     word = (positions + slots * MIX_FACTOR) * HASH_FACTOR & 0xFFFFFFFF
     word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
     return word >> 16
@@ -28,10 +31,10 @@ def position_hash(positions: Tensor, slots: Tensor | int) -> Tensor:
 def place_rows(
     start: Tensor, count: int, end: int | Tensor, block_table: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions and KV slots [B, count] int64 of rows start [B], start + 1, ... of each request.
+    """Return positions and kv_index, [B, count] int64, of rows start [B], start + 1, ... of each request.
 
-    From `end` on (an int, or [B, 1]) positions are clamped and nothing is to be written: slot -1, as for a
-    block that is not reserved (-1) or the padding's (0) in block_table [B, blocks] int32.
+    Positions are clamped below `end` (an int, or [B, 1]). kv_index is -1, which means no write, from `end` on
+    and where block_table [B, blocks] int32 has no reserved block (-1) or the padding's block (0).
     """
     wanted = start[:, None] + torch.arange(count, device=start.device)
     positions = wanted.clamp(max=end - 1)
@@ -43,10 +46,10 @@ def place_rows(
 def place_chain(
     start: Tensor, mtp_step: int, end: int, block_table: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`place_rows` of the drafts at start + 1 .. start + mtp_step, transposed: [mtp_step, P] int64.
+    """Return `place_rows` of the drafts at start + 1 .. start + mtp_step, transposed: [mtp_step, P] int64.
 
-    P is B rounded up to an even number, so that every draft's rows lie at a multiple of 16 bytes; what it
-    adds is 0, and -1 among the slots.
+    P is B rounded up to an even number: every draft's rows then begin at a multiple of 16 bytes. The padding
+    column has position 0 and kv_index -1.
     """
     batch = start.shape[0]
     positions, slots = place_rows(start + 1, mtp_step, end, block_table, block_size)
@@ -63,7 +66,7 @@ _W_ROWS = Remedy("pass mtp_step + 1 rows a request")
 
 
 class Cursors(NamedTuple):
-    """How far each slot is, [slots] int64: base, pos and the token at pos."""
+    """Progress of each slot, [slots] int64: base and pos (see gdn_verify), and the token at pos."""
 
     base: Annotated[Tensor, "slots", I64, _SLOT_STATE]
     pos: Annotated[Tensor, "slots", I64, _SLOT_STATE]
@@ -71,7 +74,7 @@ class Cursors(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a slot with a use for it remembers of its output: bits PENALTIES and BAD_WORDS of features.
+    """Output history of the slots whose features have PENALTIES or BAD_WORDS.
 
     output_counts: how often each id was emitted; recent_ids: the id at position p in column p % RECENT_IDS.
     """
@@ -82,10 +85,11 @@ class History(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The B * W rows that verify, W = mtp_step + 1, and where their requests stand.
+    """The B * W verify rows, W = mtp_step + 1, and the cursors of their requests.
 
-    base, pos [B]; tokens, positions (below `end`), kv_slots (-1: no write) and sampled_positions, those of
-    the tokens that the rows sample (pos + 1 + k), [B * W], all int64; block_table [B, blocks] int32.
+    base, pos [B]; tokens, positions (below `end`), kv_slots (kv_index, -1: no write) and sampled_positions
+    (pos + 1 + k, the position of the token that row k samples) [B * W], all int64; block_table [B, blocks]
+    int32.
     """
 
     base: Annotated[Tensor, "B", I64]
@@ -98,13 +102,13 @@ class Window(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What verifying has decided, and where the draft's rows lie; all int64.
+    """The result of verification, and the placement of the draft's rows; all int64.
 
-    packed [B, 2 + W]: num_new, num_finite (see `accept_window`), then the W samples, of which the first
-    num_new are the request's new tokens. accepted_row, bonus [B]: the row
-    among B * W whose sample is the last new token, and that token. positions, kv_slots [B * W] of the pairs
-    (sample k, hidden k) at start + 1 + k; those of the chain [mtp_step, P], row i at start + num_new + 1 + i,
-    in the first B of P = B + B % 2 columns.
+    packed [B, 2 + W]: num_new, num_finite (see `accept_window`), then the W samples; the first num_new of
+    them are the request's new tokens. accepted_row [B]: the row of B * W whose sample is the last new token;
+    bonus [B]: that token. positions, kv_slots (kv_index) [B * W]: of the pairs (sample k, hidden k), at
+    start + 1 + k. chain_positions, chain_slots [mtp_step, P], P = B + B % 2: row i of the chain, at
+    start + num_new + 1 + i, in the first B columns.
     """
 
     packed: Annotated[Tensor, "B mtp_step+3", I64]
@@ -140,10 +144,10 @@ def read_window(
     block_size: int,
     end: int,
 ) -> Window:
-    """The W = mtp_step + 1 rows that verify the drafts of B requests: last token, then the drafts.
+    """Return the W = mtp_step + 1 rows that verify the drafts of B requests: last token, then drafts.
 
-    state_index [B], 0 for padding; cursors and drafts [slots, >= mtp_step]; block_table [slots, blocks], -1
-    where nothing is reserved. `end` is the position from which on nothing is written (max_model_len).
+    state_index [B], 0 for padding; cursors [slots]; drafts [slots, >= mtp_step]; block_table [slots, blocks],
+    -1 for a block that is not reserved. Nothing is written at positions from `end` (max_model_len) on.
     """
     index, query_len = state_index.to(torch.int64), mtp_step + 1
     start, table = cursors.pos[index], block_table[index]
@@ -161,7 +165,7 @@ def read_window(
     )
 
 
-# Older than the head, a fence: the window, and the slots that it came from.
+# The window and the features of its slots are written before the head, a fence.
 @operator(
     mutates=("base", "pos", "last_token", "output_counts", "recent_ids"),
     launches=(
@@ -184,16 +188,18 @@ def accept_window(
     end: int,
     hash_limit: Annotated[Tensor, "1", I64] | None = None,
 ) -> Accepted:
-    """Keep the leading drafts that agree with what was sampled, commit them, and place the draft's rows.
+    """Accept the leading drafts that agree with the samples, commit them, and place the draft's rows.
 
-    tokens, sampled, outcome [B * W], W = mtp_step + 1: the window; row k's sample, the request's token after
-    row k if the k drafts before it are right; and whether it could be drawn, as `sample` tells. start [B]
-    and table [B, blocks] are read_window's pos and block_table, as are state_index, block_size and end.
-    Mutated: base becomes start, pos start + num_new, last_token the last of the num_new = num_accepted + 1
-    new tokens; a padding row keeps zeros, with num_new 0; the history of slots that keep one gains the new
-    tokens. num_finite counts the leading new tokens that were drawn: below num_new, the row after them is not
-    finite, or every id of it is masked, and -1 - num_finite stands for it. hash_limit [1], for benchmarks:
-    drafts agree where `position_hash` is below it, whatever they are; below 0 it says nothing.
+    tokens [B * W], W = mtp_step + 1: the window. sampled [B * W]: row k's sample is the token after row k if
+    the k drafts before it are right. outcome [B * W]: from `sample`. start [B] and table [B, blocks]: pos and
+    block_table from read_window, which also took state_index, block_size and end.
+    Mutates the cursors: base becomes start, pos start + num_new, last_token the last of the num_new =
+    num_accepted + 1 new tokens. Padding keeps zeros and has num_new 0. Mutates the history of slots that
+    keep one: adds the new tokens.
+    num_finite is the number of leading new tokens that were drawn. Below num_new, the row after them has a
+    logit that is not finite; if instead all ids of that row are masked, packed holds -1 - num_finite.
+    hash_limit [1], for benchmarks: if not negative, a draft counts as right where `position_hash` is below
+    it, whatever its token.
     """
     index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
