@@ -75,7 +75,7 @@ def products_of(launch: Launch) -> dict[str, int]:
 
 
 def resources_of(launch: Launch) -> dict[str, int]:
-    """Return registers per thread, bytes of stack (spills) and bytes of shared memory of one configuration."""
+    """Return registers per thread, and bytes of stack (spills) and of shared memory, of one configuration."""
     compiled = launch.compile()
     usage = inspect(compiled, "cuobjdump", "-res-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
