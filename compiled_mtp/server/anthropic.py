@@ -1,4 +1,4 @@
-"""Anthropic's API: messages and count_tokens, as coding agents speak them."""
+"""Anthropic's API: messages and count_tokens, as coding agents use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 
 _PING_S = 10.0
-# Names of the engine that clients of this API have another one for.
+# The engine's names of fields that this API names differently, with the API's names.
 _SENT = {"stop": "stop_sequences", "response_format.json_schema": "output_config.format"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -36,7 +36,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the assistant thought; signatures are not checked."""
+    """Reasoning of the assistant; signatures are not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,7 +55,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -68,7 +68,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 
 class InputMessage(Body):
-    """One turn."""
+    """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -90,7 +90,7 @@ class AnthropicTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether calls are wanted, or which."""
+    """Whether the model may, must or must not call a tool, and which one."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -98,7 +98,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers; how long is its own affair."""
+    """Whether the model thinks before it answers; budget_tokens and display have no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Ignored = None
@@ -113,7 +113,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The answer's form; how much effort goes into it is the model's own affair."""
+    """The answer's form; effort has no effect."""
 
     format: OutputFormat | None = None
     effort: Ignored = None
@@ -154,7 +154,7 @@ class MessagesBody(CountBody):
 
 
 class AnthropicHandlers:
-    """The endpoints, over one service."""
+    """The endpoints of Anthropic's API over one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -186,7 +186,7 @@ class AnthropicHandlers:
             stream.abort()
 
     def _schemas(self, body: CountBody) -> dict[str, Any] | None:
-        """Schemas of the tools that may be called, None for none."""
+        """Return the schemas of the tools that may be called, by name; None if no tool may be called."""
         check_limits(
             self._service.config,
             (),
@@ -221,12 +221,12 @@ class AnthropicHandlers:
             "top_k": body.top_k,
             "stop": tuple(stops) or None,
             "cache_salt": body.cache_salt,
-            # The answer says which one it was: it is looked for at the end, and cut there.
+            # The answer names the stop string that ended it: `_take` finds it at the text's end and cuts it.
             "include_stop": True if stops else None,
             "tool_choice": forced,
             "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             "response_format": form,
-            # The prompt has shown the tools: the engine needs them for a call that is forced.
+            # The prompt already lists the tools; the engine needs them only to force a call.
             "tools": [_to_function(tool) for tool in body.tools or ()] if forced is not None else None,
         }
         return make_params(fields, _SENT)
@@ -242,21 +242,21 @@ class AnthropicHandlers:
 
 
 def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
-    """OpenAI's form of a schema that the answer is to have, None for none."""
+    """Return the answer's schema as OpenAI's response_format, None if it has none."""
     if config is None or config.format is None:
         return None
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": config.format.json_schema}}
 
 
 def _forced_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
-    """OpenAI's form of a choice that forces a call, None for one that does not."""
+    """Return OpenAI's form of a choice that forces a call, None for a choice that does not."""
     if choice is None or choice.type in ("auto", "none"):
         return None
     return "required" if choice.type == "any" else {"type": "function", "function": {"name": choice.name}}
 
 
 class _Answer:
-    """One message: whole, or as events. Blocks follow each other; a delta of another kind opens a new one."""
+    """One message, whole or as events. A delta of another kind than the last block's opens a new block."""
 
     def __init__(self, body: MessagesBody, parser: OutputParser, num_prompt: int) -> None:
         self._parser = parser
@@ -272,7 +272,7 @@ class _Answer:
         }
 
     async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[str, Any]:
-        """Wait for the end; return the message."""
+        """Read all outputs; return the message."""
         async for _, output in outputs:
             for delta in self._take(output):
                 self._add(delta)
@@ -287,8 +287,9 @@ class _Answer:
         }
 
     async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream; an error is its last one."""
-        # Clients keep of message_delta the counts that they know: sums that begin here would stay at 0.
+        """Yield the events of a stream; an error is its last event."""
+        # Clients update only the counts that they know from message_delta: `speculation`, sent here as zeros,
+        # would stay 0 in the message that they build.
         usage = {k: v for k, v in self._usage_fields().items() if k != "speculation"} | {"output_tokens": 0}
         start = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
@@ -311,7 +312,7 @@ class _Answer:
         text, is_last = output.new_text, output.finish_reason is not None
         if is_last:
             self._usage.add(output)
-            # Of several that end here the engine has found the longest.
+            # If several stop strings end here, the engine has matched the longest.
             found = max((s for s in self._stops if text.endswith(s)), key=len, default=None)
             if output.finish_reason == "stop" and found is not None:
                 text = text.removesuffix(found)
@@ -324,7 +325,7 @@ class _Answer:
         return deltas
 
     def _add(self, delta: Delta) -> list[bytes]:
-        """Add to the last block or to a new one; return the events that say so."""
+        """Add `delta` to the last block or to a new one; return the stream's events for it."""
         events = []
         kind, name, event_type = _KINDS[type(delta)]
         last = self._blocks[-1] if self._blocks else None
@@ -361,7 +362,7 @@ _KINDS: Mapping[type, tuple[str, str, str]] = {
 
 
 def to_template(body: CountBody) -> list[dict[str, Any]]:
-    """Return the turns as chat templates read them: results of tools are messages of their own."""
+    """Return the turns as chat templates read them: each tool result is its own message of role `tool`."""
     plain: list[dict[str, Any]] = []
     if body.system:
         plain.append({"role": "system", "content": _text_of(body.system)})
@@ -427,10 +428,12 @@ def _new_block(delta: Delta) -> dict[str, Any]:
 
 
 def _input_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; one that was cut short, or that is no JSON, keeps its text."""
+    """Return a call's arguments: text that is not valid JSON as `incomplete`, JSON that is no object as
+    `value`.
+    """
     try:
         found = json.loads(text)
-        # Numbers too large for a float and halves of characters have no place in an answer.
+        # An answer can hold neither infinite numbers (1e999) nor lone surrogates.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return {"incomplete": text}

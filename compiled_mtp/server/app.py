@@ -1,4 +1,4 @@
-"""The FastAPI app over one service: routes, errors in each API's form, the door and the log around them."""
+"""The FastAPI app over one service: routes, errors in each API's form, auth middleware, access log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REFS = "#/components/schemas/{model}"
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the app. Its lifespan starts and ends the prompts' processes; the engine is its maker's."""
+    """Return the app. Its lifespan starts and closes the prompt pool; the caller closes the engine."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -52,7 +52,7 @@ def create_app(service: Service) -> FastAPI:
         finally:
             await service.prompts.close()
 
-    # Pages of documentation load scripts from elsewhere; the document itself is served.
+    # FastAPI's documentation pages load scripts from other hosts; only /openapi.json is served.
     app = FastAPI(
         title="compiled-mtp",
         lifespan=lifespan,
@@ -61,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
         exception_handlers={
             ApiError: _answer_error,
             HTTPException: _answer_http_error,
-            ClientGoneError: _answer_nobody,
+            ClientGoneError: _answer_client_gone,
             Exception: _answer_bug,
         },
     )
@@ -106,12 +106,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     }
     for path, handler in gets.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
-        # A route of its own: one of two methods would stand in the document twice under one id.
+        # HEAD has its own route: a route of two methods would be in the document twice under one id.
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document, with the bodies that the handlers parse themselves."""
+    """Return the OpenAPI document, with the schemas of the bodies that the handlers parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version="1", routes=app.routes)
         _, definitions = models_json_schema(
@@ -133,7 +133,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """What no route answers: a path or a method."""
+    """Answer a request that no route serves, because of its path or its method."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     message = {
@@ -143,13 +143,13 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     response = _as_response(ApiError(error.status_code, message), request)
     response.headers.update(error.headers or {})
     if error.status_code == 405:
-        # Of a path's routes the framework names the first one's methods alone.
+        # Starlette lists the methods of the first route with this path only.
         response.headers["allow"] = ", ".join(_methods_of(request))
     return response
 
 
 def _methods_of(request: Request) -> list[str]:
-    """The methods that some route serves at the request's path, in the order of the alphabet."""
+    """Return the methods that any route serves at the request's path, in alphabetical order."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -157,17 +157,20 @@ def _methods_of(request: Request) -> list[str]:
     return sorted(found)
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _answer_client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    # The log has the traceback; a client learns nothing of the inside.
+    # The traceback is in the log; the client sees no internals.
     return _as_response(ApiError(500, "the server failed to answer; its log says why"), request)
 
 
 class _AccessLog:
-    """One line of JSON a request, and an id that the answer carries too. Holds no text of a prompt."""
+    """Logs one line of JSON per request, and counts its status.
+
+    The answer's headers carry the line's request id. The line holds the body only with `log_prompts`.
+    """
 
     def __init__(self, app: App, service: Service) -> None:
         self._app = app
@@ -175,7 +178,7 @@ class _AccessLog:
         self._log_prompts = service.config.log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, then write its line."""
+        """Pass a request on, then log its line."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -203,7 +206,7 @@ class _AccessLog:
             line["seconds"] = round(time.perf_counter() - start, 6)
             if self._log_prompts:
                 line["body"] = body.decode("utf-8", "replace")
-            # A path that no route has is the client's invention, of which there is no end.
+            # Clients can make up any number of paths: all paths without a route are counted as "other".
             route = scope.get("route")
             self._metrics.on_response(getattr(route, "path", "other"), line["status"])
             logger.info("%s", json.dumps(line))

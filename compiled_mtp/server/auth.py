@@ -1,7 +1,6 @@
-"""The door: who may come in, and how much they may bring. Plain ASGI, before any other code of the app.
+"""Auth middleware: checks Host, key and content type, and reads the body. Plain ASGI, before all routes.
 
-Host and key are checked first, then the content type; the body is read here, within its limits of time and
-size, so that a handler is called with all of it.
+The body is read here, within its limits of time and size, so that a handler is called with all of it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Open to whoever reaches the port, but to no body: load balancers and browsers ask before they know a key.
+# GET and HEAD of these paths need no key: load balancers and browsers ask before they know one.
 _OPEN_METHODS = ("GET", "HEAD")
 _OPEN_PATHS = frozenset(("/health", *PATHS))
 
 
 class AuthMiddleware:
-    """Wraps an ASGI app. Keys are kept as digests and never written anywhere."""
+    """Wraps an ASGI app. Keeps keys as digests only and never writes them anywhere."""
 
     def __init__(self, app: App, config: ServerConfig) -> None:
         self._app = app
@@ -40,12 +39,12 @@ class AuthMiddleware:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in config.read_keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request and pass it on; answer it here if it is refused."""
+        """Check a request and pass it on, or answer it with the error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = _Headers(scope["headers"])
-        # As the router has it: below the prefix, if one is mounted. The prefix alone leads to the page.
+        # The router's path: without the app's mount prefix. The prefix alone leads to the page.
         path = get_route_path(scope) or "/"
         try:
             self._check_host(headers)
@@ -59,7 +58,7 @@ class AuthMiddleware:
             await _answer(error, path, send)
             return
         except _ClientGoneError:
-            # Nobody reads it, but the log and the metrics must not call it a fault of the server.
+            # No client reads this answer, but without it log and metrics would count a server error (500).
             await send({"type": "http.response.start", "status": 499, "headers": []})
             await send({"type": "http.response.body", "body": b""})
             return
@@ -79,9 +78,9 @@ class AuthMiddleware:
             return
         scheme, _, bearer = headers.one("authorization").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.one("x-api-key")
-        # Browsers send an umlaut as Latin-1, shells as UTF-8.
+        # Browsers send non-ASCII characters as Latin-1, shells as UTF-8.
         digests = [hashlib.sha256(form).digest() for form in (given.encode(), given.encode("latin-1"))]
-        # Every key is compared, so that the time says nothing of which one was near.
+        # Compare with every key, so that the time does not reveal which key was close.
         is_known = False
         for known in self._digests:
             for digest in digests:
@@ -143,7 +142,10 @@ class _ClientGoneError(Exception):
 
 
 class _Headers:
-    """Headers of a request by lower-case name; the text of one that is sent twice is none that is allowed."""
+    """Headers of a request by lower-case name.
+
+    The values of a header that is sent twice are joined by a comma, and match no allowed value.
+    """
 
     def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
         self._values: dict[str, list[str]] = {}
@@ -151,19 +153,19 @@ class _Headers:
             self._values.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
 
     def one(self, name: str) -> str:
-        """Return the header's value, or nothing."""
+        """Return the header's value, "" if it was not sent."""
         return ", ".join(self._values.get(name, []))
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port: `[::1]:80` and `Localhost:80` are `::1` and `localhost`."""
+    """Return the name in a Host header: `[::1]:80` gives `::1`, `Localhost:80` gives `localhost`."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the whole body, then what the connection says next."""
+    """Return a `receive` that gives the whole body, then the connection's next messages."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -176,7 +178,7 @@ async def _answer(error: ApiError, path: str, send: Send) -> None:
     body = json.dumps(error.body(api_of(path))).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     if error.status in (408, 413):
-        # What is left of the body is not read.
+        # The rest of the body was not read, so the connection cannot carry another request.
         headers["connection"] = "close"
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

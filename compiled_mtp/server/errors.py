@@ -1,4 +1,4 @@
-"""Errors as the two APIs write them. Raised anywhere in a handler, answered by the app."""
+"""Errors in the form of each API. Handlers raise ApiError anywhere; the app turns it into the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error: its status, one line, and the field that is to blame, if one is."""
+    """An error answer: its status, a one-line message, and the field to blame, if there is one."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with the answer."""
+        """Return the headers of the answer."""
         found = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -62,12 +62,12 @@ class ApiError(Exception):
 
 
 def api_of(path: str) -> Api:
-    """Return whose API a path, without the prefix that the app is mounted at, belongs to."""
+    """Return the API of a path; the path is without the prefix that the app is mounted at."""
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
 def refusal(error: Exception) -> ApiError:
-    """Return the answer to what the engine or the prompt's worker raised; re-raises what is a bug."""
+    """Return the answer to an error that the engine or a prompt worker raised; re-raise one that is a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -86,7 +86,7 @@ def param_of(message: str) -> str | None:
 
 
 def bounded(text: str) -> str:
-    """Return one short, printable line: a caller's 5 MB value or control characters do not come back."""
+    """Return `text` as one short, printable line: it may quote a 5 MB value or control characters."""
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"
