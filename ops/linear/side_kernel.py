@@ -10,12 +10,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# One tile for every number of rows: a row keeps its bits. The programs need little shared memory, because they
-# share processors with a product that fills them; but enough stages for loads that take twice as long during
-# that product. With half as many columns per step, b|a of 27B ends 4 us after in_proj.
+# One tile for every number of rows: a row keeps its bits. The programs share processors with a product that
+# fills them, and so may take little shared memory; but loads take twice as long during that product, and need
+# enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
 BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
 # Chains of K, one per warp: in a single chain every product waits for the one before. 128 rows and 96 weight
-# rows of 5,120 columns end 24 us after in_proj with one chain, 13 us with four (16 us with tiles of 32 rows).
+# rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of 32 rows).
 CHAINS = 4
 
 
