@@ -1,7 +1,7 @@
-"""The operators of the engine: each a reference, a kernel and one registration.
+"""The operators of the engine: each has a reference, a kernel and one registration.
 
-They are imported as `compiled_mtp.ops` only. PyPI has a package called `ops`, and under a second import name
-torch would register every operator twice.
+Import them as `compiled_mtp.ops` only. PyPI has a package called `ops`, and under a second import name torch
+would register every operator twice.
 """
 
 if __name__ != "compiled_mtp.ops":

@@ -1,4 +1,4 @@
-"""The errors of operators: what is wrong with an argument's shape, dtype or layout."""
+"""The ValueErrors that operators raise for an argument of a wrong shape, dtype or layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
 
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
-    """The one form of our argument errors, to be raised by the caller."""
+    """Return an argument error in the form that all of them have; the caller raises it."""
     return ValueError(f"{name} must {rule}, got {got}; {remedy}")
 
 
 def is_known(size: int) -> bool:
-    """Whether a size is a number, and no expression of a batch size that a program leaves open."""
+    """Return whether a size is a number, not an expression of a batch size that a program leaves open."""
     return isinstance(size, int)
 
 
 def wrong_shape(
     name: str, tensor: torch.Tensor, dims: tuple[str, ...], sizes: Mapping[str, Any], remedy: str
 ) -> ValueError:
-    """`tensor` has not the shape `dims`; what `sizes` does not know stands as it is."""
+    """Return the error that `tensor` does not have the shape `dims`.
+
+    Each dimension that `sizes` determines is shown as a number, any other as its name.
+    """
 
     def wanted(dim: str) -> str:
         if dim == "...":
@@ -38,17 +41,17 @@ def wrong_shape(
 
 
 def wrong_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> ValueError:
-    """`tensor` has none of `dtypes`."""
+    """Return the error that `tensor` has none of `dtypes`."""
     return fail(name, f"have dtype {' or '.join(map(str, dtypes))}", tensor.dtype, "cast it")
 
 
 def wrong_layout(name: str, tensor: torch.Tensor, is_contiguous: bool) -> ValueError:
-    """`tensor` does not lie as a kernel reads it."""
+    """Return the error that `tensor` has strides that kernels cannot read."""
     rule = "be contiguous" if is_contiguous else "have a last dimension of stride 1"
     return fail(name, rule, list(tensor.stride()), "make it contiguous")
 
 
-def check_pieces(count: int) -> None:
-    """Raise ValueError for a number of pieces of prompts that no launch has."""
+def check_prompt_chunks(count: int) -> None:
+    """Raise ValueError unless one launch can take `count` prompt chunks."""
     if not 1 <= count <= MAX_PROMPT_CHUNKS:
-        raise fail("pieces", f"be 1 to {MAX_PROMPT_CHUNKS}", count, "share them out among launches")
+        raise fail("prompt chunks", f"be 1 to {MAX_PROMPT_CHUNKS}", count, "use several launches")

@@ -1,4 +1,4 @@
-"""Products on a CPU whose rows keep their bits, whatever the number of rows."""
+"""Products on a CPU in which a row has the same bits for every number of rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from compiled_mtp.ops.packed_weight import find_packed
 # Measured: ATen's float32 product gives a row the same bits for every row count that is a multiple of 4, and
 # other bits at 1, 2, 3, 5 and 7 rows.
 ROW_UNIT = 4
-# A `bmm` of fewer multiplications goes another way there, with other bits (torch 2.13).
+# ATen computes a `bmm` of fewer multiplications per matrix by another routine, with other bits (torch 2.13).
 _LEAST_MULTIPLICATIONS = 400
 WEIGHT_ROWS_PER_CAST = 8192
-# Measured on inputs whose every sum is rounding alone (torch 2.13 and 2.15, AVX-512 with bfloat16): ATen's
-# bfloat16 product gives a row the same bits among 2 and more rows, and a column beside any others, of weights
-# of at least so many rows and columns; not alone, and not with smaller weights.
+# Measured on inputs whose exact sums are 0, so that only rounding errors remain (torch 2.13 and 2.15, AVX-512
+# with bfloat16): ATen's bfloat16 product gives a row the same bits for every count of _LEAST_ROWS or more
+# rows, and a column the same bits next to any other columns, if the weight has at least _LEAST_SIDE rows and
+# columns. A single row or a smaller weight may give other bits.
 _LEAST_ROWS = 2
 _LEAST_SIDE = 64
 
 
 def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] @ weight [N, K].T, all bfloat16, rounded once."""
+    """Return x [M, K] @ weight [N, K].T, all bfloat16, rounded once."""
     rows, (n, k) = x.shape[0], weight.shape
     if n < _LEAST_SIDE or k < _LEAST_SIDE:
         missing = max(_LEAST_SIDE - k, 0)
@@ -36,7 +37,7 @@ def bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
-    """x [M, K] @ weight [N, K].T in float32; weight_scale: the factors of an FP8 weight in blocks."""
+    """Return x [M, K] @ weight [N, K].T in float32; weight_scale: the block factors of an FP8 weight."""
     packed = find_packed(weight)
     if packed is not None:
         return packed.product(x.float())
@@ -50,10 +51,10 @@ def product(x: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
 
 
 def product_in_k_splits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, k_splits: int) -> Tensor:
-    """`product`, of so many equal shares of K, added as a tree.
+    """Return `product`, computed in `k_splits` equal splits of K that are added as a tree.
 
-    Each is a product of its own: measured, `bmm` gives it the same bits however many stand beside it, and
-    wherever its columns lie. So does what was packed, which is packed by shares.
+    Measured: `bmm` gives the product of a split the same bits for every number of splits and wherever its
+    columns lie. A packed weight does too: each of its splits is packed as a matrix.
     """
     packed = find_packed(weight)
     if packed is not None:
@@ -69,7 +70,7 @@ def product_in_k_splits(x: Tensor, weight: Tensor, weight_scale: Tensor | None, 
 
 
 def _padded(x: Tensor, least: int = 0) -> Tensor:
-    """The rows in float32, and zeros up to a multiple of ROW_UNIT, `least` at the least."""
+    """Return x in float32, with rows of zeros up to a multiple of ROW_UNIT that is at least `least`."""
     rows = x.shape[0]
     missing = max(rows, least) - rows
     missing += -(rows + missing) % ROW_UNIT
@@ -77,12 +78,12 @@ def _padded(x: Tensor, least: int = 0) -> Tensor:
 
 
 def _first(y: Tensor, x: Tensor) -> Tensor:
-    """As many rows of y as x has."""
+    """Return the first rows of y, as many as x has."""
     return y if y.shape[0] == x.shape[0] else y[: x.shape[0]]
 
 
 def _casts(weight: Tensor, weight_scale: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """The values of some rows after the other: a float32 copy of a whole output projection may not fit."""
+    """Yield slices of weight rows with their float32 values: a copy of all rows may not fit in memory."""
     for first in range(0, weight.shape[0], WEIGHT_ROWS_PER_CAST):
         part = slice(first, first + WEIGHT_ROWS_PER_CAST)
         if weight_scale is None:

@@ -1,4 +1,4 @@
-"""What the copy engine needs to know of a matrix to move tiles of it."""
+"""Descriptors, through which a GPU's copy engine moves tiles of a matrix."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def is_describable(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can read or write tiles of it: rows at multiples of 16 bytes."""
+    """Return whether the copy engine can move tiles of `matrix`: rows begin at multiples of 16 bytes."""
     size = matrix.element_size()
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0 and matrix.stride(1) == 1
 
 
 def describe(matrix: torch.Tensor, *tile: int) -> TensorDescriptor:
-    """A descriptor of its tiles of that shape; beyond its rows and columns they hold zeros."""
-    # Whether there can be one is asked where there is no Triton, too.
+    """Return a descriptor of tiles of `matrix`; they hold zeros outside its rows and columns."""
+    # Imported here: `is_describable` is also called where Triton is not installed.
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(tile))

@@ -1,4 +1,4 @@
-"""What a launch needs to know of its device."""
+"""The properties of a device that decide how kernels are launched."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-# What one program may use; 99 KiB on the capabilities not named (CUDA C++ Programming Guide, table 'Technical
-# Specifications per Compute Capability').
+# The shared memory that one program may use; 99 KiB for compute capabilities that are not listed (CUDA C++
+# Programming Guide, table 'Technical Specifications per Compute Capability').
 SHARED_BYTES = {
     (8, 0): 163 * 1024,
     (8, 7): 163 * 1024,
@@ -19,14 +19,18 @@ SHARED_BYTES = {
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
-    """Shared memory that a program may use on GPUs of a compute capability, in bytes."""
+    """Return the bytes of shared memory that a program may use on GPUs of a compute capability."""
     return SHARED_BYTES.get(capability, 99 * 1024)
 
 
 @dataclass(frozen=True)
 class Device:
-    """Architecture ("sm_90"), shared memory a program may use in bytes, whether `launch_pdl` works (what that
-    asks of a kernel: `registry.Launch`), whether tiles travel by descriptor, and the number of processors."""
+    """What kernels need to know of a device.
+
+    arch: "sm_90" and alike. shared_bytes: shared memory that a program may use. has_dependent_launch: whether
+    `launch_pdl` works; `registry.Launch` says what it requires of a kernel. has_copy_engine: whether kernels
+    move tiles by descriptors.
+    """
 
     arch: str
     shared_bytes: int
@@ -37,8 +41,11 @@ class Device:
 
 @functools.cache
 def device_of(index: int | None) -> Device:
-    """The CUDA device of that index; without CUDA, for the interpreter, a Hopper without what is its own: it
-    runs programs one after another, and a few show all there is to show."""
+    """Return the CUDA device of an index or, without CUDA, a device for Triton's interpreter.
+
+    The interpreter's device is a Hopper without dependent launches and copy engine. It runs programs one
+    after another, so that three processors are enough to test how programs share work.
+    """
     if index is None or not torch.cuda.is_available():
         return Device("sm_90", 227 * 1024, False, False, 3)
     major, minor = torch.cuda.get_device_capability(index)

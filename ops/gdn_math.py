@@ -1,7 +1,7 @@
-"""What the GDN specifications and CPU routes share: the gated delta rule on records, and the gated norm.
+"""The gated delta rule on records and the gated norm, for the GDN specifications and CPU routes.
 
-A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). Applying it is `S <- exp(g) S + u
-k^T`, whether the token is being stepped over or folded in later, so that both ways reach the same bits.
+A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). A record is applied to a state as
+`S <- exp(g) S + u k^T`, both when a token is computed and when it is folded in later: the bits are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from compiled_mtp.ops.numerics import number, sigmoid, silu
 
 
 def check_gdn_heads(Hk: int, Hv: int, gate_activation: str) -> None:
-    """Raise ValueError for what no GDN layer has."""
+    """Raise ValueError for numbers of heads or a gate activation that no GDN layer has."""
     if Hv % Hk:
         raise fail("num_v_heads", "be a multiple of num_k_heads", (Hv, Hk), "check the config")
     if gate_activation not in ("silu", "sigmoid"):
@@ -29,7 +29,7 @@ def apply_record(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, exp_g: t
 def gated_norm(
     out: torch.Tensor, z: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_activation: str
 ) -> torch.Tensor:
-    """rmsnorm(out) * norm_weight * act(z), [M, nv*dv] in z's dtype: out [M, nv, dv] f32, z [M, nv*dv]."""
+    """Return rmsnorm(out [M, nv, dv] f32) * norm_weight * act(z [M, nv*dv]), [M, nv*dv] in z's dtype."""
     gate = z.float()
     gate = (sigmoid(gate) if gate_activation == "sigmoid" else silu(gate)).view(out.shape)
     scale = (out * out).sum(-1, keepdim=True).mul_(number(1.0 / out.shape[-1])).add_(number(eps)).rsqrt_()

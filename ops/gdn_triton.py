@@ -1,4 +1,4 @@
-"""What the GDN kernels share: the state tile, a record applied to it, and the gated norm."""
+"""The parts that the GDN kernels share: state tile, application of a record, gated norm."""
 
 # mypy: ignore-errors
 
@@ -16,9 +16,10 @@ from compiled_mtp.ops.prompt_chunks_triton import pieces_of_rows
 OPTIONS = {"enable_fp_fusion": True}
 
 # A state tile [DK / LANES, BLOCK_V * LANES] holds state element (v, k) in row k // LANES and column
-# v * LANES + k % LANES: a thread then owns whole columns, and a sum over k leaves it only for the last LANES
-# elements. On a tile [v, k] the same sum takes ninety shuffles a token. Sixteen values of v a warp share what
-# is read over k: on an H200 that is faster than 4 or 8, or 32 in four warps, from four requests on.
+# v * LANES + k % LANES. A thread then owns whole columns, and a sum over k crosses threads only for its last
+# LANES elements; on a tile [v, k] the same sum takes ninety shuffles per token. The 16 values of v of a warp
+# share the loads of vectors over k: from four requests on, this is faster on an H200 than 4 or 8 values, or
+# 32 values in four warps.
 LANES = 32
 BLOCK_V = 16
 NUM_WARPS = 1
@@ -30,7 +31,7 @@ NORM_WARPS = 4
 
 @triton.jit
 def state_offsets(block, DK: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
-    """Offsets [DK / LANES, BLOCK_V * LANES] of a tile's elements in one head's state [dv, dk]."""
+    """Return offsets [DK / LANES, BLOCK_V * LANES] of a tile's elements in one head's state [dv, dk]."""
     column = tl.arange(0, BLOCK_V * LANES)
     row = tl.arange(0, DK // LANES)
     value = block * BLOCK_V + column // LANES
@@ -39,7 +40,7 @@ def state_offsets(block, DK: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.cons
 
 @triton.jit
 def load_key(at, DK: tl.constexpr, LANES: tl.constexpr):
-    """A vector over k as [DK / LANES, LANES]."""
+    """Load a vector over k as [DK / LANES, LANES]."""
     row = tl.arange(0, DK // LANES)
     lane = tl.arange(0, LANES)
     return tl.load(at + row[:, None] * LANES + lane[None, :])
@@ -47,7 +48,7 @@ def load_key(at, DK: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def widen_key(key, BLOCK_V: tl.constexpr):
-    """A vector over k, repeated for every v of a tile."""
+    """Repeat a vector over k for every v of a tile."""
     ROWS: tl.constexpr = key.shape[0]
     LANES: tl.constexpr = key.shape[1]
     wide = tl.broadcast_to(key[:, None, :], (ROWS, BLOCK_V, LANES))
@@ -56,7 +57,7 @@ def widen_key(key, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def apply_record(tile, wide_key, update, exp_g, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
-    """exp_g * S + u k^T: one product and one fma, in verify and in every fold."""
+    """Return exp_g * S + u k^T by one product and one fma: verify and every fold give the same bits."""
     wide = tl.reshape(tl.broadcast_to(update[:, None], (BLOCK_V, LANES)), (1, BLOCK_V * LANES))
     return tl.fma(tl.broadcast_to(wide, tile.shape), wide_key, tile * exp_g)
 
@@ -66,7 +67,7 @@ def load_record(
     ring_k, ring_u, ring_g, k_rows, v_rows, position, value,
     DK: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Key, the update of the rows `value`, and exp_g of one position."""
+    """Load the key, the update of the rows `value`, and exp_g of one position."""
     row = position % RING
     key = load_key(ring_k + (k_rows + row) * DK, DK, LANES)
     return key, tl.load(ring_u + (v_rows + row) * DV + value), tl.load(ring_g + v_rows + row)
@@ -89,9 +90,9 @@ def fold_records(
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The tile of the rows `value` after the records of positions [begin, begin + count), count > 0.
+    """Apply the records of positions [begin, begin + count), count > 0, to the tile of the rows `value`.
 
-    k_rows and v_rows are the first rows of the head's rings in ring_k and ring_u.
+    k_rows and v_rows are the first rows of the head's rings in ring_k and ring_u. Returns the new tile.
     """
     last = begin + count - 1
     key, update, exp_g = load_record(
@@ -102,7 +103,7 @@ def fold_records(
         DK, DV, RING, LANES,
     )  # fmt: skip
     for step in range(count):
-        # Two records are on their way while one is applied; the last one is loaded again.
+        # Two records load while one is applied; the last steps load the last record again.
         key_2, update_2, exp_g_2 = load_record(
             ring_k, ring_u, ring_g, k_rows, v_rows, tl.minimum(begin + step + 2, last), value,
             DK, DV, RING, LANES,
@@ -134,17 +135,17 @@ def gated_norm_kernel(
     MOST: tl.constexpr,
 ):
     if PDL and RESIDENT:
-        # The product behind it takes its weight while the states are still being read.
+        # The next product loads its resident weight while gdn_verify still reads states.
         gdc_launch_dependents()
     lane = tl.arange(0, DV)[None, :]
     weight = tl.load(norm_weight + lane)  # no kernel writes it
     if PDL:
-        # In this order, which makes the kernel one that others may count on: calls of gdn_verify
-        # may follow one another with nothing else between.
+        # Launching dependents after the wait makes the kernel a fence (`registry.Launch`): calls of
+        # gdn_verify may then follow one another directly.
         gdc_wait()
         if not RESIDENT:
             gdc_launch_dependents()
-    # Rows are (token, head) pairs: programs of one pair each would take longer to start than to run.
+    # A program takes PAIRS (token, head) pairs: with one pair it would take longer to start than to run.
     pair = (tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS))[:, None]
     inside = pair < pairs
     row = pair // NV
@@ -172,10 +173,10 @@ def launch_gated_norm(
     first_row: torch.Tensor | None = None,
     resident: bool = False,
 ) -> torch.Tensor:
-    """rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype, 0 in rows of no piece.
+    """Return rmsnorm(out [M, nv, dv]) * norm_weight * act(z [M, nv*dv]) in z's dtype.
 
-    resident: the weight of the product behind it may be resident, and this is no fence. length and first_row
-    [P] are the pieces of a prefill launch; None where every row counts.
+    length, first_row [P]: the prompt chunks of a prefill launch; rows outside them become 0. None: every row
+    counts. resident: the weight of the next product may be resident; the kernel is then no fence.
     """
     rows, heads, width = out.shape
     y = torch.empty((rows, heads * width), dtype=z.dtype, device=z.device)
@@ -202,7 +203,7 @@ def check_head_dims(head_k_dim: int, head_v_dim: int) -> None:
 def tile_constants(
     num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, ring: int
 ) -> dict[str, int]:
-    """The constexpr arguments of gdn_verify; they depend on the layer's shape alone."""
+    """Return the constexpr arguments of gdn_verify; they depend on the layer's shape alone."""
     check_head_dims(head_k_dim, head_v_dim)
     return {
         "NK": num_k_heads,

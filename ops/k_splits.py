@@ -1,7 +1,7 @@
-"""The order in which a product before a norm is summed: equal shares of K, added as a tree.
+"""The order in which a product before a norm is summed: equal K splits, added as a tree.
 
-It is one order however many programs, or devices that hold a piece of the weight each, split the work: each
-sums a subtree, and whoever adds up goes on with the tree.
+The order is the same for every number of programs, or of devices with a weight shard each: every one of them
+sums a subtree, and the norm or the communicator adds the subtrees.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import torch
 
 K_SPLIT_UNIT = 128  # a block of FP8 scales, which every tile of K divides
 CPU_K_SPLITS = 4
-# Up to so many rows a product reads its weight once, in narrow tiles; more are a product of their own kind.
+# Up to this number of rows a product reads its weight once, in narrow tiles; above, it is a large-M product.
 NARROW_ROWS = 16
 
 
 def count_k_splits(k: int) -> int:
-    """Equal shares of K columns, in whole blocks of K_SPLIT_UNIT, that a product before a norm is cut into.
+    """Return the number of K splits of a product before a norm: equal, in whole blocks of K_SPLIT_UNIT.
 
-    Eight where they come out even. Of the released shapes 0.8B's down (3,584 columns, 28 blocks) and experts
-    of 512 have four.
+    It is eight if that divides K's blocks. Of the released shapes, 0.8B's down (3,584 columns, 28 blocks) and
+    experts of 512 columns have four.
     """
     return next((count for count in (8, 4, 2) if k % (count * K_SPLIT_UNIT) == 0), 1)
 
 
 def count_cpu_k_splits(k: int) -> int:
-    """The shares of K columns on a CPU: four where they come out even, of any length.
+    """Return the number of K splits on a CPU: four if that divides K, of any length.
 
-    More would cost more, since each is a product of its own there: the most ranks that share a CPU's work.
+    Four is also the largest number of CPU ranks. More splits would be slower: each is a product of its own.
     """
     return next(count for count in (CPU_K_SPLITS, 2, 1) if k % count == 0)
 
 
 def add_tree(partials: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of 1, 2, 4 or 8 parts."""
+    """Return ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of 1, 2, 4 or 8 partials."""
     half = len(partials) // 2
     return partials[0] if half == 0 else add_tree(partials[:half]) + add_tree(partials[half:])
 
 
 def part_counts(k: int, whole_k: int) -> tuple[int, ...]:
-    """The numbers of subtrees in which K of a weight's whole_k columns can be summed."""
+    """Return the numbers of subtrees that can share a sum over `k` of a weight's `whole_k` columns."""
     k_splits = count_k_splits(whole_k) * k // whole_k
     return tuple(count for count in (1, 2, 4, 8) if count <= k_splits)

@@ -1,4 +1,4 @@
-"""What an operator computes of weights once and not in every call."""
+"""Caches what an operator computes from weights, with the weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def kept(make: Callable[..., Tensor], weight: Tensor, *others: Tensor) -> Tensor:
-    """`make(weight, *others)`, computed anew only when one of them was written to or is another tensor.
+    """Return `make(weight, *others)`, computed again only if an argument was written to or replaced.
 
-    One `make` for each first weight: the result lies with it.
+    The result is an attribute of `weight`: use one `make` per first weight.
     """
     versions = [_version(tensor) for tensor in (weight, *others)]
     found: tuple[list[int], tuple[Tensor, ...], Tensor] | None = getattr(weight, "kept", None)
@@ -22,7 +22,7 @@ def kept(make: Callable[..., Tensor], weight: Tensor, *others: Tensor) -> Tensor
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was written to; nobody counts in inference mode."""
+    """Return how often the tensor was written to; -1 for an inference tensor, which does not count writes."""
     return -1 if tensor.is_inference() else tensor._version
 
 

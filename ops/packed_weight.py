@@ -1,15 +1,16 @@
-"""Weights of a CPU in half precision, packed for its products, where that is exact.
+"""CPU weights packed in half precision, if that is exact.
 
-A checkpoint's bfloat16 has 8 significant bits and half precision 11, so but for its range a matrix fits, and
-a power of two moves it there. Products read half of the bytes and come from a library that packs nothing in a
-call; sums are float32's, in another order than ATen's.
+A checkpoint's bfloat16 has 8 significant bits, half precision 11: a matrix fits except for its range, and a
+power of two moves it into the range. Products then read half of the bytes, from a library (FBGEMM) that packs
+nothing in a call. Sums are in float32, in another order than ATen's.
 
-Measured (AVX2, weights not in the caches, 4 rows): 86 us where ATen takes 390 for [1536, 256], 51 and 80 for
-[256, 512]. A row has the same bits among 3, 4, 8 .. 28 rows and with every number of threads, but not among
-1, 2, 7 or 32, so rows go in pieces. A column has the same bits beside any others: ranks may hold some each.
+Measured (AVX2, weights not in the caches, 4 rows): 86 us for [1536, 256] (ATen: 390) and 51 us for [256, 512]
+(ATen: 80). A row has the same bits in calls of 3, 4, 8 .. 28 rows and with every number of threads, but not
+in calls of 1, 2, 7 or 32 rows: `product` pads rows and divides them among calls. A column has the same bits
+next to any other columns, so that ranks may hold some columns each.
 
-What is summed in shares of K (ops/k_splits.py) is packed by shares, each a matrix of its own. Of [256, 512]
-four take 53 us where one takes 24, and those of ATen 106.
+A weight whose products are summed in K splits (ops/k_splits.py) is packed as one matrix per split. For [256,
+512] four splits take 53 us (ATen: 106), one takes 24 us.
 """
 
 from __future__ import annotations
@@ -24,29 +25,33 @@ from torch import Tensor
 from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.numerics import number
 
-# What one call multiplies at most.
+# The most rows of one call.
 MOST_ROWS = 24
-# Rows of a call come in multiples of this.
+# Rows of a call are padded to a multiple of this.
 ROW_UNIT = 4
-# Of the weights that are packed: smaller ones gain nothing, and the packed ones lie beside them, half as
-# large.
+# Sizes of the weights that are packed: smaller ones gain nothing, and for larger ones the packed copy, half
+# as large as the weight, takes too much memory.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 17, 1 << 23
 _LARGEST_EXPONENT = 15  # of half precision: its largest number is 2 ** 16 - 32
 
 
 class PackedWeight(NamedTuple):
-    """matrices: what the library made of weight / factor, a power of two, of each share of its columns;
-    least_rows: of a call, at most ROW_UNIT."""
+    """A weight as the library packs it.
+
+    matrices: weight / factor, packed, one per K split. factor: a power of two. least_rows: the fewest rows of
+    a call, at most ROW_UNIT.
+    """
 
     matrices: tuple[Any, ...]
     factor: float
     least_rows: int = ROW_UNIT
 
     def product(self, x: Tensor) -> Tensor:
-        """x [M, K] float32 times the weight's transpose, [M, N], the shares' products added as a tree."""
+        """Return x [M, K] float32 times the weight's transpose, [M, N], with the K splits added as a tree."""
         rows = x.shape[0]
         count = self.least_rows if rows <= self.least_rows else -(-rows // ROW_UNIT) * ROW_UNIT
-        # A power of two changes no bit: it multiplies what is shorter, and a single row as it is repeated.
+        # The factor, a power of two, changes no bit. Multiply before padding, which lengthens x; for a single
+        # row the same call writes its repetitions.
         if rows == 1:
             padded = x.expand(count, -1).mul(number(self.factor))
         else:
@@ -59,7 +64,7 @@ class PackedWeight(NamedTuple):
         return y if count == rows else y[:rows]
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """`product` of as many rows as the library takes."""
+        """Return the product of at most MOST_ROWS padded rows."""
         multiply: Any = torch.fbgemm_linear_fp16_weight_fp32_activation
         if len(self.matrices) == 1:
             y: Tensor = multiply(x, self.matrices[0], None)
@@ -69,30 +74,32 @@ class PackedWeight(NamedTuple):
 
 
 def find_packed(weight: Tensor) -> PackedWeight | None:
-    """What `pack` has kept with this very tensor."""
+    """Return what `pack` has kept with this tensor object, None without."""
     found: PackedWeight | None = getattr(weight, "packed", None)
     return found
 
 
 def may_pack(weight: Tensor, elements: int) -> bool:
-    """Whether `pack` may be tried: not for a weight that is not float32 or of which the whole, of so many
-    elements, is small or large, nor where the library is missing."""
+    """Return whether to try `pack`: the library exists, and `weight` is float32 and of a suitable size.
+
+    elements: the size of the whole weight, if `weight` is a shard.
+    """
     has_library = "fbgemm" in torch.backends.quantized.supported_engines
     return has_library and weight.dtype == torch.float32 and LEAST_ELEMENTS <= elements <= MOST_ELEMENTS
 
 
 def largest_exponent(weight: Tensor) -> int:
-    """That of the largest of the weight's numbers, which decides the factor; 0 where that is not finite."""
+    """Return the exponent of the weight's largest magnitude, which decides the factor; 0 if not finite."""
     largest = weight.abs().max()
     return int(torch.frexp(largest)[1]) if torch.isfinite(largest) else 0
 
 
 def pack(weight: Tensor, k_splits: int = 1, exponent: int | None = None) -> bool:
-    """Keep `weight` [N, K] packed with the tensor, for `find_packed`; returns whether it could be done.
+    """Pack `weight` [N, K] and keep the result with the tensor for `find_packed`; return False on failure.
 
-    In so many equal shares of K. exponent: `largest_exponent` of the whole of which the weight is a piece, if
-    it is one. Not for one that is not exact in half precision, nor where the library gives a row other bits
-    beside other rows. The weight must not change afterwards.
+    k_splits: number of K splits. exponent: `largest_exponent` of the whole weight, if `weight` is a shard.
+    Fails if the weight is not exact in half precision, or if the library gives a row other bits next to other
+    rows. The weight must not change afterwards.
     """
     factor = 2.0 ** ((largest_exponent(weight) if exponent is None else exponent) - _LARGEST_EXPONENT)
     scaled = weight / factor
@@ -100,8 +107,9 @@ def pack(weight: Tensor, k_splits: int = 1, exponent: int | None = None) -> bool
     if not torch.equal(scaled.half().float(), scaled) or torch.isinf(scaled).any():
         return False
     try:
-        # Torch calls both functions deprecated; the versions that we take have them, and another goes on
-        # without. The operator `quantized::linear_dynamic_fp16` does the same, and takes 17 us longer a call.
+        # torch warns that both functions are deprecated. The versions that we support have them; with a
+        # version that has not, weights stay unpacked. The operator `quantized::linear_dynamic_fp16` computes
+        # the same, but takes 17 us longer per call.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             columns = scaled.chunk(k_splits, dim=1)
@@ -117,13 +125,15 @@ def pack(weight: Tensor, k_splits: int = 1, exponent: int | None = None) -> bool
 
 
 def unpack(weight: Tensor) -> None:
-    """Forget what `pack` has kept, if it has."""
+    """Remove what `pack` has kept with the tensor, if anything."""
     setattr(weight, "packed", None)  # noqa: B010
 
 
 def _least_rows(packed: PackedWeight, columns: int) -> int | None:
-    """The fewest rows of a call among which a row has the bits that it has among every number of rows that
-    one call may have; None where they are not the same from ROW_UNIT on."""
+    """Return the fewest rows of a call in which a row has the bits that it has in all larger calls.
+
+    Returns None if the bits differ between calls of ROW_UNIT to MOST_ROWS rows.
+    """
     x = torch.randn(MOST_ROWS, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     expected = packed.product(x)
     least = None

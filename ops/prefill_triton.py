@@ -1,7 +1,7 @@
-"""The product of a prompt's rows: every number of rows and every tile adds the columns up in one order.
+"""The product of a prompt's rows: every number of rows and every tile adds the columns in one order.
 
-Persistent programs, so that one tile's columns travel while the last one's sums are stored; from Hopper on by
-the bulk copy engine (descriptors), which asks for rows at multiples of 16 bytes.
+Programs are persistent: they load one tile's columns while they store the sums of the tile before. From
+Hopper on, the bulk copy engine moves tiles by descriptors, if matrix rows begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from compiled_mtp.ops.descriptors import describe, is_describable
 from compiled_mtp.ops.device import Device, device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# Row tiles that are neighbours in time share the weight tiles of L2.
+# This number of row tiles run at about the same time, to share weight tiles in L2.
 ROW_GROUP = 8
 
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile): all columns of GROUP row tiles, then those of the next."""
+    """Return (row tile, column tile); tiles go through all columns of GROUP row tiles, then of the next."""
     first_row = tile // (GROUP * column_tiles) * GROUP
     height = tl.minimum(row_tiles - first_row, GROUP)
     in_group = tile % (GROUP * column_tiles)
@@ -33,8 +33,8 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 def load_tile(
     matrix, first_row, first_column, height, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """[ROWS, COLUMNS] of a matrix [height, width] that has no descriptor, zeros beyond its columns."""
-    # Rows beyond the last are read as the last one and never stored.
+    """Load a tile of a matrix [height, width] that has no descriptor, with zeros beyond its columns."""
+    # Rows beyond the last load the last row; their results are never stored.
     row = tl.minimum(first_row + tl.arange(0, ROWS), height - 1).to(tl.int64)
     column = first_column + tl.arange(0, COLUMNS)
     return tl.load(
@@ -42,7 +42,7 @@ def load_tile(
     )
 
 
-# Triton would compile another kernel for a value of 1 and for multiples of 16.
+# Otherwise Triton would compile further kernels, for one row and for multiples of 16 rows.
 @triton.jit(do_not_specialize=["rows"])
 def prefill_product_kernel(
     x,
@@ -60,10 +60,10 @@ def prefill_product_kernel(
     DESCRIBED: tl.constexpr,
     OUT_DESCRIBED: tl.constexpr,
 ):
-    """out = x @ weight.T; DESCRIBED: x and weight are descriptors of tiles, OUT_DESCRIBED: out is one."""
+    """Write x @ weight.T to out; DESCRIBED: x and weight are descriptors, OUT_DESCRIBED: out is one."""
     row_tiles = tl.cdiv(rows, BM)
     column_tiles = tl.cdiv(n, BN)
-    # Flattened into one loop, so that the pipeline does not run empty between two tiles.
+    # One flattened loop: the pipeline does not run empty between two tiles.
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
         first_row = row_tile * BM
@@ -89,19 +89,21 @@ def prefill_product_kernel(
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Rows, weight rows and columns of a tile, its warps and the stages of its pipeline. None of them decides
-    a bit."""
+    """Rows, weight rows and columns of a tile, its warps and its pipeline stages.
+
+    None of them changes a bit of the result.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    # Time of this tile over that of the widest, for as many sums: measured on an H200.
+    # Time per sum relative to the widest tile's, measured on an H200.
     cost: float
 
     def shared_bytes(self, out_bytes: int) -> int:
-        """What a program may need: its stages, and the tile of sums on its way out."""
+        """Return the bytes that a program may need: for its stages, and for the sums before their store."""
         stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * 2
         return stages + self.block_m * self.block_n * out_bytes
 
@@ -115,7 +117,7 @@ TILES = (
 
 
 def choose_tile(device: Device, rows: int, n: int, out_bytes: int) -> PrefillTile:
-    """The tile whose last round of programs wastes least, of those that fit in the device's memory."""
+    """Return the tile of the least estimated time, of those that fit in the device's shared memory."""
 
     def time(tile: PrefillTile) -> float:
         tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n)
@@ -127,7 +129,7 @@ def choose_tile(device: Device, rows: int, n: int, out_bytes: int) -> PrefillTil
 
 
 def launch_prefill(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """x @ weight.T in `out_dtype` for bfloat16 x [M, K] and weight [N, K]."""
+    """Return x @ weight.T in `out_dtype` for bfloat16 x [M, K] and weight [N, K]."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     if rows == 0 or n == 0:
@@ -144,7 +146,7 @@ def launch_prefill(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
         rows,
         n,
         k,
-        # One row may have any stride; another value would compile another kernel.
+        # A single row may have any stride, and other values would compile another kernel.
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         BM=tile.block_m,

@@ -1,7 +1,7 @@
-"""How an operator reaches torch: all of it follows from one annotated specification.
+"""Registers operators with torch, each from one annotated specification.
 
-`torch.library.Library.define/impl` is used rather than `custom_op` because a call costs 3 us instead of 11
-(20 inside a compiled graph), and rather than `triton_op` because an opaque operator also compiles on a CPU.
+Registration goes through `torch.library.Library.define/impl`. With `custom_op` a call would cost 11 us (20
+inside a compiled graph) instead of 3. With `triton_op` an operator is not opaque and cannot compile on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 # Registration is process-wide in torch, so the choice of implementation is too.
 _ON_REFERENCE: set[str] = set()
 _OPERATORS: dict[str, Operator[..., Any]] = {}
-# Of operators that are no specification with a kernel: an exchange between ranks.
+# Overloads that `operator` did not make: those of the communicator.
 _OTHER_OVERLOADS: list[Any] = []
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,12 +31,14 @@ R = TypeVar("R")
 class Launch:
     """A kernel that an operator launches with `launch_pdl`, so that it may start while the one before runs.
 
-    Each of its programs executes `gdc_wait()` on every path, because the end of a kernel stands for the end
-    of all before it. Only after that does it touch what another kernel writes or reads, except for the
-    operator's arguments `reads_early` and `stores_early`: those must be older than the last fence before it.
-    A fence is a kernel that is launched plainly, or `is_fence`: it waits before it executes
-    `gdc_launch_dependents()`. What is launched after a fence starts once everything before the fence (not
-    the fence itself) is complete. tests/step/test_fences.py compares this with the kernel's source, and
+    Each of its programs executes `gdc_wait()` on every path: kernels take the end of one kernel for the end
+    of all earlier ones. Before the wait, a program touches nothing that another kernel writes or reads,
+    except the operator's arguments `reads_early` and `stores_early`: their writers and readers must precede
+    the last fence before this kernel.
+
+    A fence is a kernel that is launched without `launch_pdl`, or one with `is_fence`, which waits before it
+    executes `gdc_launch_dependents()`. A kernel after a fence starts only when everything before the fence
+    (not the fence itself) is complete. tests/step/test_fences.py compares this with the kernel's source, and
     checks the order of a whole step.
     """
 
@@ -47,11 +49,11 @@ class Launch:
 
 
 class Operator(Generic[P, R]):
-    """What `operator` makes: a function, with these attributes.
+    """What `operator` makes: a function with these attributes.
 
-    reference: the specification. launch: the kernel, called directly, whatever the device. launches: what it
-    launches with `launch_pdl`; empty where all its launches are plain. resident_launches: the same where its
-    argument `resident` is true and it has at most NARROW_ROWS rows.
+    reference: the specification. launch: calls the kernel directly, on any device. launches: the kernels
+    launched with `launch_pdl`; empty if there are none. resident_launches: those of a call with `resident`
+    true and at most NARROW_ROWS rows.
     """
 
     reference: Callable[P, R]
@@ -73,16 +75,17 @@ def operator(
     fake: Callable[..., Any] | None = None,
     has_cpu_route: bool = False,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Register an annotated specification as `compiled_mtp::<name>`; models call what this returns.
+    """Register an annotated specification as `compiled_mtp::<name>`; models call the function returned.
 
-    It stands in `ops/<folder>/reference.py`. On CUDA the folder's kernel.py runs, imported on first use:
-    `launch(args)`, or `launch_<name>(args)` where the operator is not called as its folder, with a NamedTuple
-    of the arguments. On a CPU it is the specification itself or, with `has_cpu_route`, the function of the
-    same name in cpu.py, reached past torch's dispatcher unless something traces or watches. All mutate only
-    what `mutates` names and return fresh tensors. Each call is checked
-    against the annotations (ops/signature.py), and by `check`, which raises ValueError for what is no shape,
-    dtype or layout. `fake` allocates results whose shape or dtype depends on a value. Both name, as their
-    parameters, the arguments and dimensions that they need.
+    The specification is a function of `ops/<folder>/reference.py`. On CUDA the folder's kernel.py runs,
+    imported at first use: `launch(args)` if the operator has the folder's name, else `launch_<name>(args)`,
+    with a NamedTuple of the arguments. On a CPU the specification itself runs or, with `has_cpu_route`, the
+    function of the same name in cpu.py; outside tracing and dispatch modes the call bypasses torch's
+    dispatcher. Implementations mutate only the arguments in `mutates` and return fresh tensors.
+
+    Each call is checked against the annotations (ops/signature.py) and by `check`, which raises ValueError
+    for any rule other than shape, dtype and layout. `fake` allocates results whose shape or dtype depends on
+    a value. The parameters of `check` and `fake` name the arguments and dimensions that they need.
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
@@ -93,7 +96,7 @@ def operator(
 
         @functools.cache
         def kernel() -> Callable[..., Any]:
-            # Without a GPU nothing needs Triton.
+            # Imported here: without a GPU, Triton need not be installed.
             entry = "launch" if is_own_folder else f"launch_{name}"
             return cast(Callable[..., Any], getattr(importlib.import_module(f"{package}.kernel"), entry))
 
@@ -130,24 +133,24 @@ def operator(
 
 
 def operators() -> dict[str, Operator[..., Any]]:
-    """Every operator registered so far, by name."""
+    """Return every operator registered so far, by name."""
     return dict(_OPERATORS)
 
 
 def overloads() -> tuple[Any, ...]:
-    """Every operator registered so far, and those of `add_overload`, as torch calls them."""
+    """Return torch's overloads of every operator registered so far, and those given to `add_overload`."""
     return (*(made.overload for made in _OPERATORS.values()), *_OTHER_OVERLOADS)
 
 
 def add_overload(overload: Any) -> None:
-    """Let compilers call `overload`, which is not made by `operator`, as they call those that are."""
+    """Add an overload that `operator` did not make, for compilers to call like the others."""
     _OTHER_OVERLOADS.append(overload)
 
 
 def use_reference(names: Iterable[str]) -> None:
-    """Put the named operators back on their reference on CUDA too, to bisect numerics without editing.
+    """Run the named operators, and no others, by their reference on CUDA, to bisect numerics without editing.
 
-    Raises ValueError for a name that no operator has.
+    Raises ValueError for an unknown name.
     """
     chosen = set(names)
     unknown = sorted(chosen - _OPERATORS.keys())

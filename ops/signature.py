@@ -1,12 +1,12 @@
-"""What a specification's annotations say, and the functions made of them once: checks, fake, binding.
+"""Reads a specification's annotations, and generates the functions that check, fake and bind its arguments.
 
-`q: Annotated[Tensor, "rows Hk Dk", F32]` is a tensor of three dimensions. A name stands for the size at which
-it is first met and must agree afterwards, as must a number and an expression without blanks ("Hv*Dv", of
-dimensions and of the operator's numbers); "slots|0" is one or the other, "_" any size, and "..." in front
-stands for any further dimensions. Without a shape the rank is free. Further notes, in any order: a dtype or a
-tuple of them, `Like("q")` for the dtype of another argument, CONTIGUOUS (else the last dimension has stride 1
-and the others are free), and `Remedy(...)`, which ends the errors. A NamedTuple of such tensors is a record:
-one argument here, one a field in torch.
+`q: Annotated[Tensor, "rows Hk Dk", F32]` is a tensor of three dimensions. The first use of a name sets its
+size; every other dimension must equal its name, number or expression. An expression is written without blanks
+("Hv*Dv"), from dimensions and the operator's numbers. "slots|0" allows either size, "_" any size, and "..."
+in front any further dimensions. Without a shape the rank is free. Further notes, in any order: a dtype or a
+tuple of dtypes, `Like("q")` for the dtype of another argument, CONTIGUOUS (without it the last dimension has
+stride 1 and the others are free), and `Remedy(...)`, which ends the errors. A NamedTuple of such tensors is a
+record: one argument of the specification, and one argument per field in torch.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Hints = dict[str, Any]
 
 @dataclass(frozen=True)
 class Like:
-    """The dtype of another tensor argument."""
+    """A note that a tensor has the dtype of another argument."""
 
     argument: str
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about a tensor that does not fit."""
+    """A note of what to do about a tensor that does not fit."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor argument or result as torch sees it."""
+    """A tensor argument or result of torch's flat schema."""
 
     name: str
     dims: tuple[str, ...] | None
@@ -59,14 +59,14 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class Number:
-    """An argument that is no tensor, and its type in a schema."""
+    """An argument that is not a tensor, and its type in the schema."""
 
     name: str
     kind: str
 
 
 def read_hint(name: str, hint: Any) -> TensorArgument | Number:
-    """What one annotation says."""
+    """Return what one annotation says; raise TypeError for an annotation of another kind."""
     is_optional = get_origin(hint) in (Union, UnionType)
     if is_optional:
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
@@ -84,25 +84,25 @@ def read_hint(name: str, hint: Any) -> TensorArgument | Number:
 
 
 def is_record(hint: Any) -> bool:
-    """Whether an annotation is a NamedTuple."""
+    """Return whether an annotation is a NamedTuple."""
     return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
 
 
 def read_fields(record: Any) -> list[TensorArgument | Number]:
-    """The fields of a NamedTuple of tensors."""
+    """Return what the annotations of a NamedTuple's fields say."""
     hints = get_type_hints(record, include_extras=True)
     return [read_hint(name, hints[name]) for name in record._fields]
 
 
 def make_record(name: str, fields: list[str], defaults: list[Any]) -> Any:
-    """A NamedTuple of arguments."""
+    """Return a NamedTuple class for arguments."""
     return namedtuple(name, fields, defaults=defaults)
 
 
 class Signature:
-    """A specification's arguments and results, nested as it takes them and flat as torch does.
+    """A specification's arguments and results: with records, as it takes them, and flat, as torch does.
 
-    `bound` is the NamedTuple of its arguments that a kernel's `launch` takes.
+    `bound` is the NamedTuple class of the arguments that a kernel's `launch` takes.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -128,11 +128,11 @@ class Signature:
 
     @property
     def tensors(self) -> list[TensorArgument]:
-        """The arguments that are tensors, in the order of the schema."""
+        """Return the arguments that are tensors, in the order of the schema."""
         return [argument for argument in self.arguments if isinstance(argument, TensorArgument)]
 
     def schema(self, mutates: tuple[str, ...]) -> str:
-        """The text from which torch makes its schema; torch.library.infer_schema knows no annotations."""
+        """Return torch's text form of the schema: torch.library.infer_schema cannot read the annotations."""
         unknown = set(mutates) - {argument.name for argument in self.tensors}
         if unknown:
             raise TypeError(f"mutates must name tensors of {self.name}, got {sorted(unknown)}; correct it")
@@ -153,13 +153,13 @@ class Signature:
         check: Callable[..., None] | None,
         fake: Callable[..., Any] | None,
     ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """What users call, the fake, and what nests torch's flat arguments into `bound`.
+        """Return the function for users, the fake, and one that makes `bound` from torch's flat arguments.
 
-        A plain tensor on a CPU that nobody traces or watches needs nothing of torch's dispatcher, whose way
-        to Python takes 5 to 10 us a call: what `on_cpu` returns is then called as it is.
+        With a plain CPU tensor, outside tracing and dispatch modes, the first calls what `on_cpu` returns
+        directly: torch's dispatcher would add 5 to 10 us per call.
 
-        They are written out and compiled, as `dataclasses` does: a call is then as fast as checks by hand,
-        and has the specification's own signature.
+        The functions are generated as source and compiled, as `dataclasses` does: a call is as fast as
+        handwritten checks, and has the specification's own signature.
         """
         flat = ", ".join(argument.name for argument in self.arguments)
         given = ", ".join(
@@ -195,7 +195,7 @@ class Signature:
             **{f"{name}_type": record for name, record in self.records.items()},
             **dict(self.dtype_names()),
         }  # fmt: skip
-        # Closures and not globals: what a compiler guards and saves must not name a namespace of ours.
+        # The values are closure variables: with globals, a compiler would guard and save a namespace of ours.
         source = "\n".join([f"def make({', '.join(values)}):", *indented(lines)])
         code: CodeType = compile(source, f"<operator {self.name}>", "exec")
         namespace: dict[str, Any] = {"__name__": __name__}
@@ -204,13 +204,13 @@ class Signature:
         return made
 
     def dtype_names(self) -> Iterator[tuple[str, Any]]:
-        """The dtypes that the written functions name."""
+        """Yield the dtypes that the generated functions name."""
         for place, tensor in enumerate([*self.arguments, *self.results]):
             if isinstance(tensor, TensorArgument) and isinstance(tensor.dtypes, tuple):
                 yield f"dtypes_{place}", tensor.dtypes
 
     def check_lines(self, check: Callable[..., None] | None) -> list[str]:
-        """Statements that raise ValueError unless the flat arguments fit; they bind the dimensions' names."""
+        """Return statements that bind the dimensions' names and raise ValueError unless all arguments fit."""
         lines: list[str] = []
         sizes = [number.name for number in self.arguments if isinstance(number, Number)]
         waiting = {
@@ -219,7 +219,7 @@ class Signature:
             if isinstance(tensor, TensorArgument)
         }
         while waiting:
-            # An expression waits for its dimensions, wherever they stand.
+            # A tensor with expressions waits until their dimensions are bound, in any order of arguments.
             tensor = next((t for t in waiting if needed_sizes(t) <= {*sizes, *(t.dims or ())}), None)
             assert tensor is not None, f"{self.name}: expressions of unknown dimensions in {list(waiting)}"
             tests = tensor_tests(tensor, waiting.pop(tensor), sizes)
@@ -231,7 +231,7 @@ class Signature:
         return lines
 
     def fake_expression(self, fake: Callable[..., Any] | None) -> str:
-        """New memory of the results' shapes, in the names that `check_lines` has bound."""
+        """Return an expression that allocates the results, in terms of names that `check_lines` binds."""
         if fake is not None:
             return f"make_fake({', '.join(inspect.signature(fake).parameters)})"
         device = f"{self.tensors[0].name}.device"
@@ -246,18 +246,18 @@ class Signature:
 
 
 def needed_sizes(tensor: TensorArgument) -> set[str]:
-    """Names of dimensions that a tensor's expressions need."""
+    """Return the names of dimensions that a tensor's expressions need."""
     expressions = " ".join(dim for dim in tensor.dims or () if not dim.isidentifier())
     return set(re.findall(r"[A-Za-z_]\w*", expressions))
 
 
 def indented(lines: list[str]) -> list[str]:
-    """The lines, one level further in."""
+    """Return the lines indented by one level."""
     return [f"    {line}" for line in lines]
 
 
 def tensor_tests(tensor: TensorArgument, dtypes: str, sizes: list[str]) -> list[str]:
-    """Statements that check one tensor; names in `sizes` have a value, and new ones are added to it."""
+    """Return statements that check one tensor; `sizes` holds the bound names and gains those bound here."""
     name, lines = tensor.name, []
     if tensor.dims is not None:
         wrong = f"raise wrong_shape({name!r}, {name}, {tensor.dims!r}, locals(), {tensor.remedy!r})"
@@ -281,7 +281,7 @@ def tensor_tests(tensor: TensorArgument, dtypes: str, sizes: list[str]) -> list[
         lines.append(f"if {name}.dtype is not {other}: raise wrong_dtype({name!r}, {name}, ({other},))")
     elif tensor.dtypes is not None:
         lines.append(f"if {name}.dtype not in {dtypes}: raise wrong_dtype({name!r}, {name}, {dtypes})")
-    # The stride first: whether a tensor is contiguous would ask of an open size if it is 1.
+    # Test the stride first: `is_contiguous` would ask whether a size that a program leaves open is 1.
     is_row = f"{name}.stride(-1) == 1 or {name}.shape[-1] <= 1"
     fits = f"{name}.is_contiguous()" if tensor.is_contiguous else f"{is_row} or {name}.is_contiguous()"
     lines.append(f"if not ({fits}): raise wrong_layout({name!r}, {name}, {tensor.is_contiguous})")

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import check_pieces
+from compiled_mtp.ops.checks import check_prompt_chunks
 from compiled_mtp.ops.gdn_math import apply_record, check_gdn_heads, gated_norm
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
@@ -18,7 +18,7 @@ _PIECES = Remedy("pass one a piece")
 
 def _pieces_fit(Hk: int, Hv: int, P: int, gate_activation: str) -> None:
     check_gdn_heads(Hk, Hv, gate_activation)
-    check_pieces(P)
+    check_prompt_chunks(P)
 
 
 @operator(mutates=("state",), check=_pieces_fit, has_cpu_route=True)

@@ -1,4 +1,4 @@
-"""x @ weight.T with rows whose bits do not depend on how many rows stand beside them."""
+"""x @ weight.T; the bits of a row do not depend on the number of rows."""
 
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear.config import count_partials

@@ -1,4 +1,4 @@
-"""`linear` on a CPU: a bfloat16 result of bfloat16 rows in bfloat16, all else in float32."""
+"""`linear` on a CPU: bfloat16 rows with a bfloat16 result are multiplied in bfloat16, all else in float32."""
 
 from __future__ import annotations
 

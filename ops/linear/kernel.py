@@ -1,7 +1,7 @@
 """x @ weight.T for few rows: the weight is read once, at the speed of memory.
 
-A row's bits depend on the parts that K is cut into and on the order in which they are added, and both are
-fixed by the whole weight's shape (config.py).
+A row's bits depend on the K splits and on the order in which they are added; the whole weight's shape fixes
+both (config.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def persistent_counters(device: torch.device) -> torch.Tensor:
 
 
 def tile_counters(device: torch.device) -> torch.Tensor:
-    """Arrival counters, zero between launches. Launches that share them must be on one stream.
+    """Return arrival counters, zero between launches; launches that share them must be on one stream.
 
-    While a graph is being captured the zeroing of new memory is only recorded, so what is first made there is
-    used there alone.
+    Graph capture only records the zeroing of new memory: counters made during a capture are not shared.
     """
     made = persistent_counters.cache_info().currsize > 0
     if not made and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -44,12 +43,12 @@ def tile_counters(device: torch.device) -> torch.Tensor:
 
 
 def prefetch_partials(config: LinearConfig) -> int:
-    """Pieces of a weight row sent to L2, one a thread."""
+    """Return into how many parts, one per thread, the prefetched bytes of a weight row are divided."""
     return max(1, config.num_warps * 32 // config.block_n)
 
 
-def prefetch_piece(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
-    """Bytes of a piece: a multiple of 16, and all pieces within the shortest program's columns."""
+def prefetch_part_bytes(config: LinearConfig, k: int, weight: torch.Tensor) -> int:
+    """Return the bytes of a prefetched part: a multiple of 16; all parts lie in every program's columns."""
     item = weight.element_size()
     if weight.stride(0) * item % 16:
         return 0
@@ -75,10 +74,10 @@ def prompt_product(
     out_float32: bool,
     whole: tuple[int, int],
 ) -> torch.Tensor:
-    """The product of a prompt's rows, in their own order of the columns."""
+    """Return the product of a prompt's rows, which may add columns in another order than decode."""
     if weight.dtype == torch.bfloat16:
         return launch_prefill(x, weight, torch.float32 if out_float32 else x.dtype)
-    # Float32 is not made for speed: a prompt takes the products of decode.
+    # Float32 needs no speed: a prompt uses the products of decode.
     config = choose(x, weight, whole, weight.dtype != torch.float32)
     return launch_config(config, x, weight, weight_scale, out_float32)
 
@@ -114,8 +113,10 @@ def launch_product(
     keep_partials: bool = False,
     resident: bool = False,
 ) -> torch.Tensor:
-    """Launch the fastest kernel that can make the product; all give the same bits: `launch_resident` if
-    `resident` allows it, the copy engine's for many rows, else `launch_config`."""
+    """Launch the fastest kernel that can compute the product; all give the same bits.
+
+    The choices are `launch_resident` if `resident`, `launch_large_m` for many rows, else `launch_config`.
+    """
     device, dtype = device_of(x.device.index), torch.float32 if out_float32 else x.dtype
     if resident and (own_tile := find_resident(device, x, weight, config, gated, keep_partials)):
         return launch_resident(own_tile, config, x, weight, dtype, gated, keep_partials)
@@ -134,7 +135,7 @@ def launch_config(
     gated: bool = False,
     keep_partials: bool = False,
 ) -> torch.Tensor:
-    """The product by `linear_kernel` with a configuration given, as the tuner does."""
+    """Launch `linear_kernel` with a given configuration; the tuner calls this directly."""
     (rows, k), n = x.shape, weight.shape[0]
     shape = (rows, n // 2 if gated else n)
     if keep_partials:
@@ -152,7 +153,7 @@ def launch_config(
         partials = torch.empty(split * tiles * tile_size, dtype=torch.float32, device=x.device)
         counters = tile_counters(x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
-    piece = prefetch_piece(config, k, weight)
+    part_bytes = prefetch_part_bytes(config, k, weight)
     linear_kernel[(tiles, split)](
         x,
         weight,
@@ -163,12 +164,12 @@ def launch_config(
         rows,
         n,
         k,
-        # One row may have any stride; another value would compile another kernel.
+        # A single row may have any stride, and other values would compile another kernel.
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         0 if weight_scale is None else weight_scale.stride(0),
         part_length,
-        piece,
+        part_bytes,
         BM=config.block_m,
         BN=config.block_n,
         BK=config.block_k,
@@ -178,7 +179,7 @@ def launch_config(
         FP8=weight_scale is not None,
         SPLIT=1 if keep_partials else split,
         PDL=has_pdl,
-        PREFETCH_PARTS=prefetch_partials(config) if piece and not config.is_one_step(k) else 0,
+        PREFETCH_PARTS=prefetch_partials(config) if part_bytes and not config.is_one_step(k) else 0,
         GATED=gated,
         KEEP_PARTS=keep_partials,
         ONE_STEP=config.is_one_step(k),

@@ -1,7 +1,7 @@
-"""Which tile a product of many rows has where the copy engine brings the weight, and where it does.
+"""Chooses the tile of a large-M product, and which products `large_m_kernel` computes.
 
-A measured table (large_m.json) and a rule for the rest. Neither decides a bit: the parts of K are those of
-config.py, and both kernels add each up in one order (tests/gpu/test_linear.py compares them).
+The tile is that of a measured table (large_m.json), else a rule's. Neither changes a bit: the K splits are
+those of config.py, and both kernels sum each split in one order (tests/gpu/test_linear.py compares them).
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
 from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig
 
 LARGE_M_TABLE = Path(__file__).with_name("large_m.json")
-# The generation on which rows of both kernels were compared.
+# The architecture on which the bits of both kernels were compared.
 ARCH = "sm_90"
 MIN_ROWS = 17
-# Of a thread, where one sum grows alone, where one waits for it, and where more do; what else a tile needs
-# takes the rest, and a tree's more.
+# The most registers of a thread for sums, if no sum, one or more sums wait in the tree while one grows. The
+# rest of the tile needs the others, and a tree needs more of them.
 MOST_SUM_REGISTERS = (190, 160, 150)
 OTHER_REGISTERS = 40
 PREFETCH_BYTES = 512
-# Weight rows, or pairs, of the second piece. Of 8 rows Triton makes a product of another class: 8 are pairs.
+# Weight rows, or pairs if gated, of a tile's second part. 8 is for pairs only: Triton compiles 8 rows to a
+# product of another kind.
 RESTS = (0, 8, 16, 32, 64)
 LEAST_REST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class LargeMTile:
-    """Rows of a tile, its weight rows in two pieces (pairs of rows where gated; the second may be 0), columns
-    of a step, warps, stages of the pipeline, bytes of a weight row sent to L2 before the previous kernel has
-    finished, whether other warps fetch (of four warps only), and whether each chain has a loop of its own, in
-    which products overlap, and a pipeline that fills anew."""
+    """A tile of a large-M product.
+
+    block_m: rows. block_n, rest_n: weight rows, or pairs if gated, of the tile's two parts; rest_n may be 0.
+    block_k: columns of a step. num_stages: stages of the pipeline. prefetch_bytes: bytes of each weight row
+    sent to L2 before the previous kernel ends. specialized: other warps load the tiles (with four warps
+    only). apart: each chain has its own loop; products overlap in it, but its pipeline fills anew.
+    """
 
     block_m: int
     block_n: int
@@ -54,9 +58,11 @@ class LargeMTile:
 
 @dataclass(frozen=True)
 class LargeMProduct:
-    """A product as one device has it: N and K of its piece of the weight, in how many programs K is cut and
-    how many chains each of them sums, whether the halves of N are gate and up, and whether a norm adds the
-    parts up."""
+    """A product as one device computes it.
+
+    n, k: N and K of its weight shard. split: how many programs share K. chains: how many chains each of them
+    sums. gated: the halves of N are gate and up. keep_partials: a norm adds the partials.
+    """
 
     n: int
     k: int
@@ -67,44 +73,45 @@ class LargeMProduct:
 
     @property
     def width(self) -> int:
-        """Columns of the result."""
+        """Return the columns of the result."""
         return self.n // 2 if self.gated else self.n
 
     @property
     def is_even(self) -> bool:
-        """Whether chains are whole steps, and programs need not wait for one another."""
+        """Return whether chains are whole steps, and no program waits for another's partials."""
         is_whole = self.k % (self.split * self.chains * K_SPLIT_UNIT) == 0
         return is_whole and (self.keep_partials or self.split == 1)
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """Return its name in the table."""
         kind = "gated" if self.gated else f"parts{self.split}" if self.keep_partials else "product"
         return f"{self.n}x{self.k} {kind}"
 
 
 def row_class(rows: int) -> int:
-    """The most rows of those that share a tile: 64, 128, or 256, which stands for any more."""
+    """Return the row class that chooses the tile: 64, 128, or 256 for all above."""
     return 64 if rows <= 64 else 128 if rows <= 128 else 256
 
 
 @functools.cache
 def read_large_m_table() -> dict[str, dict[str, list[Any] | None]]:
-    """Name of a product -> row class -> the fields of LargeMTile in order, as measured, or None where
-    `linear_kernel` was faster."""
+    """Return product name -> row class -> measured LargeMTile fields; None if `linear_kernel` is faster."""
     table: dict[str, dict[str, list[Any] | None]] = json.loads(LARGE_M_TABLE.read_text())
     return table
 
 
 def ranked_tiles(product: LargeMProduct, rows: int, shared_bytes: int) -> list[tuple[float, LargeMTile]]:
-    """Tiles that fit, those that waste least first: of the last round of programs, and of reading the rows
-    for each of them again. With the cost of each, where reading the weight once costs 1."""
+    """Return (cost, tile) of the tiles that fit, cheapest first; 1 is the cost of reading the weight once.
+
+    The cost counts idle processors in the last round of programs, and each program's loads of the rows.
+    """
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
     pieces = 2 if product.gated else 1
     ranked: list[tuple[float, LargeMTile]] = []
     for warps, places, first, rest in itertools.product((4, 8), (1, 2), (32, 64, 128, 256), RESTS):
         columns = (first + rest) * pieces
-        # The sum that grows and those that wait for their neighbours.
+        # One sum grows, the others wait for the right half of their node in the tree.
         levels = product.chains.bit_length()
         sums = block_m * columns // (32 * warps) * levels
         most = min(MOST_SUM_REGISTERS[min(levels, 3) - 1], 65536 // (32 * warps * places) - OTHER_REGISTERS)
@@ -121,7 +128,7 @@ def ranked_tiles(product: LargeMProduct, rows: int, shared_bytes: int) -> list[t
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(product: LargeMProduct, rows: int, shared_bytes: int) -> LargeMTile | None:
-    """The tile of a row class, None where `linear_kernel` is faster or no tile fits."""
+    """Return the tile of a row class, None if `linear_kernel` is faster or no tile fits."""
     measured = read_large_m_table().get(product.name, {})
     if str(rows) in measured:
         fields = measured[str(rows)]
@@ -138,11 +145,11 @@ def find_large_m(
     gated: bool = False,
     keep_partials: bool = False,
 ) -> tuple[LargeMTile, LargeMProduct] | None:
-    """The tile of the product of more than 16 bfloat16 rows, or None where `linear_kernel` has to do it.
+    """Return tile and product of at least MIN_ROWS bfloat16 rows, or None if `linear_kernel` must compute it.
 
-    That is with weights or rows of another dtype, on a GPU without the copy engine and in the interpreter,
-    with rows of either that do not lie at multiples of 16 bytes, and where the chains of K are not whole
-    steps or are added up by programs that wait for one another.
+    `linear_kernel` computes it with another dtype, on a GPU other than `ARCH` and in the interpreter, if rows
+    of x or weight do not begin at multiples of 16 bytes, if chains are not whole steps, and if programs wait
+    for one another's partials.
     """
     rows, (n, k) = x.shape[0], weight.shape
     if rows < MIN_ROWS or n == 0 or not device.has_copy_engine or device.arch != ARCH:

@@ -1,8 +1,8 @@
-"""The product of many rows on Hopper: the copy engine brings weights and rows while the tensor cores work.
+"""The large-M product on Hopper: the copy engine loads weights and rows while the tensor cores work.
 
-A tile has B1 + B2 weight rows, two powers of two, so that all programs of a weight have their place at once:
-with 128 weight rows to a tile 27B's gate|up is 272 tiles where 264 have a place, and the last 8 cost a round
-of their own. The order of K is that of `linear_kernel`, and so are the bits.
+A tile has B1 + B2 weight rows, two powers of two, so that all programs of a weight can run at the same time.
+With 128 weight rows per tile, 27B's gate|up would have 272 tiles: 264 run at once, and the last 8 would take
+as long again. The order of sums over K, and so the bits, are those of `linear_kernel`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ OPTIONS = {"enable_fp_fusion": True}
 
 @triton.jit
 def zero_sums(BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, PIECES: tl.constexpr):
-    """Of the first B1 weight rows and then of the other B2; of gated products (two PIECES) of so many of the
-    gate, and behind them of their partners."""
+    """Return zero sums of a tile's B1 and B2 weight rows.
+
+    Gated products have two PIECES: B1 or B2 rows of gate, followed by the same number of rows of up.
+    """
     sums = (tl.zeros((BM, PIECES * B1), tl.float32),)
     if B2 > 0:
         sums += (tl.zeros((BM, PIECES * B2), tl.float32),)
@@ -39,7 +41,7 @@ def add_sums(left, right, COUNT: tl.constexpr):
 
 @triton.jit
 def close_chain(sums, one, two, four, chain, COUNT: tl.constexpr, CHAINS: tl.constexpr):
-    """The largest finished node of the tree of chains, and the left halves that wait."""
+    """Return the largest finished node of the tree of chains, and the left halves that wait."""
     if chain & 1 == 0:
         one = sums
     else:
@@ -59,8 +61,11 @@ def close_chain(sums, one, two, four, chain, COUNT: tl.constexpr, CHAINS: tl.con
 
 @triton.jit
 def load_weights(tiles, first, at, ROWS: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr):
-    """[ROWS, BK] from row `first` on, or gated [2 * ROWS, BK]: one product reads x's tile from shared memory
-    once, two would read it twice."""
+    """Load [ROWS, BK] from row `first` on, or gated [2 * ROWS, BK].
+
+    Gate and up share a product, which reads x's tile from shared memory once; two products would read it
+    twice.
+    """
     if GATED:
         return tl.reshape(tiles.load([0, first, at]), (2 * ROWS, BK))
     else:
@@ -72,7 +77,7 @@ def add_columns(
     sums, x_tile, tiles, rest_tiles, first, at,
     B1: tl.constexpr, B2: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and the products of one step's columns."""
+    """Return `sums` plus the products of one step's columns."""
     result = (tl.dot(x_tile, load_weights(tiles, first, at, B1, BK, GATED).T, sums[0]),)
     if B2 > 0:
         rest = load_weights(rest_tiles, first + B1, at, B2, BK, GATED)
@@ -102,7 +107,7 @@ def store_tile(total, out, row, rows, column, width):
 
 @triton.jit
 def silu_times(total, BM: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
-    """silu(gate) * up [BM, ROWS] of rounded sums [BM, 2 * ROWS], as silu_mul does it."""
+    """Return silu(gate) * up [BM, ROWS] of sums [BM, 2 * ROWS], with the bits of silu_mul on rounded sums."""
     gate, up = tl.split(tl.permute(tl.reshape(total, (BM, 2, ROWS)), (0, 2, 1)))
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -116,9 +121,12 @@ def large_m_kernel(
     GATED: tl.constexpr, PREFETCH: tl.constexpr, SPECIALIZED: tl.constexpr, APART: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x_tiles: a descriptor of tiles [BM, BK]; weight_tiles and rest_tiles: of the weight's tiles [B1, BK]
-    and [B2, BK], or of a gated one's halves [2, B1, BK] and [2, B2, BK]."""
-    # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
+    """Compute one tile for the K splits of one program.
+
+    x_tiles: a descriptor of x's tiles [BM, BK]. weight_tiles, rest_tiles: descriptors of the weight's tiles
+    [B1, BK] and [B2, BK], or [2, B1, BK] and [2, B2, BK] of a gated weight's halves.
+    """
+    # Neighbouring programs share a weight tile, so that all except the first find it in L2.
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0)
     first_row = tile % row_tiles * BM
@@ -136,10 +144,10 @@ def large_m_kernel(
             if GATED:
                 prefetch_rows(weight + first_k, half + own, weight_stride, PREFETCH, B1)
         gdc_wait()
-        # The next kernel may come only now: measured, two kernels that wait crowd a third.
+        # Let the next kernel start only after the wait: measured, two waiting kernels slow down a third.
         gdc_launch_dependents()
     sums = zero_sums(BM, B1, B2, PIECES)
-    # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four chains.
+    # Sums of one, two and four chains that wait for the right half of their node in the tree.
     one = sums
     two = sums
     four = sums
@@ -185,9 +193,9 @@ def large_m_kernel(
 def launch_large_m(
     tile: LargeMTile, product: LargeMProduct, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """x @ weight.T of bfloat16 matrices that have descriptors, and K as `product` cuts it.
+    """Compute x @ weight.T of bfloat16 matrices that have descriptors, with the K splits of `product`.
 
-    Returns [M, N], gated silu(gate) * up [M, N / 2], or of a product before a norm its parts [split, M, N].
+    Returns [M, N]; gated, silu(gate) * up [M, N / 2]; before a norm, partials [split, M, N].
     """
     (rows, k), n = x.shape, weight.shape[0]
     width = product.width

@@ -1,4 +1,4 @@
-"""The product's device code: one tile of rows and weight rows, over one part of K."""
+"""The product's device code: one tile of rows and weight rows, over the K splits of one program."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def e4m3_to_bf16(weight):
-    """The bfloat16 values of e4m3 bytes, exact for all that are finite.
+    """Return the bfloat16 values of e4m3 bytes, exact for all finite numbers.
 
-    An e4m3 number shifted into bfloat16's fields is the number times 2^-120, be it subnormal or not. The
-    conversion instructions take one element at a quarter of the speed, which would bound the whole product.
+    An e4m3 number shifted into bfloat16's fields is the number times 2^-120, also if subnormal. The
+    conversion instructions run at a quarter of this speed, and would bound the speed of the whole product.
     """
     return tl.inline_asm_elementwise(
         """
@@ -42,7 +42,7 @@ def e4m3_to_bf16(weight):
 
 @triton.jit
 def opaque(tile, PACK: tl.constexpr):
-    """`tile`, PACK elements of 4 bytes, which the compiler takes for something it knows nothing of."""
+    """Return `tile` as values that the compiler cannot trace; PACK elements have 4 bytes."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACK
     )
@@ -50,7 +50,7 @@ def opaque(tile, PACK: tl.constexpr):
 
 @triton.jit
 def multiply_add(x_tile, weight_tile, scale, total, FP8: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """total + x_tile @ weight_tile.T; FP8 weights times `scale`, one number or one a column [1, BN]."""
+    """Return total + x_tile @ weight_tile.T; with FP8 weights times `scale`, a number or [1, BN]."""
     if FP8:
         if ON_DEVICE and x_tile.dtype == tl.bfloat16:
             values = e4m3_to_bf16(weight_tile)
@@ -76,7 +76,7 @@ def add_step(
     FP8: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    """total + x_tile @ weight_tile.T, `offset` columns further, where `k_left` columns are inside."""
+    """Return total + x_tile @ weight_tile.T at column `offset`, from where on `k_left` columns are inside."""
     if EVEN_K:
         x_tile = tl.load(x_at + offset, mask=row_inside, other=0.0)
         weight_tile = tl.load(weight_at + offset)
@@ -87,7 +87,8 @@ def add_step(
     scale = 1.0
     if FP8:
         if not EVEN_K:
-            # Beyond K lies another row's scale or none, and even times zero NaN is NaN: the row's last one.
+            # Beyond K, load the row's last scale: memory there may hold NaN, and a product of zero and NaN is
+            # NaN.
             scale_at -= tl.where(k_left > 0, 0, -k_left // 128 + 1)
         scale = tl.load(scale_at)
     return multiply_add(x_tile, weight_tile, scale, total, FP8, ON_DEVICE)
@@ -103,12 +104,12 @@ def add_chains(
     FP8: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    """The products of `count` neighbouring chains, each summed from zero, added as a tree."""
+    """Return the products of `count` neighbouring chains, each summed from zero, added as a tree."""
     if count == 1:
         x_tile = inputs[first]
         sums = tl.zeros((x_tile.shape[0], weights[first].shape[0]), tl.float32)
         if ON_DEVICE:
-            # A visible zero would let the compiler put another sum in its place: one long sum, other bits.
+            # If it saw the zero, the compiler could start from another chain's sum: other bits.
             sums = opaque(sums, 1)
         scale = 1.0
         if FP8:
@@ -122,7 +123,7 @@ def add_chains(
 
 @triton.jit
 def load_tree(at, part_stride, inside, count: tl.constexpr):
-    """The sum of `count` neighbouring parts, added as a tree."""
+    """Load `count` neighbouring partials and add them as a tree."""
     if count == 1:
         return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     else:
@@ -135,8 +136,10 @@ def load_tree(at, part_stride, inside, count: tl.constexpr):
 def store_tile(
     total, out, row, row_inside, first_column, n, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr
 ):
-    """Round and store a tile of sums; GATED: silu(gate) * up of neighbouring columns, rounded as silu_mul
-    does it on the rounded sums."""
+    """Round and store a tile of sums.
+
+    GATED: store silu(gate) * up of neighbouring columns, with the bits of silu_mul on the rounded sums.
+    """
     if GATED:
         gate, up = tl.split(tl.reshape(total.to(out.dtype.element_ty).to(tl.float32), (BM, BN // 2, 2)))
         total = gate / (1.0 + tl.exp(-gate)) * up
@@ -149,7 +152,7 @@ def store_tile(
     tl.store(at, total.to(out.dtype.element_ty), mask=row_inside & (column < width)[None, :])
 
 
-# Triton would compile other kernels for a value of 1 and for multiples of 16.
+# Otherwise Triton would compile further kernels, for values of 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["rows", "scale_stride", "prefetch_bytes"])
 def linear_kernel(
     x,
@@ -181,31 +184,31 @@ def linear_kernel(
     ONE_STEP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
+    # Neighbouring programs share a weight tile, so that all except the first find it in L2.
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0)
     row = (tile % row_tiles) * BM + tl.arange(0, BM)
     first_column = (tile // row_tiles) * BN
     column = first_column + tl.arange(0, BN)
     if GATED:
-        # By turns a weight row of the gate and its partner, so that a thread of the product holds both.
+        # Alternate weight rows of gate and up, so that a thread of the product holds both.
         column = tl.minimum(first_column // 2 + tl.arange(0, BN) // 2, n // 2 - 1) + n // 2 * (
             tl.arange(0, BN) % 2
         )
     partial = tl.program_id(1)
     first_k = partial * (part_length * CHAINS)
     in_k = tl.arange(0, BK)
-    # Weight rows beyond N are read as the last one and never stored.
+    # Weight rows beyond N load the last row; their sums are never stored.
     weight_rows = weight + tl.minimum(column, n - 1).to(tl.int64) * weight_stride + first_k
-    # The weight does not depend on the kernel before, so it travels while that one finishes: all of it into
-    # registers where a program's share is small, else the first columns to L2.
+    # The weight does not depend on the kernel before: load it while that kernel finishes. If a program's
+    # weights are few (ONE_STEP), load all into registers, else prefetch the first columns to L2.
     if ONE_STEP:
         weights = ()
         for chain in tl.static_range(CHAINS):
             weights += (tl.load(weight_rows[:, None] + (chain * BK + in_k)[None, :]),)
         if ON_DEVICE:
-            # No load sinks below a barrier and nothing made of what is opaque rises above: all loads are on
-            # their way at once.
+            # The compiler cannot move a load below the barrier, nor a use of opaque values above it: all
+            # loads are in flight at once.
             tl.debug_barrier()
             arrived = ()
             for chain in tl.static_range(CHAINS):
@@ -224,13 +227,13 @@ def linear_kernel(
                 pack=1,
             )
         gdc_wait()
-        # The next kernel may come only now: measured, two kernels that wait crowd a third.
+        # Let the next kernel start only after the wait: measured, two waiting kernels slow down a third.
         gdc_launch_dependents()
 
     row_inside = (row < rows)[:, None]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + (first_k + in_k)[None, :]
     weight_at = weight_rows[:, None] + in_k[None, :]
-    # A tile lies within one row of scales, a step within one block of 128 columns.
+    # A tile has one row of scales (gated tiles: one row per column), a step lies in one block of 128 columns.
     if FP8 and GATED:
         scale_at = weight_scale + (column // 128 * scale_stride)[None, :] + first_k // 128
     elif FP8:
@@ -244,13 +247,13 @@ def linear_kernel(
             inputs += (tl.load(x_at + chain * BK, mask=row_inside, other=0.0),)
         total = add_chains(inputs, weights, scale_at, 0, CHAINS, FP8, ON_DEVICE)
     elif SEQUENTIAL:
-        # The left halves of the tree's nodes whose right halves are yet to come: of one, two and four chains.
+        # Sums of one, two and four chains that wait for the right half of their node in the tree.
         one = total
         two = total
         four = total
         chain = 0
         chain_left = part_length
-        # One loop over all chains: a loop for each would empty its pipeline between them.
+        # One loop over all chains: with a loop per chain, the pipeline would run empty between them.
         for at in range(0, part_length * CHAINS, BK):
             scale = scale_at + at // 128
             left = k - first_k - at
@@ -324,11 +327,11 @@ def linear_kernel(
         part_stride = tl.num_programs(0).to(tl.int64) * (BM * BN)
         first_partial = partials + tile.to(tl.int64) * (BM * BN) + in_tile
         tl.store(first_partial + partial * part_stride, total, mask=row_inside)
-        # All threads' parts must be written before one of them announces it.
+        # All threads must have written their sums before one of them announces the partial.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = load_tree(first_partial, part_stride, row_inside, SPLIT)
             store_tile(total, out, row, row_inside, first_column, n, BM, BN, GATED)
-            # Zero for the next launch, which may be a replay of the same graph.
+            # Reset for the next launch, which may be a replay of the same graph.
             tl.store(counters + tile, 0)

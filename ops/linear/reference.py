@@ -19,12 +19,12 @@ from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
 Rows = Annotated[Tensor, "M K", ACTIVATION, Remedy("pass rows as long as the weight's")]
 Weight = Annotated[Tensor, "N K", (*ACTIVATION, FP8), Remedy("pass rows as long as the weight's")]
 Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one scale per 128 x 128 block")]
-# The weight is written by no kernel. Fences, since they let the next kernel come only once they have waited:
-# measured, two such kernels that wait crowd a third, where they take what room there is.
+# No kernel writes the weight. The kernels are fences, because they let the next kernel start only after their
+# wait: measured, two waiting kernels of this size slow down a third.
 LAUNCHES = tuple(
     Launch(kernel, reads_early=("weight",), is_fence=True) for kernel in ("linear_kernel", "large_m_kernel")
 )
-# No fence: the next kernel's weights come while this one waits, and there is room for them.
+# No fence: the next kernel loads its weights while this one waits, and shared memory has room for both.
 RESIDENT_LAUNCHES = (Launch("resident_kernel", reads_early=("weight",)),)
 
 
@@ -45,7 +45,7 @@ def _weight_fits(
     n, k = whole_size(weight, whole_n, whole_k)
     k_splits = (count_k_splits if weight.is_cuda else count_cpu_k_splits)(k)
     if (N and n % N) or k % K or (k > K and K * k_splits % k):
-        rule = f"be multiples of the weight's {[N, K]} in whole shares of K"
+        rule = f"be multiples of the weight's {[N, K]} in whole K splits"
         raise fail("whole_n and whole_k", rule, [n, k], "pass the sizes of the weight that was cut, or 0")
 
 
@@ -73,16 +73,16 @@ def linear(
 ) -> Annotated[Tensor, "M N", ACTIVATION]:
     """x @ weight.T, accumulated in float32 and rounded once.
 
-    x: [M, K] float32 or bfloat16, rows at any stride. weight: [N, K] of the same dtype, or float8_e4m3fn with
+    x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] of the same dtype, or float8_e4m3fn with
     weight_scale [ceil(N/128), ceil(K/128)] float32, one factor per 128 x 128 block. Returns [M, N] of x's
-    dtype, or float32 when `out_float32`. whole_n, whole_k: N and K of the weight of which `weight` holds some
-    rows, 0 if it is whole: the parts of K, and so the bits, are the whole weight's.
+    dtype, or float32 if `out_float32`. whole_n, whole_k: N and K of the whole weight if `weight` is a shard
+    of its rows, else 0: the K splits, and so the bits, are the whole weight's.
 
-    The bits of a row depend on that row, the weight and `prefill` alone, for every M. prefill: the rows are a
-    prompt's, many at a time, for which a GPU has another order of the columns that is faster. resident: with
-    few rows, and where the weight `can_be_resident`, the kernel loads the weight into shared memory before
-    the previous kernel has ended and lets the next one do the same; it is no fence then (`Launch`), and what
-    the next one reads early must be older.
+    For every M, the bits of a row depend on that row, the weight and `prefill` alone. prefill: the rows are a
+    prompt's; a GPU adds their columns in another order, which is faster for many rows. resident: with few
+    rows, and a weight that `can_be_resident`, the kernel loads the weight into shared memory before the
+    previous kernel ends, and lets the next kernel do the same. It is then no fence (`Launch`): whatever the
+    next kernel reads early must be older.
     """
     values = weight.float() if weight_scale is None else dequantize(weight, weight_scale)
     return F.linear(x.float(), values).to(torch.float32 if out_float32 else x.dtype)
@@ -92,18 +92,18 @@ def _is_plain(x: Tensor, weight: Tensor, N: int, K: int) -> None:
     _weight_fits(x, weight, None, 0, 0, N, K)
 
 
-# x is older than the last fence, the product that this one runs beside.
+# x is older than the last fence, which is the product that runs at the same time.
 @operator(launches=(Launch("side_kernel", reads_early=("x", "weight")),), check=_is_plain, has_cpu_route=True)
 def linear_side(
     x: Rows, weight: Annotated[Tensor, "N K", Like("x"), Remedy("pass rows as long as x's")]
 ) -> Annotated[Tensor, "M N", Like("x")]:
-    """x @ weight.T of few weight rows, launched right behind another product of x, beside which it runs.
+    """x @ weight.T of few weight rows, launched directly after another product of x, to run during it.
 
-    x: [M, K] float32 or bfloat16, rows at any stride; made before the operator before this one, which must be
-    a fence (`Launch`), as every product is whose weight is not resident. weight: [N, K] of the same dtype.
-    Returns [M, N] of
-    it, accumulated in float32 and rounded once. The bits of a row depend on that row and on the weight alone,
-    for every M and for every piece of the weight's rows; on a GPU they are not those of `linear`.
+    x: [M, K] float32 or bfloat16, any row stride. It must be older than the operator directly before this
+    call, and that operator must be a fence (`Launch`), as every product without resident weights is. weight:
+    [N, K] of the same dtype. Returns [M, N] of that dtype, accumulated in float32 and rounded once. For every
+    M and every shard of the weight's rows, the bits of a row depend on that row and the weight alone; on a
+    GPU they are not those of `linear`.
     """
     return linear.reference(x, weight)
 
@@ -125,10 +125,10 @@ def linear_silu_mul(
     whole_k: int = 0,
     resident: bool = False,
 ) -> Annotated[Tensor, "M N//2", Like("x")]:
-    """silu(gate) * up with gate | up = linear(x, weight, weight_scale), to the bit, in one launch.
+    """silu(gate) * up with gate | up = linear(x, weight, weight_scale), with the same bits, in one launch.
 
-    Arguments as those of `linear`; weight [2 I, K] holds the gate's rows and then up's. Returns [M, I] of x's
-    dtype. The bits of a row depend on that row and on the weight alone.
+    Takes the arguments of `linear`; weight [2 I, K] holds the rows of gate, then those of up. Returns [M, I]
+    of x's dtype. The bits of a row depend on that row and on the weight alone.
     """
     gate, up = linear.reference(x, weight, weight_scale).float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
@@ -147,11 +147,11 @@ def _count_fits(
 ) -> None:
     _weight_fits(x, weight, weight_scale, whole_n, whole_k, N, K)
     if prefill and weight.is_cuda and whole_k > K:
-        rule = "be False for a piece of a weight's columns on a GPU"
+        rule = "be False for a shard of a weight's columns on a GPU"
         raise fail(
-            "prefill", rule, prefill, "its order for prompts has no shares there: pass the whole weight"
+            "prefill", rule, prefill, "its order for prompts has no K splits there: pass the whole weight"
         )
-    # On a CPU whoever asks adds the shares up.
+    # On a CPU the product adds its K splits itself.
     counts = part_counts(K, whole_k or K) if weight.is_cuda else (1,)
     if is_known(count) and count not in counts:
         remedy = "pass count_partials(weight, rows, whole_n, whole_k)"
@@ -179,20 +179,21 @@ def linear_partials(
     stacked: bool = False,
     resident: bool = False,
 ) -> Annotated[Tensor, "... N", ACTIVATION]:
-    """A product before a norm: x @ weight.T in P parts, which the norm adds up.
+    """A product before a norm: x @ weight.T in P split-K partials, which the norm adds.
 
-    Arguments as those of `linear`; `weight` may also hold neighbouring shares of the whole weight's columns,
-    and x those columns. count = P, by rule count_partials(weight, rows, whole_n, whole_k): a number in the
-    graph, or code that a compiler has cached would outlive the table that P comes from; where programs are
-    for several numbers of rows it may be an expression of them. Returns [P, M, N], the P parts of each sum in
-    float32; with P = 1 and a whole weight the sum, rounded to x's dtype. stacked: [P * M, N] instead, always
-    float32, so that neither a dimension nor a dtype asks if P is 1, which a program for several numbers of
-    rows cannot know. prefill: the rows are a prompt's, P is 1; a GPU has another order of the columns for
-    them, that of `linear`.
+    Takes the arguments of `linear`; `weight` may also be a shard of neighbouring K splits of the whole
+    weight's columns, and x those columns. count: P, from count_partials(weight, rows, whole_n, whole_k).
+    It is an argument, and so part of a compiled graph: cached code would otherwise outlive the table that
+    decides P. In a program for several numbers of rows it may be an expression of them.
 
-    K is cut into equal shares, each summed from zero in one order; a part is neighbouring shares added as a
-    tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` goes on with that tree. So every P,
-    and every number of pieces that a weight is cut into, gives the same bits. A CPU has its own shares.
+    Returns [P, M, N], the P partials of each sum in float32; with P = 1 and a whole weight, the sum rounded
+    to x's dtype. stacked: return [P * M, N], always float32: then neither shape nor dtype depends on whether
+    P is 1, which a program for several numbers of rows cannot know. prefill: the rows are a prompt's, and P
+    is 1; a GPU adds their columns in the order of `linear` with `prefill`.
+
+    K is cut into equal K splits, each summed from zero in one order. A partial adds neighbouring splits as a
+    tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` continues that tree. Every P and every
+    number of shards therefore give the same bits. A CPU has its own K splits.
     """
     if is_sum(weight, count, whole_k):
         whole = linear.reference(x, weight, weight_scale, stacked)

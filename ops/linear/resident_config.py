@@ -1,9 +1,9 @@
-"""Which products of few rows load their whole weight into shared memory ahead of time, and how.
+"""Chooses which products of few rows load their whole weight into shared memory early, and by which tile.
 
-They load it before the previous kernel has ended. That pays where all of a weight fits at once, as those of
-0.8B do: a chain of such products waits for its
-activations alone. `tools/tune_products.py held` measures the table, resident.json. The table decides no
-bit, as the parts of K are those of config.py (tests/gpu/test_resident.py compares them with `linear_kernel`).
+They load it before the previous kernel ends. This is faster if all of a weight fits at once, as 0.8B's do: a
+chain of such products waits for activations alone. `tools/tune_products.py held` measures the table,
+resident.json. The table changes no bit: the K splits are those of config.py (tests/gpu/test_resident.py
+compares the bits with those of `linear_kernel`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from compiled_mtp.ops.linear.config import PROCESSORS, LinearConfig, choose
 from compiled_mtp.ops.linear.large_m_config import ARCH, LargeMProduct
 
 RESIDENT_TABLE = Path(__file__).with_name("resident.json")
-# Columns that a row of a piece has at least, so that shared memory is read without conflicts.
+# The fewest columns of one copy that can be read from shared memory without bank conflicts.
 LEAST_PIECE = 64
 
 
 @dataclass(frozen=True)
 class ResidentTile:
-    """Weight rows of a tile, 16 a warp; the most columns of a piece, which is asked for at once; and how many
-    pieces may be on their way when the next is asked for: with all of them activations would stand behind
-    them."""
+    """A tile of a product with resident weights.
+
+    block_n: weight rows, 16 per warp. piece: the most columns that one copy requests. in_flight: how many
+    copies may be unfinished when a program requests the next; with all of them in flight, the loads of
+    activations would queue after them.
+    """
 
     block_n: int
     piece: int
     in_flight: int
 
     def pieces(self, length: int) -> list[int]:
-        """The powers of two that a chain of so many columns is cut into."""
+        """Return the columns of each copy of a chain of `length` columns: powers of two."""
         found: list[int] = []
         while length:
             found.append(min(self.piece, 1 << (length.bit_length() - 1)))
@@ -47,13 +50,13 @@ class ResidentTile:
 
 @functools.cache
 def read_resident_table() -> dict[str, list[int]]:
-    """Name of a product -> the fields of ResidentTile in order, as measured."""
+    """Return name of a product -> the measured fields of ResidentTile, in order."""
     table: dict[str, list[int]] = json.loads(RESIDENT_TABLE.read_text())
     return table
 
 
 def resident_tile(product: LargeMProduct) -> ResidentTile | None:
-    """The measured tile of a product, None where `linear_kernel` does it."""
+    """Return the measured tile of a product, None if `linear_kernel` computes it."""
     fields = read_resident_table().get(product.name)
     return None if fields is None else ResidentTile(*fields)
 
@@ -66,11 +69,11 @@ def find_resident(
     gated: bool = False,
     keep_partials: bool = False,
 ) -> ResidentTile | None:
-    """The tile of a product of up to 16 bfloat16 rows that holds its weight, or None.
+    """Return the tile for a product of up to 16 bfloat16 rows with resident weights, None if it cannot be.
 
-    None in the interpreter and on other GPUs than that which was measured and its like, with fewer processors
-    too, on which not all programs would have their place; and where rows of either operand do not begin at
-    multiples of 16 numbers: Triton then copies in smaller pieces than there are.
+    It cannot in the interpreter, on a GPU of another architecture than the measured one, or with fewer
+    processors, where not all programs would run at once. Rows of both operands must begin at multiples of 16
+    numbers: otherwise Triton would need copies of fewer bytes than the hardware offers.
     """
     if x.shape[0] > NARROW_ROWS or device.arch != ARCH or not device.has_dependent_launch:
         return None
@@ -85,9 +88,9 @@ def find_resident(
 
 
 def can_be_resident(weight: torch.Tensor, partials: int = 0, gated: bool = False) -> bool:
-    """Whether a product of few rows with this weight may be launched so, and then is no fence (`Launch`).
+    """Return whether a product of few rows may keep this weight resident; it is then no fence (`Launch`).
 
-    parts: of a product before a norm, in how many parts it is left; 0 of others.
+    partials: the number of partials of a product before a norm, 0 for other products.
     """
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False

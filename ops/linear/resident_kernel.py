@@ -1,10 +1,11 @@
-"""A product of few rows whose programs ask for all their weights before the kernel before them has ended.
+"""A product of few rows whose programs load all their weights before the previous kernel ends.
 
-So the weights of a layer's next kernels come while the present one waits for its activations. Asked for all
-at once they would stand in front of those, so a program asks for a piece only when all but a few of its
-earlier ones have come. The bits are those of `linear_kernel` with the same parts of K. Written in Gluon, as
-Triton has no word for when a copy to shared memory is sent. Triton's interpreter does not know it: on a CPU
-tests run its Python by a stand-in (tests/ops/gluon_on_cpu.py).
+The weights of a layer's next kernels then load while the present kernel waits for its activations. Requested
+all at once, they would delay those activations, so a program requests the next columns only when all except
+a few of its earlier copies have finished. The bits are those of `linear_kernel` with the same K splits.
+
+The kernel is written in Gluon, because Triton cannot say when a copy to shared memory is sent. Triton's
+interpreter cannot run Gluon: on a CPU, tests run its Python with a stand-in (tests/ops/gluon_on_cpu.py).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from compiled_mtp.ops.linear.config import LinearConfig
 from compiled_mtp.ops.linear.resident_config import ResidentTile
 
 OPTIONS = {"enable_fp_fusion": True}
-# Triton 3.9 has given it another name.
+# Triton 3.9 renames the function.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
 def copy_columns(shared, at, row, is_inside, stride, layout: gl.constexpr):
-    """Send the columns at `at` and behind of rows `row` to shared memory; zeros where not inside."""
+    """Copy columns of rows `row` from `at` on to shared memory, as many as it has; zeros where not inside."""
     column = gl.arange(0, shared.shape[1], gl.SliceLayout(0, layout))
     at += row.to(gl.int64)[:, None] * stride + column[None, :]
     if is_inside is None:
@@ -37,29 +38,29 @@ def copy_columns(shared, at, row, is_inside, stride, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def copy_layout(columns, num_warps):
-    """Eight columns a thread, and as many threads a row as it has such pieces."""
+    """Return a layout of eight columns per thread, with as many threads per row as it has such groups."""
     lanes = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
 def copy_weight(shared, at, tile, n, stride, GATED: gl.constexpr):
-    """Send the columns at `at` and behind of a tile's weight rows to shared memory."""
+    """Copy columns of a tile's weight rows from `at` on to shared memory."""
     layout: gl.constexpr = copy_layout(shared.shape[1], gl.num_warps())
     in_tile = gl.arange(0, shared.shape[0], gl.SliceLayout(1, layout))
     if GATED:
-        # By turns a weight row of the gate and its partner.
+        # Alternate weight rows of gate and up.
         row = tile * (shared.shape[0] // 2) + in_tile // 2
         row = gl.minimum(row, n // 2 - 1) + in_tile % 2 * (n // 2)
     else:
-        # Weight rows beyond N are read as the last one and never stored.
+        # Weight rows beyond N load the last row; their sums are never stored.
         row = gl.minimum(tile * shared.shape[0] + in_tile, n - 1)
     copy_columns(shared, at, row, None, stride, layout)
 
 
 @gluon.jit
 def copy_rows(shared, at, rows, stride):
-    """Send the columns at `at` and behind of all rows to shared memory."""
+    """Copy columns of all rows from `at` on to shared memory."""
     layout: gl.constexpr = copy_layout(shared.shape[1], gl.num_warps())
     row = gl.arange(0, shared.shape[0], gl.SliceLayout(1, layout))
     copy_columns(shared, at, row, row < rows, stride, layout)
@@ -67,7 +68,7 @@ def copy_rows(shared, at, rows, stride):
 
 @gluon.jit
 def add_chains(sums, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """The sums of COUNT neighbouring chains, added as a tree."""
+    """Return the sums of COUNT neighbouring chains, added as a tree."""
     if COUNT == 1:
         return sums[FIRST]
     else:
@@ -76,14 +77,16 @@ def add_chains(sums, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def by_turns(tile, BN: gl.constexpr, BM: gl.constexpr):
-    """Rows 0, 2, ... and 1, 3, ... of [BN, BM], each [BN / 2, BM]."""
+    """Return rows 0, 2, ... and rows 1, 3, ... of [BN, BM], each [BN / 2, BM]."""
     return gl.split(gl.permute(gl.reshape(tile, [BN // 2, 2, BM]), [0, 2, 1]))
 
 
 @gluon.jit
 def store_sums(total, out, tile, rows, n, GATED: gl.constexpr):
-    """Round and store sums [BN weight rows, BM rows]; GATED: silu(gate) * up of neighbours, rounded as
-    silu_mul does it on the rounded sums."""
+    """Round and store sums [BN weight rows, BM rows].
+
+    GATED: store silu(gate) * up of neighbouring rows, with the bits of silu_mul on the rounded sums.
+    """
     BN: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[1]
     dtype: gl.constexpr = out.dtype.element_ty
@@ -114,8 +117,10 @@ def resident_kernel(
     LENGTH: gl.constexpr, CHAINS: gl.constexpr, FIRSTS: gl.constexpr, PIECES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, IN_FLIGHT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Weights on the left: tiles of BN weight rows, 16 a warp, and BM rows; parts of CHAINS times LENGTH
-    columns, each chain in PIECES that begin at its columns FIRSTS."""
+    """Compute a tile of BN weight rows (the left operand, 16 rows per warp) and BM rows.
+
+    A program sums CHAINS chains of LENGTH columns; a chain is copied in PIECES that begin at columns FIRSTS.
+    """
     gdc_launch_dependents()
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -161,9 +166,9 @@ def launch_resident(
     gated: bool = False,
     keep_partials: bool = False,
 ) -> torch.Tensor:
-    """x @ weight.T of up to 16 bfloat16 rows, with K as `config` cuts it.
+    """Compute x @ weight.T of up to 16 bfloat16 rows, with the K splits of `config`.
 
-    Returns [M, N], gated silu(gate) * up [M, N / 2], or of a product before a norm its parts [split, M, N].
+    Returns [M, N]; gated, silu(gate) * up [M, N / 2]; before a norm, partials [split, M, N].
     """
     (rows, k), n = x.shape, weight.shape[0]
     width = n // 2 if gated else n
@@ -175,7 +180,7 @@ def launch_resident(
     pieces = tile.pieces(length)
     resident_kernel[(triton.cdiv(n, tile.block_n), config.split)](
         x, weight, out, rows, n,
-        # One row may have any stride; another value would compile another kernel.
+        # A single row may have any stride, and other values would compile another kernel.
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         LENGTH=length,

@@ -1,4 +1,4 @@
-"""A small product that runs while the one before it does: all but its store comes before the wait."""
+"""The side product, which runs during the product before it: only its store comes after the wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# One tile for every number of rows, so a row keeps its bits. Little shared memory, since its programs are to
-# find room beside those of a product that fills the processors, but enough for loads that take twice as long
-# beside it: with half as many columns a step b|a of 27B ended 4 us behind in_proj.
+# One tile for every number of rows: a row keeps its bits. The programs share processors with a product that
+# fills them, and so may take little shared memory; but loads take twice as long during that product, and need
+# enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
 BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
-# Chains of K, a warp each: in one chain every product waits for the one before. Of 128 rows and 96 weight
-# rows of 5,120 columns that took 24 us behind in_proj, in four 13 (with tiles of 32 rows 16).
+# Chains of K, one per warp: in a single chain every product waits for the one before. 128 rows and 96 weight
+# rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of 32 rows).
 CHAINS = 4
 
 
@@ -25,8 +25,10 @@ def side_kernel(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHAINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chains of whole steps of BK / CHAINS columns each, summed apart; the first two are added, the last two,
-    and both."""
+    """Compute one tile in CHAINS chains, each of whole steps of BK / CHAINS columns.
+
+    The first two chains are added, the last two, and then both sums.
+    """
     if PDL:
         gdc_launch_dependents()
     row_tiles = tl.cdiv(rows, BM)
@@ -36,7 +38,7 @@ def side_kernel(
     step: tl.constexpr = BK // CHAINS
     length: tl.constexpr = (K + BK - 1) // BK * step
     in_k = tl.arange(0, CHAINS)[:, None] * length + tl.arange(0, step)[None, :]
-    # Rows and weight rows beyond the last are read as the last one and never stored.
+    # Rows and weight rows beyond the last load the last one; their sums are never stored.
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :, None] * x_stride + in_k[:, None, :]
     weight_at = weight + tl.minimum(column, n - 1).to(tl.int64)[None, :, None] * weight_stride
     weight_at += in_k[:, None, :]
@@ -60,14 +62,14 @@ def side_kernel(
 
 
 def launch_side(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T [M, N] in x's dtype."""
+    """Return x @ weight.T [M, N] in x's dtype."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     has_pdl = device_of(x.device.index).has_dependent_launch
     programs = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
-    # float32 fits in no fewer bytes: half as many columns a step.
+    # float32 takes twice the bytes of bfloat16: a step has half as many columns.
     block_k = BLOCK_K * 2 // x.element_size()
     side_kernel[(programs,)](
         x,
@@ -75,7 +77,7 @@ def launch_side(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out,
         rows,
         n,
-        # One row may have any stride; another value would compile another kernel.
+        # A single row may have any stride, and other values would compile another kernel.
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         K=k,

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import check_pieces, fail, wrong_dtype
+from compiled_mtp.ops.checks import check_prompt_chunks, fail, wrong_dtype
 from compiled_mtp.ops.numerics import sigmoid
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Remedy
@@ -32,7 +32,7 @@ def _cache_and_rows_fit(
     if (first_row is None) != (length is None):
         raise fail("first_row and length", "come together", (first_row, length), "pass both or none")
     if first_row is not None:
-        check_pieces(B)
+        check_prompt_chunks(B)
     elif B == 0 or M % B:
         raise fail("rows", f"be a multiple of the {B} requests", M, "pass W rows each")
     if first_key < 0:

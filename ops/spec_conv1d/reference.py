@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import check_pieces, fail
+from compiled_mtp.ops.checks import check_prompt_chunks, fail
 from compiled_mtp.ops.numerics import sigmoid, silu, softplus
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
@@ -116,7 +116,7 @@ def _pieces_fit(
     num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, gates: Tensor | None,
 ) -> None:  # fmt: skip
     _holds_all_columns(columns, R, num_k_heads, num_v_heads, head_k_dim, head_v_dim, gates)
-    check_pieces(P)
+    check_prompt_chunks(P)
 
 
 # Ring and cursors are written before a fence: in_proj, or the embedding where in_proj's weight is resident

@@ -60,7 +60,7 @@ def test_a_convolution_program_has_rows_of_one_piece(interpreter: None) -> None:
 def test_more_pieces_than_kernels_look_at_are_refused() -> None:
     cuts = [(1, 0, 1)] * (MAX_PROMPT_CHUNKS + 1)
     with pytest.raises(
-        ValueError, match=f"pieces must be 1 to {MAX_PROMPT_CHUNKS}, got {MAX_PROMPT_CHUNKS + 1}; share them"
+        ValueError, match=f"prompt chunks must be 1 to {MAX_PROMPT_CHUNKS}, got {MAX_PROMPT_CHUNKS + 1}; use"
     ):
         check_conv(conv_prefill, SMALL, torch.float32, "cpu", cuts)
     _, _, length, first_row = lay(CUTS, "cpu").arguments
