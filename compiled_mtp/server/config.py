@@ -1,4 +1,4 @@
-"""ServerConfig: where the service listens, whom it lets in, and what it takes. No FastAPI."""
+"""ServerConfig: the service's address, access rules and limits. Imports no FastAPI."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compiled_mtp.errors import remedy_of, rule_of
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# A device may have no end.
+# The key file may be a device without an end.
 _MOST_KEY_CHARACTERS = 2**20
 
 
 class ServerConfig(BaseSettings):
-    """How to serve; keyword arguments win over COMPILED_MTP_SERVER_* variables, and both over defaults.
+    """The service's settings; keyword arguments win over COMPILED_MTP_SERVER_* variables, both over defaults.
 
     Raises ValueError with one line per mistake, unknown names among them.
     """
@@ -31,14 +31,14 @@ class ServerConfig(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port, 0 for a free one")
     served_model_name: _Names = Field(
-        default=(), description="names of the model, separated by commas; default: that of its directory"
+        default=(), description="names of the model, separated by commas; default: its directory's name"
     )
     api_key: SecretStr | None = Field(
         default=None, description="key that clients send; in the environment alone, since flags are public"
     )
-    api_key_file: Path | None = Field(default=None, description="file with a key a line")
+    api_key_file: Path | None = Field(default=None, description="file with one key per line")
     allow_anyone: bool = Field(
-        default=False, description="serve on an address that is not this machine's own without a key"
+        default=False, description="serve without a key on an address that other machines reach"
     )
     allowed_hosts: _Names = Field(
         default=(),
@@ -52,7 +52,7 @@ class ServerConfig(BaseSettings):
         default=30.0, gt=0, description="seconds that a client may leave the connection full"
     )
     keep_alive_timeout_s: int = Field(
-        # Proxies keep a connection idle for up to 60 s: whoever closes first must not be the server.
+        # Proxies keep a connection idle for up to 60 s, and the server must not close it before they do.
         default=75,
         ge=1,
         description="seconds that a connection may be idle between requests",
@@ -60,7 +60,7 @@ class ServerConfig(BaseSettings):
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
     max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
     stream_buffer: int = Field(
-        default=1024, ge=1, description="outputs of a request that nobody has read, before it is aborted"
+        default=1024, ge=1, description="unread outputs of a choice, above which its request is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
     step_timeout_s: float = Field(
@@ -101,14 +101,15 @@ class ServerConfig(BaseSettings):
         self._check_access()
 
     def read_keys(self) -> tuple[str, ...]:
-        """Return the keys that open the door, none for an open one. Raises ValueError for an empty key and
-        a bad file.
+        """Return the keys that clients may send, () if they need none.
+
+        Raises ValueError for an empty key and an unusable file.
         """
         found = []
         if self.api_key is not None:
             found = [self.api_key.get_secret_value().strip()]
             if not found[0]:
-                # It would be that of everybody who sends none.
+                # An empty key would admit all clients that send none.
                 raise ValueError("api_key must hold a key, got an empty one; give one, or leave it out")
         if self.api_key_file is not None:
             try:
@@ -124,7 +125,7 @@ class ServerConfig(BaseSettings):
                     f"api_key_file must hold at most {_MOST_KEY_CHARACTERS} characters, got more in "
                     f"{self.api_key_file}; write a key a line into it"
                 )
-            # A key with spaces is one: its words are easily guessed.
+            # Do not split a key at its spaces: single words are easily guessed.
             lines = [key for line in text.splitlines() if (key := line.strip())]
             if not lines:
                 raise ValueError(
@@ -154,7 +155,7 @@ class ServerConfig(BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, an address or a name."""
+    """Return whether only this machine reaches `host`, an address or a name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

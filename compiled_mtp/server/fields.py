@@ -1,4 +1,4 @@
-"""The rules of the fields of all bodies: what is read, what has no effect, what is refused by name."""
+"""Rules for the fields of all request bodies: which are read, have no effect, or are refused by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNKNOWN_FIELD = "unknown_field"
 UNREAD_FIELD = "unread_field"
 
 
-# Equal by identity: typing would take the marks of 1 and of true for one.
+# eq=False: typing caches equal annotations, and would merge Unread((1,)) and Unread((True,)).
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Marks a field that no handler reads: it may hold any value, or one of `values` alone, or null.
+    """Marks a field that no handler reads: it may be null or one of `values`, or anything if there are none.
 
-    Under `strict_fields` it is refused, unless it is null.
+    With `strict_fields` it must be null.
     """
 
     values: tuple[Any, ...] = ()
@@ -45,18 +45,18 @@ class Unread:
         return None
 
 
-# A field that clients send unasked, and that changes nothing.
+# A field that clients send by default, and that has no effect.
 Ignored = Annotated[Any, Unread(), Field(default=None, description="accepted, changes nothing")]
 
 
 class Body(BaseModel):
-    """The rules of all bodies: exact types, no unknown names, null for what is not set."""
+    """Base of all bodies: exact types, no unknown names, null for a field that is not set."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Self:
-        # A client that is newer than this sends null for what it does not use: it asks for nothing.
+        # Null is accepted: newer clients send it for unknown fields that they do not use.
         for name, value in (self.__pydantic_extra__ or {}).items():
             if value is not None:
                 raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
@@ -64,7 +64,7 @@ class Body(BaseModel):
 
 
 def unread_fields(body: type[Body]) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of `body` that are not read, and of each the values that it may hold, () for any."""
+    """Return the fields of `body` that no handler reads, each with its allowed values, () for any."""
     return {
         name: mark.values
         for name, field in body.model_fields.items()
@@ -74,5 +74,5 @@ def unread_fields(body: type[Body]) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_same(value: Any, one: Any) -> bool:
-    """Whether JSON has two values for the same: to Python True is 1."""
+    """Return whether two values are equal in JSON: in Python, True equals 1."""
     return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)

@@ -1,4 +1,4 @@
-"""What both APIs do: check a request against the limits, decode its choices, count what they used."""
+"""What both APIs share: checking a request against the limits, decoding its choices, counting their usage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class ServedEngine(Protocol):
-    """What the service needs of an engine: an AsyncEngine here, or many elsewhere. Closed by its maker."""
+    """What the service needs of an engine: an AsyncEngine, or replicas in other processes.
+
+    The code that creates the engine closes it.
+    """
 
     @property
     def status(self) -> Status: ...
@@ -47,9 +50,10 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers share: the engine, the prompts' processes, and what is known of the model.
+    """What the handlers share: the engine, the prompt pool, and the model's properties.
 
-    names[0] is the model's own, the others are aliases. call_form None: the chat template takes no tools.
+    names[0] is the model's own name, the others are aliases. call_form None: the chat template takes no
+    tools.
     """
 
     engine: ServedEngine
@@ -74,7 +78,7 @@ class Service:
             )
 
     def parser(self, prompt: Prompt, tools: Mapping[str, Mapping[str, Any]] | None) -> OutputParser:
-        """Return what parts an answer to `prompt`; tools None: calls are not looked for."""
+        """Return a parser for an answer to `prompt`; tools None: it does not look for calls."""
         return OutputParser(
             form=self.call_form if tools is not None else None,
             has_reasoning=self.reasoning is not None,
@@ -98,8 +102,10 @@ class Service:
         priority: int | None = None,
         sent: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Stream]:
-        """Add a request for each prompt, all or none. Raises ApiError for what is refused; sent: as in
-        `make_params`."""
+        """Add one request per prompt, or none if one is refused; return their streams.
+
+        sent: as in `make_params`. Raises ApiError for a refusal.
+        """
         count = len(prompts) * params.n
         if count > self.config.max_choices:
             raise ApiError(
@@ -109,7 +115,7 @@ class Service:
             )
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest >= self.max_model_len:
-            # Here, since the engine's own check takes its thread as long as the prompt is.
+            # Checked here too: the time of the engine's own check grows with the prompt's length.
             raise ApiError(
                 400,
                 f"prompt must be shorter than max_model_len ({self.max_model_len} tokens), got {longest}; "
@@ -129,12 +135,14 @@ class Service:
 
 
 def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
-    """Return the body as `model`. Raises the ApiError that names the first field that does not fit, and with
-    `strict_fields` one that is not read."""
+    """Return the body as `model`.
+
+    Raises ApiError (400) that names one wrong field; with `strict_fields` also for a field that is not read.
+    """
     try:
         return model.model_validate_json(body, context={"strict_fields": config.strict_fields})
     except ValidationError as error:
-        # Of the alternatives of a union the one that fitted furthest is the one that was meant.
+        # A union reports errors of all its alternatives: the deepest error belongs to the best match.
         problem = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
     path = _path_of(problem["loc"])
     if problem["type"] == UNKNOWN_FIELD:
@@ -159,7 +167,7 @@ def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
 
 
 def _path_of(loc: Sequence[str | int]) -> list[str]:
-    """The names and indices of a place in a body, without those of a union's alternatives."""
+    """Return the field names and indices in pydantic's `loc`, without the names of a union's alternatives."""
     path: list[str] = []
     for before, part in zip((None, *loc), loc, strict=False):
         is_block_type = isinstance(before, int) and isinstance(part, str)
@@ -170,9 +178,10 @@ def _path_of(loc: Sequence[str | int]) -> list[str]:
 
 
 def make_params(fields: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> SamplingParams:
-    """Return the parameters of the fields that are set. Raises the 400 of what the engine refuses.
+    """Return SamplingParams of the fields that are not None.
 
-    sent: of the engine's names, those that the client has sent by another.
+    sent: the engine's names of fields that the client named differently, with the client's names. Raises
+    ApiError (400) for a value that the engine refuses.
     """
     try:
         return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
@@ -181,7 +190,7 @@ def make_params(fields: Mapping[str, Any], sent: Mapping[str, str] | None = None
 
 
 def _as_sent(error: ApiError, sent: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """Blame the field that the client knows."""
+    """Return `error` with the client's name of the field to blame."""
     if error.param == "prompt_token_ids":
         error.param = "prompt"
         return error
@@ -202,7 +211,7 @@ def check_limits(
     stop_name: str = "stop",
     **schemas: Any,
 ) -> None:
-    """Raise the 400 of more than the limits allow; `schemas` are measured as JSON."""
+    """Raise ApiError (400) for the first field above its limit; `schemas` are measured in bytes of JSON."""
     bias_count = sum(1 for _ in bias)
     rules = [
         (stop_name, len(stops), config.max_stops, "strings"),
@@ -221,7 +230,10 @@ def check_limits(
 
 
 def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables for the chat template. Raises the 400 of a name that is not allowed."""
+    """Return the variables for the chat template.
+
+    Raises ApiError (400) for a name that is not allowed and for a value that is not a plain one.
+    """
     for name, value in (given or {}).items():
         param = f"chat_template_kwargs.{name}"
         if name not in config.template_kwargs:
@@ -237,10 +249,10 @@ def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None)
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield (choice, output) of all streams as they come, the choices of a stream one after the other's;
-    leaving early aborts them.
+    """Yield (choice, output) of all streams as outputs come; leaving early aborts all streams.
 
-    Raises ApiError when one of them ends in another way than `stop` or `length`.
+    Choices are numbered through: first those of the first stream. Raises ApiError when a choice ends for
+    another reason than `stop` or `length`.
     """
     try:
         if len(streams) == 1:
@@ -267,7 +279,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
     except SlowReaderError as error:
         raise ApiError(408, str(error), code="slow_reader") from None
     except (EngineStoppedError, QueueFullError, ValueError) as error:
-        # The answer may have begun: whoever writes it tells this one as it tells all errors.
+        # The answer may have begun: its writer then sends the ApiError as an event.
         raise _as_sent(refusal(error)) from None
     finally:
         for stream in streams:
@@ -296,19 +308,19 @@ def _checked(output: RequestOutput) -> RequestOutput:
 
 @dataclass
 class Usage:
-    """Sums over the choices of one request; prompts count once."""
+    """Sums over the choices of one API request; each prompt counts once."""
 
     prompt_tokens: int
     output_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    # By request, of which each has one of the prompts.
+    # By engine request; each has one prompt.
     _cached: dict[str, int] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
-        """Of prompt_tokens, those that were not prefilled."""
+        """Prompt tokens that came from the prefix cache."""
         return sum(self._cached.values())
 
     def add(self, output: RequestOutput) -> None:
@@ -322,7 +334,7 @@ class Usage:
         self.accepted += sum(metrics.accepted_by_index)
 
     def to_openai(self) -> dict[str, Any]:
-        """Return OpenAI's object, and `speculation` beside it."""
+        """Return OpenAI's usage object with `speculation` added."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
@@ -337,7 +349,7 @@ class Usage:
 
 
 class RoundCounter:
-    """What the rounds between two outputs of one choice drafted and accepted."""
+    """Counts the drafts of the rounds between two outputs of one choice, and how many were accepted."""
 
     def __init__(self) -> None:
         self._drafted = 0

@@ -1,6 +1,4 @@
-"""What /metrics tells: sums that the stepping thread keeps as plain numbers, made into Prometheus' form on a
-scrape.
-"""
+"""/metrics: sums that the stepping thread keeps as plain numbers; a scrape converts them to Prometheus' form."""
 
 from __future__ import annotations
 
@@ -42,9 +40,9 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Counts every step. `on_step` is called by the stepping thread, `text` by any other.
+    """Counts steps, outputs and answers. The stepping thread calls `on_step`; any thread may call `text`.
 
-    Where the engines are elsewhere, `count` and `set_stats` are called for what comes from there.
+    If the engines are in other processes, their outputs go to `count` and their statistics to `set_stats`.
     """
 
     def __init__(self) -> None:
@@ -59,24 +57,24 @@ class Metrics(Collector):
         self._accepted: list[int] = []
         self._finished: Counter[str] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
-        # By request and choice: the choices of a request are decoded side by side.
+        # When each choice last got tokens, by (request id, choice index).
         self._last_s: dict[tuple[str, int], float] = {}
         self._stats: EngineStats | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def on_step(self, outputs: Sequence[RequestOutput], seconds: float, stats: EngineStats) -> None:
-        """Count a step of `seconds` and what it gave."""
+        """Count a step of `seconds` and its outputs."""
         self._step_s.add(seconds)
         self.set_stats(stats)
         self.count(outputs)
 
     def set_stats(self, stats: EngineStats) -> None:
-        """Keep what the engine says of itself: before the first step too, for those who ask for gauges."""
+        """Keep the engine's statistics for the gauges; also called before the first step."""
         self._stats = stats
 
     def count(self, outputs: Sequence[RequestOutput]) -> None:
-        """Count what was given to clients now."""
+        """Count outputs that clients get now."""
         now = time.perf_counter()
         for output in outputs:
             choice, num_new = (output.request_id, output.index), len(output.new_token_ids)
@@ -93,17 +91,17 @@ class Metrics(Collector):
                 self._finish(output)
 
     def fail(self, request_id: str, num_choices: int) -> None:
-        """Count that so many choices of a request ended with an error in the place of their last outputs."""
+        """Count `num_choices` choices of a request that ended with an error instead of their last outputs."""
         for choice in [choice for choice in self._last_s if choice[0] == request_id]:
             del self._last_s[choice]
         self._finished["error"] += num_choices
 
     def on_response(self, path: str, status: int) -> None:
-        """Count an answer of the server; `path` is that of a route, never one that a client made up."""
+        """Count an answer of the server; `path` must be a route's path, never one that a client made up."""
         self._responses[path, status] += 1
 
     def text(self) -> bytes:
-        """Return all of it in Prometheus' text form."""
+        """Return all metrics in Prometheus' text form."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
@@ -147,7 +145,7 @@ class Metrics(Collector):
                 for why, count in counts.items():
                     rounds.add_metric([str(depth), why], count)
             yield rounds
-            # Every other count of the engine, and the alias that the next version drops.
+            # All numeric fields of EngineStats, and `withdrawals`, an alias that the next version drops.
             for field in (*(field.name for field in dataclasses.fields(stats)), "withdrawals"):
                 value = getattr(stats, field)
                 if isinstance(value, int | float):

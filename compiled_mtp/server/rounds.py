@@ -1,4 +1,4 @@
-"""What choices say of their rounds to whoever asks with `include_drafts`."""
+"""The fields that `include_drafts` adds to a choice: its tokens and the drafts of its rounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compiled_mtp.request import RoundDrafts
 def round_fields(
     tokenizer: Tokenizer, token_ids: Sequence[int], rounds: Sequence[RoundDrafts]
 ) -> dict[str, Any]:
-    """Return `tokens`, which `rounds` gave, and of each of these the drafts and how many were kept.
+    """Return `tokens`, and `rounds` with the drafts of each round and how many of them were accepted.
 
-    The first `accepted` drafts of a round are its first tokens; the token behind them is the target's own.
+    The first `accepted` drafts of a round are its first tokens; its last token is the bonus token.
     """
     return {
         "tokens": [_token(tokenizer, token_id) for token_id in token_ids],
@@ -26,7 +26,7 @@ def round_fields(
 
 
 def _token(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
-    """A special token has its name and no bytes: texts do not hold it."""
+    """Return a token's id, text and bytes; a special token has its name as text and no bytes."""
     found = tokenizer.token_bytes(token_id)
     text = found.decode("utf-8", "replace") if found else tokenizer.name_of(token_id)
     return {"id": token_id, "token": text, "bytes": list(found)}
