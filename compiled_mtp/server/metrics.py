@@ -1,4 +1,4 @@
-"""/metrics: sums that the stepping thread keeps as plain numbers; a scrape converts them to Prometheus' form."""
+"""/metrics: the stepping thread keeps sums as plain numbers; a scrape converts them to Prometheus' form."""
 
 from __future__ import annotations
 

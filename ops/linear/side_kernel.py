@@ -14,8 +14,9 @@ OPTIONS = {"enable_fp_fusion": True}
 # fills them, and so may take little shared memory; but loads take twice as long during that product, and need
 # enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
 BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
-# Chains of K, one per warp: in a single chain every product waits for the one before. 128 rows and 96 weight
-# rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of 32 rows).
+# Chains of K, one per warp: in a single chain every product waits for the previous one. 128 rows and 96
+# weight rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of
+# 32 rows).
 CHAINS = 4
 
 
