@@ -3,9 +3,8 @@
 A weight [N, K] is 4-bit codes q with a scale s and a zero point z for each row and each group of 32, 64 or
 128 columns: W = (q - z) * s. K is a multiple of 128. A unit of 128 columns of a row is 32 words of 16 bits;
 bits 4 i to 4 i + 3 of word j hold column 32 i + j, so that a tensor core takes 32 neighbouring columns from
-32 neighbouring words without moving any. The words of 16 rows of a unit lie together, one KiB: the first 16
-words of every row, then the last 16, so that a warp, whose lanes read four words of eight rows each, reads
-256 neighbouring bytes. The units of these rows follow one another. The
+32 neighbouring words without moving any. The words of 16 rows of a unit lie together, one KiB, and the units
+of these rows follow one another: a kernel reads long runs of memory even if a step takes few columns. The
 scale and the zero point of a group share a word of 32 bits: the low half is the scale, and the high half is
 the bfloat16 number -(128 + z), which decoding adds.
 """
@@ -32,14 +31,14 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     words = parts[0].to(torch.int32)
     for index, part in enumerate(parts[1:], 1):
         words |= part.to(torch.int32) << 4 * index
-    blocks = words.to(torch.int16).unflatten(1, (-1, 2, _WORDS // 2)).unflatten(0, (-1, ROWS))
-    return blocks.permute(0, 2, 3, 1, 4).reshape(codes.shape[0], codes.shape[1] // _SLICES)
+    blocks = words.to(torch.int16).unflatten(0, (-1, ROWS)).transpose(1, 2)
+    return blocks.reshape(codes.shape[0], codes.shape[1] // _SLICES)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """Return the codes [N, K] uint8 of words [N, K / 4] int16: the reverse of `pack`."""
-    blocks = words.view(-1, words.shape[1] // _WORDS, 2, ROWS, _WORDS // 2)
-    units = blocks.permute(0, 3, 1, 2, 4).reshape(words.shape[0], -1, 1, _WORDS)
+    blocks = words.view(-1, words.shape[1] // _WORDS, ROWS, _WORDS)
+    units = blocks.transpose(1, 2).reshape(words.shape[0], -1, 1, _WORDS)
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)[:, None]
     return ((units >> shifts) & 15).to(torch.uint8).flatten(1)
 

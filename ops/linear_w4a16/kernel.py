@@ -1,4 +1,10 @@
-"""Launches of the four-bit products: few rows in product_kernel.py, a prompt's rows by the weight's values."""
+"""x @ weight.T with a four-bit weight, which is decoded in the registers that the tensor cores read.
+
+A step takes one unit of 128 columns (ops.int4): each bit field of its 32 words is 32 neighbouring columns,
+decoded to exact q - z. The products of a group's columns are summed in a tensor core, multiplied by the scale
+in float32 and added to the total. That order holds for every tile, so rows have the same bits in all of them.
+A prompt's rows are multiplied by the weight's values, rounded to bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,303 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.int4 import UNIT
-from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.linear_w4a16.product_kernel import launch_product
+from compiled_mtp.ops.k_splits import NARROW_ROWS, count_k_splits
+from compiled_mtp.ops.linear_w4a16.config import W4A16Config, configuration, few_rows_tile
+from compiled_mtp.ops.linear_w4a16.few_rows_kernel import launch_few_rows
 from compiled_mtp.ops.prefill_triton import launch_prefill
 
+OPTIONS = {"enable_fp_fusion": True}
 # Weight rows of a program that multiplies a weight out.
 VALUE_ROWS = 32
+
+
+@triton.jit
+def decode(words, minus, ON_DEVICE: tl.constexpr):
+    """The four bit fields of words [32, BN] int16 as exact bfloat16 q - z, with minus [32, BN] = -(128 + z).
+
+    A code in the last bits of bfloat16's 128 is 128 + q. Two words share a register.
+    """
+    if ON_DEVICE:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 second, third, fourth, one;
+            mov.b32 one, 0x3f803f80;
+            shr.u32 second, $4, 4;
+            shr.u32 third, $4, 8;
+            shr.u32 fourth, $4, 12;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $2, third, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $3, fourth, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, $0, one, $5;
+            fma.rn.bf16x2 $1, $1, one, $5;
+            fma.rn.bf16x2 $2, $2, one, $5;
+            fma.rn.bf16x2 $3, $3, one, $5;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, minus],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        least = minus.to(tl.float32) + 128.0
+        return (
+            ((words & 15).to(tl.float32) + least).to(tl.bfloat16),
+            (((words >> 4) & 15).to(tl.float32) + least).to(tl.bfloat16),
+            (((words >> 8) & 15).to(tl.float32) + least).to(tl.bfloat16),
+            (((words >> 12) & 15).to(tl.float32) + least).to(tl.bfloat16),
+        )
+
+
+@triton.jit
+def scale_of(group, SCALE: tl.constexpr):
+    """The float32 scale in the low half of a group's word; SCALE: its dtype."""
+    if tl.bfloat16 == SCALE:
+        return (group << 16).to(tl.float32, bitcast=True)
+    else:
+        return (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def minus_of(group):
+    """The bfloat16 number -(128 + z) in the high half of a group's word."""
+    return (group >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def add_scaled(product, group, total, SCALE: tl.constexpr):
+    return tl.fma(product, tl.zeros_like(product) + scale_of(group, SCALE)[None, :], total)
+
+
+@triton.jit
+def add_unit(x_at, inside, groups, values, total, PER_UNIT: tl.constexpr, SCALE: tl.constexpr):
+    """total plus the products of one unit's columns, group by group."""
+    x_0 = tl.load(x_at, mask=inside, other=0.0)
+    x_1 = tl.load(x_at + 32, mask=inside, other=0.0)
+    x_2 = tl.load(x_at + 64, mask=inside, other=0.0)
+    x_3 = tl.load(x_at + 96, mask=inside, other=0.0)
+    product = tl.dot(x_0, values[0])
+    if PER_UNIT == 4:
+        total = add_scaled(product, groups[0], total, SCALE)
+        product = tl.dot(x_1, values[1])
+    else:
+        product = tl.dot(x_1, values[1], product)
+    if PER_UNIT >= 2:
+        total = add_scaled(product, groups[PER_UNIT // 2 - 1], total, SCALE)
+        product = tl.dot(x_2, values[2])
+    else:
+        product = tl.dot(x_2, values[2], product)
+    if PER_UNIT == 4:
+        total = add_scaled(product, groups[2], total, SCALE)
+        product = tl.dot(x_3, values[3])
+    else:
+        product = tl.dot(x_3, values[3], product)
+    return add_scaled(product, groups[PER_UNIT - 1], total, SCALE)
+
+
+@triton.jit
+def sum_k_splits(
+    x_at,
+    x_step,
+    weight_at,
+    group_at,
+    n,
+    units,
+    row,
+    rows,
+    first,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    SCALE: tl.constexpr,
+    K_SPLITS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """The sums of K_SPLITS neighbouring K splits of `units` units each, from `first` on, added as a tree: one
+    tile [BM, BN] for each of ROW_TILES."""
+    if K_SPLITS == 1:
+        totals = ()
+        for _ in tl.static_range(ROW_TILES):
+            totals += (tl.zeros((BM, BN), tl.float32),)
+        x_at += first * units * 128
+        weight_at += first * units * 512
+        group_at += first * units * PER_UNIT * n
+        for _ in range(units):
+            words = tl.load(weight_at)
+            groups = ()
+            for group in tl.static_range(PER_UNIT):
+                groups += (tl.load(group_at + group * n),)
+            if PER_UNIT == 1:
+                values = decode(words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE)
+            elif PER_UNIT == 2:
+                first_two = decode(
+                    words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE
+                )
+                last_two = decode(
+                    words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE
+                )
+                values = (first_two[0], first_two[1], last_two[2], last_two[3])
+            else:
+                zeroth = decode(words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE)
+                second = decode(words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE)
+                third = decode(words, tl.broadcast_to(minus_of(groups[2])[None, :], words.shape), ON_DEVICE)
+                fourth = decode(words, tl.broadcast_to(minus_of(groups[3])[None, :], words.shape), ON_DEVICE)
+                values = (zeroth[0], second[1], third[2], fourth[3])
+            grown = ()
+            for tile in tl.static_range(ROW_TILES):
+                inside = (row + tile * BM < rows)[:, None]
+                grown += (
+                    add_unit(x_at + tile * x_step, inside, groups, values, totals[tile], PER_UNIT, SCALE),
+                )
+            totals = grown
+            x_at += 128
+            weight_at += 512
+            group_at += PER_UNIT * n
+        return totals
+    else:
+        half: tl.constexpr = K_SPLITS // 2
+        left = sum_k_splits(
+            x_at,
+            x_step,
+            weight_at,
+            group_at,
+            n,
+            units,
+            row,
+            rows,
+            first,
+            BM,
+            BN,
+            ROW_TILES,
+            PER_UNIT,
+            SCALE,
+            half,
+            ON_DEVICE,
+        )
+        right = sum_k_splits(
+            x_at,
+            x_step,
+            weight_at,
+            group_at,
+            n,
+            units,
+            row,
+            rows,
+            first + half,
+            BM,
+            BN,
+            ROW_TILES,
+            PER_UNIT,
+            SCALE,
+            half,
+            ON_DEVICE,
+        )
+        totals = ()
+        for tile in tl.static_range(ROW_TILES):
+            totals += (left[tile] + right[tile],)
+        return totals
+
+
+# Triton would compile other kernels for a value of 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["rows", "units"])
+def w4a16_kernel(
+    x,
+    weight,
+    weight_scale,
+    out,
+    rows,
+    n,
+    x_stride,
+    weight_stride,
+    units,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    K_SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """One tile [ROW_TILES * BM rows, BN weight rows] over K_SPLITS neighbouring K splits of `units` units."""
+    # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
+    row_tiles = tl.cdiv(rows, BM * ROW_TILES)
+    tile = tl.program_id(0)
+    row = (tile % row_tiles) * (BM * ROW_TILES) + tl.arange(0, BM)
+    first_column = (tile // row_tiles) * BN
+    in_tile = tl.arange(0, BN)
+    column = first_column + in_tile
+    if GATED:
+        # By turns a weight row of the gate and its partner, so that a thread of the product holds both.
+        half = tl.minimum(first_column // 2 + in_tile // 2, n // 2 - 1)
+        weight_row = half + n // 2 * (in_tile % 2)
+    else:
+        # Weight rows beyond N, which has a multiple of 16, are read as the first ones and never stored.
+        weight_row = tl.where(column < n, column, in_tile % 16)
+        weight_row = tl.max_contiguous(tl.multiple_of(weight_row, 16), 16)
+    partial = tl.program_id(1)
+    first_unit = partial * K_SPLITS * units
+    words_at = weight + (weight_row // 16).to(tl.int64) * (16 * weight_stride)
+    words_at += weight_row % 16 * 32 + first_unit * 512
+    if PDL:
+        if PREFETCH > 0:
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [
+                    words_at.to(tl.uint64, bitcast=True),
+                    tl.full((BN,), PREFETCH, tl.int32),
+                ],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
+        # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
+        gdc_launch_dependents()
+    group_at = weight_scale.to(tl.pointer_type(tl.int32)) + first_unit * PER_UNIT * n + weight_row
+    totals = sum_k_splits(
+        x + row.to(tl.int64)[:, None] * x_stride + (first_unit * 128 + tl.arange(0, 32))[None, :],
+        BM * x_stride,
+        words_at[None, :] + tl.arange(0, 32)[:, None],
+        group_at,
+        n,
+        units,
+        row,
+        rows,
+        0,
+        BM,
+        BN,
+        ROW_TILES,
+        PER_UNIT,
+        weight_scale.dtype.element_ty,
+        K_SPLITS,
+        ON_DEVICE,
+    )
+    for index in tl.static_range(ROW_TILES):
+        total = totals[index]
+        own = row + index * BM
+        if GATED:
+            # Rounded as silu_mul does it on the rounded sums.
+            gate, up = tl.split(tl.reshape(total.to(out.dtype.element_ty).to(tl.float32), (BM, BN // 2, 2)))
+            total = gate / (1.0 + tl.exp(-gate)) * up
+            width = n // 2
+            to_column = first_column // 2 + tl.arange(0, BN // 2)
+        else:
+            width = n
+            to_column = column
+        to = out + (partial.to(tl.int64) * rows + own.to(tl.int64))[:, None] * width + to_column[None, :]
+        is_inside = (own < rows)[:, None] & (to_column < width)[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -25,24 +320,23 @@ def w4a16_values_kernel(
     n,
     BN: tl.constexpr,
     PER_UNIT: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):
     """The values of BN weight rows in one unit, rounded to bfloat16."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     unit, units = tl.program_id(1), tl.num_programs(1)
     inside = row < n
     word = tl.arange(0, 32)
-    words_at = weight + ((row // 16).to(tl.int64) * units + unit)[:, None] * 512
-    words_at += (row % 16 * 16)[:, None] + (word // 16 * 256 + word % 16)[None, :]
-    words = tl.load(words_at, mask=inside[:, None], other=0).to(tl.int32)
-    to = out + (row.to(tl.int64) * units + unit)[:, None] * 128 + word[None, :]
+    words_at = weight + ((row // 16).to(tl.int64) * units + unit)[None, :] * 512
+    words_at += (row % 16 * 32)[None, :] + word[:, None]
+    words = tl.load(words_at, mask=inside[None, :], other=0)
+    group_at = weight_scale.to(tl.pointer_type(tl.int32)) + unit * PER_UNIT * n + row
+    to = out + (row.to(tl.int64) * units + unit)[None, :] * 128 + word[:, None]
     for index in tl.static_range(4):
-        group_at = weight_scale + ((unit * PER_UNIT + index * PER_UNIT // 4) * n + row) * 2
-        scale = tl.load(group_at, mask=inside, other=0.0).to(tl.float32)
-        # The bfloat16 number -(128 + z) has z in its lowest bits.
-        minus = tl.load(group_at + 1, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        code = (words >> 4 * index) & 15
-        values = (code - (minus & 127)[:, None]).to(tl.float32) * scale[:, None]
-        tl.store(to + index * 32, values.to(tl.bfloat16), mask=inside[:, None])
+        group = tl.load(group_at + index * PER_UNIT // 4 * n, mask=inside, other=0)
+        values = decode(words, tl.broadcast_to(minus_of(group)[None, :], words.shape), ON_DEVICE)[index]
+        scaled = values.to(tl.float32) * scale_of(group, weight_scale.dtype.element_ty)[None, :]
+        tl.store(to + index * 32, scaled.to(tl.bfloat16), mask=inside[None, :])
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -79,6 +373,71 @@ def values_of(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
         n,
         BN=VALUE_ROWS,
         PER_UNIT=weight_scale.shape[0] // units,
+        ON_DEVICE=weight.is_cuda,
         num_warps=4,
+    )
+    return out
+
+
+def launch_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    split: int,
+    k_splits: int,
+    dtype: torch.dtype,
+    gated: bool = False,
+) -> torch.Tensor:
+    """[split, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
+    if x.is_cuda and x.shape[0] <= NARROW_ROWS and split == k_splits:
+        units = x.shape[1] // UNIT // k_splits
+        tile = few_rows_tile(weight.shape[0], units, gated)
+        return launch_few_rows(tile, x, weight, weight_scale, k_splits, dtype, gated)
+    device = device_of(x.device.index)
+    config = configuration(x.shape[0], weight.shape[0], split, device.shared_bytes)
+    return launch_config(config, x, weight, weight_scale, split, k_splits, dtype, gated)
+
+
+def launch_config(
+    config: W4A16Config,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    split: int,
+    k_splits: int,
+    dtype: torch.dtype,
+    gated: bool = False,
+) -> torch.Tensor:
+    """The product with a configuration given, as the tuner does."""
+    (rows, k), n = x.shape, weight.shape[0]
+    out = torch.empty((split, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
+    if rows == 0 or n == 0:
+        return out
+    has_pdl = device_of(x.device.index).has_dependent_launch
+    units = k // UNIT
+    w4a16_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(n, config.block_n), split)](
+        x,
+        weight,
+        weight_scale,
+        out,
+        rows,
+        n,
+        # One row may have any stride; another value would compile another kernel.
+        x.stride(0) if rows > 1 else k,
+        weight.stride(0),
+        units // k_splits,
+        BM=config.block_m,
+        BN=config.block_n,
+        ROW_TILES=config.row_tiles,
+        PER_UNIT=weight_scale.shape[0] // units,
+        K_SPLITS=k_splits // split,
+        GATED=gated,
+        PREFETCH=min(config.prefetch_bytes, units // split * 64),
+        PDL=has_pdl,
+        ON_DEVICE=x.is_cuda,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=has_pdl,
+        **OPTIONS,
     )
     return out
