@@ -84,30 +84,29 @@ def load_groups(group_at, n, first, last, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def copy_words(to, words_at, first, end):
-    """Copy as many units of the tile's weight rows as `to` holds, from unit `first` on; zeros from `end` on."""
-    word = gl.arange(0, to.shape[1], gl.SliceLayout(0, words_at.type.layout))
-    is_inside = (word < (end - first) * 32)[None, :].broadcast_to(words_at.shape)
-    async_load(to, words_at + first * 512, mask=is_inside)
+def copy_words(to, words_at, first, end, layout: gl.constexpr):
+    """Copy units of the tile's weight rows from unit `first` on, as many as `to` holds; zeros from `end` on."""
+    word = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
+    async_load(to, words_at + first * 512, mask=(word < (end - first) * 32)[None, :])
 
 
 @gluon.jit
-def copy_rows(to, x_at, is_row, first, end):
-    """Copy as many units of the rows as `to` holds, from unit `first` on; zeros from `end` on."""
-    column = gl.arange(0, to.shape[1], gl.SliceLayout(0, x_at.type.layout))
+def copy_rows(to, x_at, is_row, first, end, layout: gl.constexpr):
+    """Copy units of the rows from unit `first` on, as many as `to` holds; zeros from `end` on."""
+    column = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
     async_load(to, x_at + first * 128, mask=is_row[:, None] & (column < (end - first) * 128)[None, :])
     async_copy.commit_group()
 
 
 @gluon.jit
 def add_unit(
-    words, x, groups, total, UNIT: gl.constexpr, PER_UNIT: gl.constexpr, IS_BF16: gl.constexpr
-):
+    words, x, groups, total, layout: gl.constexpr, UNIT: gl.constexpr, PER_UNIT: gl.constexpr,
+    IS_BF16: gl.constexpr,
+):  # fmt: skip
     """total [BN, BM] plus the products of unit UNIT of a chunk in shared memory, group by group.
 
     groups: those of the unit.
     """
-    layout: gl.constexpr = total.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     own = words.slice(UNIT * 32, 32, 1).load(left)
@@ -127,6 +126,7 @@ def add_unit(
 @gluon.jit
 def sum_units(
     words, x, words_at, x_at, is_row, group_at, n, first, units, groups, total,
+    layout: gl.constexpr, words_layout: gl.constexpr, rows_layout: gl.constexpr,
     PER_UNIT: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     IS_BF16: gl.constexpr,
 ):  # fmt: skip
@@ -144,22 +144,17 @@ def sum_units(
         own_words = words.index(stage)
         own_x = x.index(stage)
         for unit in gl.static_range(CHUNK):
+            own_groups = groups[unit * PER_UNIT : (unit + 1) * PER_UNIT]
             if EVEN or unit == 0:
-                total = add_unit(
-                    own_words, own_x, groups[unit * PER_UNIT : (unit + 1) * PER_UNIT], total,
-                    unit, PER_UNIT, IS_BF16,
-                )  # fmt: skip
+                total = add_unit(own_words, own_x, own_groups, total, layout, unit, PER_UNIT, IS_BF16)
             else:
                 if begin + unit < units:
-                    total = add_unit(
-                        own_words, own_x, groups[unit * PER_UNIT : (unit + 1) * PER_UNIT], total,
-                        unit, PER_UNIT, IS_BF16,
-                    )  # fmt: skip
+                    total = add_unit(own_words, own_x, own_groups, total, layout, unit, PER_UNIT, IS_BF16)
         # The stage of the chunk before this one, which all warps have left.
         free = (stage + STAGES - 1) % STAGES
         next_first = first + begin + (STAGES - 1) * CHUNK
-        copy_words(words.index(free), words_at, next_first, end)
-        copy_rows(x.index(free), x_at, is_row, next_first, end)
+        copy_words(words.index(free), words_at, next_first, end, words_layout)
+        copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
         stage = (stage + 1) % STAGES
         groups = next_groups
     return total
@@ -208,7 +203,7 @@ def w4a16_few_rows_kernel(
     words_at = weight + ((row // 16).to(gl.int64) * (16 * weight_stride) + row % 16 * 32)[:, None]
     words_at += (word // 32 * 512 + word % 32)[None, :]
     for chunk in gl.static_range(STAGES - 1):
-        copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end)
+        copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout)
     group_at = groups + weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     own = load_groups(group_at, n, first * PER_UNIT, end * PER_UNIT - 1, CHUNK * PER_UNIT)
     if PDL:
@@ -219,10 +214,11 @@ def w4a16_few_rows_kernel(
     column = gl.arange(0, CHUNK * 128, gl.SliceLayout(0, rows_layout))
     x_at = x + row.to(gl.int64)[:, None] * x_stride + column[None, :]
     for chunk in gl.static_range(STAGES - 1):
-        copy_rows(shared_x.index(chunk), x_at, row < rows, first + chunk * CHUNK, end)
+        copy_rows(shared_x.index(chunk), x_at, row < rows, first + chunk * CHUNK, end, rows_layout)
     total = sum_units(
         words, shared_x, words_at, x_at, row < rows, group_at, n, first, units, own,
-        gl.zeros([BN, BM], gl.float32, layout), PER_UNIT, CHUNK, STAGES, EVEN, IS_BF16,
+        gl.zeros([BN, BM], gl.float32, layout), layout, words_layout, rows_layout,
+        PER_UNIT, CHUNK, STAGES, EVEN, IS_BF16,
     )  # fmt: skip
     async_copy.wait_group(0)
     to_row = gl.arange(0, BM, gl.SliceLayout(0, layout))

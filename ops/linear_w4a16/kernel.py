@@ -390,8 +390,7 @@ def launch_product(
 ) -> torch.Tensor:
     """[split, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     if x.is_cuda and x.shape[0] <= NARROW_ROWS and split == k_splits:
-        units = x.shape[1] // UNIT // k_splits
-        tile = few_rows_tile(weight.shape[0], units, gated)
+        tile = few_rows_tile(x.shape[0], weight.shape[0], split, gated)
         return launch_few_rows(tile, x, weight, weight_scale, k_splits, dtype, gated)
     device = device_of(x.device.index)
     config = configuration(x.shape[0], weight.shape[0], split, device.shared_bytes)
