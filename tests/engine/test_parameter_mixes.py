@@ -199,5 +199,5 @@ def test_masks_are_checked(runners: dict[int, Runner]) -> None:
     plan = StepPlan(0, "accept", (1, 2), (0, 1), shape=RoundShape(3, 3))
     with pytest.raises(ValueError, match=r"masks must have shape \(8, 16\) for a first or accept plan, got"):
         runners[3].set_masks(plan, torch.zeros(7, 16, dtype=torch.int32))
-    with pytest.raises(ValueError, match="for decode; give every row its own"):
+    with pytest.raises(ValueError, match="for decode; give one mask per row"):
         runners[3].set_masks(StepPlan(0, "decode", (1,), (0,)), torch.zeros(1, 16, dtype=torch.int32))

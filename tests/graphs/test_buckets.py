@@ -131,9 +131,9 @@ def test_bad_numbers_are_refused() -> None:
             ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"
         ):
             prefill_lengths(chunk)
-    for num_rows, num_pieces in ((65, 1), (64, 3)):
+    for num_rows, num_chunks in ((65, 1), (64, 3)):
         with pytest.raises(
             ValueError,
-            match=rf"^num_rows and num_pieces must be at most 64 and 2, got {num_rows} and {num_pieces}; ",
+            match=rf"^num_rows and num_chunks must be at most 64 and 2, got {num_rows} and {num_chunks}; ",
         ):
-            pick_prefill_length((64,), num_rows, num_pieces, 8)
+            pick_prefill_length((64,), num_rows, num_chunks, 8)

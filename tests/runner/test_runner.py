@@ -92,6 +92,6 @@ def test_to_resolve_sets_nothing_and_says_nothing(
     assert set_to == [1, ("sample",)]
     assert [line.partition(":")[0] for line in caplog.messages] == [
         "running uncompiled",
-        "on their reference",
+        "operators on their reference",
     ]
     assert resolve(spec.config, spec.model, 4096) == spec
