@@ -258,7 +258,7 @@ def test_a_file_in_parts_is_read_whole_from_any_of_them(tmp_path: Path) -> None:
         read_container(tmp_path / "alone.gguf")
     parts[2].rename(tmp_path / "aside")
     with pytest.raises(
-        ValueError, match=r"must lie beside all of its 4 parts, got no m-00003-of-00004\.gguf"
+        ValueError, match=r"must be in one folder with all 4 parts, got no m-00003-of-00004\.gguf"
     ):
         read_container(parts[0])
     parts[2].write_bytes(parts[1].read_bytes())

@@ -232,7 +232,7 @@ def test_a_file_that_shrinks_and_a_positive_a_are_refused(tmp_path: Path) -> Non
         stored["layers.0.linear_attn.A_log"].rows(0, 2)
     path.write_bytes(raw[:-100])
     last = max(stored.values(), key=lambda one: one.source.runs[-1].tensor.offset)
-    with pytest.raises(ValueError, match=r"model\.gguf must stay as it is while it is loaded"):
+    with pytest.raises(ValueError, match=r"model\.gguf must stay unchanged while it is loaded"):
         last.rows(0, last.shape[0])
 
 
