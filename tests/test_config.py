@@ -154,7 +154,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "hidden_size must be an integer of at least 1, got None; fix config.json"),
     ({"vocab_size": "512"}, "vocab_size must be an integer of at least 1, got 512; fix config.json"),
     ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0; fix config.json"),
-    ({"eos_token_id": 512}, "eos_token_id must lie in the vocabulary of 512, got [512]; fix the checkpoint"),
+    ({"eos_token_id": 512}, "eos_token_id must be ids below vocab_size (512), got [512]; fix the checkpoint"),
     ({"dtype": "int8"}, "dtype must be bfloat16, float16 or float32, got int8; fix config.json"),
     (
         {"model_type": "qwen3_5_moe_text"},

@@ -260,11 +260,11 @@ def plan_memory(
     if needed > free_bytes:
         snapshots = f", {wanted} state snapshots of {_mib(each_bytes)}" if wanted else ""
         others = [(host_bytes, "offloaded requests"), (other_bytes, "other buffers")]
-        beside = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
-        beside = f", beside {beside}" if beside else ""
+        besides = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
+        besides = f", besides {besides}" if besides else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{snapshots}){beside}, got {_mib(all_bytes)}; lower "
+            f"{count} blocks of {_mib(block_bytes)}{snapshots}){besides}, got {_mib(all_bytes)}; lower "
             f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
             "num_blocks"
         )

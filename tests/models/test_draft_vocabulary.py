@@ -52,8 +52,8 @@ def test_a_number_is_that_many_lowest_ids() -> None:
         ("1.5", "draft_vocab must name ids in 0..99 only, got 1.5"),
         ("[true]", "draft_vocab must name ids in 0..99 only, got True"),
         ("[[1]]", "draft_vocab must name ids in 0..99 only, got [1]"),
-        ("one\ntwo", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
-        ("[1, 2", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
+        ("one\ntwo", "draft_vocab must name a file with one id per line or a JSON list of ids, got "),
+        ("[1, 2", "draft_vocab must name a file with one id per line or a JSON list of ids, got "),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

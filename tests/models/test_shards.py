@@ -57,10 +57,10 @@ def assemble(
                     if p.parameter == piece.parameter and p.source <= piece.source < p.source + p.rows
                 )
                 start = source.start + piece.source - source.source
-                target = replace(piece, start=start).place_in(out[piece.parameter], stored.shape)
+                target = replace(piece, start=start).view_of(out[piece.parameter], stored.shape)
                 if piece.columns is not None:
                     target = target[..., slice(*piece.columns)]
-                target.copy_(piece.place_in(parameters[piece.parameter], stored.shape))
+                target.copy_(piece.view_of(parameters[piece.parameter], stored.shape))
     return out
 
 

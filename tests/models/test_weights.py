@@ -452,7 +452,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, sharded=True)
     stray = directory / "other.safetensors"
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, stray)
-    with pytest.raises(ValueError, match=r"no weights beside its index, got \['other.safetensors'\]"):
+    with pytest.raises(ValueError, match=r"no weights outside its index, got \['other.safetensors'\]"):
         read_headers(directory)
     stray.unlink()
     (directory / "model-00002-of-00003.safetensors").unlink()

@@ -214,7 +214,7 @@ def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
     text = r"7168\.0 MiB for offloaded requests, got 8192\.0 MiB; lower max_batch, offload_gb or num_blocks$"
     with pytest.raises(ValueError, match=text):
         plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, num_blocks=10**4, **numbers)
-    text = r"beside 9216\.0 MiB for offloaded requests and 1024\.0 MiB for other buffers, got 8192\.0 MiB;"
+    text = r"besides 9216\.0 MiB for offloaded requests and 1024\.0 MiB for other buffers, got 8192\.0 MiB;"
     with pytest.raises(ValueError, match=text):
         plan_memory(8 << 30, SHAPE_27B, host_bytes=9 << 30, other_bytes=1 << 30, **numbers)
     plan = plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, **numbers)

@@ -276,7 +276,7 @@ def make_resident(step: Any) -> int:
     linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_be_resident]
     with mock.patch.object(resident_module, "can_be_resident", return_value=True):
         for model in models:
-            resident_module.settle_resident(model)
+            resident_module.choose_resident(model)
     return len(linears)
 
 
