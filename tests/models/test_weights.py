@@ -432,7 +432,7 @@ def test_two_saves_in_one_folder_say_which_to_remove(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, sharded=True)
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, directory / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"got \['model.safetensors'\] in .*; remove what is older: "
+        ValueError, match=r"got \['model.safetensors'\] in .*; remove the older save: "
     ) as error:
         read_headers(directory)
     assert str(error.value).endswith("these files, or the index with the files that it names")
