@@ -155,7 +155,7 @@ class Engine:
         # Of the call that steps, generates or closes.
         self._turn = Turn()
         # Why a step has stopped somewhere, until the scheduler has recovered.
-        self._cut: str | None = None
+        self._interruption: str | None = None
         # The requests of the call of `generate` that is running, or was interrupted.
         self._batch: Collection[str] = ()
         # Requests whose outputs are for a stream of their own, with that stream.
@@ -215,7 +215,7 @@ class Engine:
             self._tidy()
             self._advance()
             before = self.scheduler.outputs, self._totals
-            outputs = self._take_outputs(but=self._streams.keys())
+            outputs = self._take_outputs(excluding=self._streams.keys())
             self._turn.leave()
             return outputs
         except BaseException:
@@ -229,12 +229,12 @@ class Engine:
         """`step`, whose outputs wait in the scheduler until they are taken."""
         self._check_open()
         self._inbox.hand_over()
-        self._cut = "the step was interrupted"
+        self._interruption = "the step was interrupted"
         try:
             plan = self._run_next()
-            self._cut = None
+            self._interruption = None
         except BaseException as error:
-            self._cut = f"the step was interrupted by {error!r}"
+            self._interruption = f"the step was interrupted by {error!r}"
             self._recover()
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
@@ -248,7 +248,7 @@ class Engine:
     def _run_next(self) -> StepPlan | None:
         """Take what has come, plan, launch and read; return the plan."""
         self._inbox.pass_aborts()
-        self._forget_left()
+        self._end_left_streams()
         if self._depths is not None and self.runner.later is not None:
             self._take_depth(self._depths, self.runner.later)
         plan = self.scheduler.schedule()
@@ -275,7 +275,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After a step that stopped somewhere; interrupted itself it is done again before the next one."""
-        if self._cut is None:
+        if self._interruption is None:
             return
         try:
             self.runner.drop_launches()
@@ -283,22 +283,22 @@ class Engine:
             # Also where a second interrupt ends the waiting for copies.
             if self._depths is not None:
                 self._depths.forget_launches()
-            self.scheduler.recover(self._cut)
-        self._cut = None
+            self.scheduler.recover(self._interruption)
+        self._interruption = None
 
     def _tidy(self) -> None:
         """Finish what an interrupted call has left: a step, and the requests of `generate`."""
         self._recover()
         if self._batch:
-            self._cut = "the end of generate was interrupted"
+            self._interruption = "the end of generate was interrupted"
             self._inbox.forget(self._batch)
             self.scheduler.forget(self._batch)
-            self._cut, self._batch = None, ()
+            self._interruption, self._batch = None, ()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
         # In this order: a request is handed over before it leaves the inbox.
-        return not self._inbox.is_empty or self.scheduler.has_unfinished(but=self._streams.keys())
+        return not self._inbox.is_empty or self.scheduler.has_unfinished(excluding=self._streams.keys())
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason 'abort', comes from the next step.
@@ -475,11 +475,11 @@ class Engine:
         try:
             self._is_closed = True
             self._inbox.forget()
-            if self._cut is not None:
-                self.scheduler.recover(self._cut)
-            self._cut = "the engine was being closed"
+            if self._interruption is not None:
+                self.scheduler.recover(self._interruption)
+            self._interruption = "the engine was being closed"
             self.scheduler.forget_all()
-            self._cut = None
+            self._interruption = None
             self.runner.close()
         finally:
             self._turn.leave()
@@ -505,7 +505,7 @@ class Engine:
         if self._is_closed:
             raise ValueError("engine must be open, got one that was closed; make another")
 
-    def _forget_left(self) -> None:
+    def _end_left_streams(self) -> None:
         """End the requests whose streams were left, without an output."""
         for request_id, reference in list(self._streams.items()):
             stream = reference()
@@ -515,10 +515,10 @@ class Engine:
                 self._streams.pop(request_id, None)
 
     def _take_outputs(
-        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+        self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()
     ) -> list[RequestOutput]:
         """The outputs of these requests, or of all but some, that nobody has taken yet; the others stay."""
-        outputs, totals = self.scheduler.take_outputs(request_ids, but), self._totals
+        outputs, totals = self.scheduler.take_outputs(request_ids, excluding), self._totals
         for output in outputs:
             if output.finish_reason is not None:
                 totals = totals.plus(output)

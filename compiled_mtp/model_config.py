@@ -134,7 +134,7 @@ class ModelConfig:
         return replace(self, world=world, **fields)
 
 
-def share(count: int, rank: int, world: int) -> tuple[int, int]:
+def rank_range(count: int, rank: int, world: int) -> tuple[int, int]:
     """The first, and one past the last, of `count` things that `rank` of `world` ranks holds; neighbouring
     ranks hold the same one where there are more ranks than things."""
     first = rank * count // world

@@ -19,7 +19,7 @@ a checkpoint of a place inside a piece of a prompt."""
 PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", "move"]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where the rows of a request lie: in a slot of the device or a host record; where what its prompt has
     left does: in a checkpoint of the device or a record of the host's shelf.
     """
@@ -88,8 +88,8 @@ class Copy:
     """
 
     copy_id: int
-    source: Place
-    target: Place
+    source: Location
+    target: Location
     blocks: tuple[tuple[int, int], ...] = ()
     has_rows: bool = True
 

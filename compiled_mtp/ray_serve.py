@@ -60,7 +60,7 @@ def app(args: Mapping[str, Any]) -> Any:
     """
     serve = _import_ray("ray.serve")
     settings, server, engine = split_args(args)
-    engine, gpus = _place(settings, engine)
+    engine, gpus = _choose_devices(settings, engine)
     scale: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         scale = {
@@ -106,7 +106,7 @@ def _import_ray(name: str) -> Any:
         ) from error
 
 
-def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig, float]:
+def _choose_devices(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig, float]:
     """What decides tokens must be the same for all replicas: the device, and on a CPU the threads."""
     gpus = settings.gpus
     if gpus is None:
@@ -219,8 +219,8 @@ class Ingress:
         self._engines = engines
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None
-        self._looking: asyncio.Future[Any] | None = None
-        # What the replicas tell themselves would count twice.
+        self._watchers: asyncio.Future[Any] | None = None
+        # What the replicas report themselves would count twice.
         self._gauges = RayGauges(self._metrics.collect_own)
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -252,8 +252,8 @@ class Ingress:
         )
         _set_bounds(told, self._engine, service.prompts, server.max_open)
         period_s = settings.stats_period_s
-        self._looking = asyncio.gather(
-            _look_at_replicas(self._ask_stats, self._metrics, self._engine, period_s),
+        self._watchers = asyncio.gather(
+            _poll_replicas(self._ask_stats, self._metrics, self._engine, period_s),
             _keep_bounds(_count_replicas, self._engine, service.prompts, server.max_open, period_s),
         )
         found = create_app(service)
@@ -262,9 +262,9 @@ class Ingress:
 
     def __del__(self) -> None:
         """Look no more; Ray calls it on the loop of the requests."""
-        looking: asyncio.Future[Any] | None = getattr(self, "_looking", None)
-        if looking is not None:
-            looking.cancel()
+        watchers: asyncio.Future[Any] | None = getattr(self, "_watchers", None)
+        if watchers is not None:
+            watchers.cancel()
         if hasattr(self, "_gauges"):
             self._gauges.close()
 
@@ -276,7 +276,7 @@ class Ingress:
 
 def _proxy_host() -> str | None:
     """The address at which Ray's proxies listen, None where Ray, which has no public name for it, does not
-    tell."""
+    report."""
     try:
         return str(_import_ray("ray.serve.context")._get_global_client().http_config.host)
     except (AttributeError, ImportError):
@@ -321,12 +321,14 @@ async def _keep_bounds(
             has_failed = False
         except Exception:
             if not has_failed:
-                logger.warning("Ray does not tell how many replicas there are; max_open stays", exc_info=True)
+                logger.warning(
+                    "Ray does not report how many replicas there are; max_open stays", exc_info=True
+                )
             has_failed = True
         await asyncio.sleep(period_s)
 
 
-async def _look_at_replicas(
+async def _poll_replicas(
     ask: Callable[[], Awaitable[list[Any]]],
     metrics: ReplicaMetrics,
     engine: ReplicatedEngine,
@@ -379,7 +381,7 @@ class RayGauges:
         self._collect = collect
         self._ray = _import_ray("ray.serve.metrics")
         self._known: dict[str, Any] = {}
-        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._reported: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, name="compiled-mtp-gauges", daemon=True).start()
 
@@ -387,7 +389,7 @@ class RayGauges:
         """End the thread."""
         self._is_closed.set()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Pass on what has changed."""
         for family in self._collect():
             is_gauge = isinstance(family, GaugeMetricFamily)
@@ -406,15 +408,15 @@ class RayGauges:
             metric.set(value, tags=dict(labels))
             return
         key = (name, tuple(sorted(labels.items())))
-        if (more := value - self._told.get(key, 0.0)) > 0:
+        if (more := value - self._reported.get(key, 0.0)) > 0:
             metric.inc(more, tags=dict(labels))
-            self._told[key] = value
+            self._reported[key] = value
 
     def _run(self) -> None:
         has_failed = False
         while not self._is_closed.wait(_GAUGES_PERIOD_S):
             try:
-                self.tell()
+                self.report()
                 has_failed = False
             except Exception:
                 # Metrics are read while the engine steps: the next look, which is soon, may find them whole.

@@ -305,7 +305,7 @@ class Request:
         time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
         `commit` is to follow once their output can be taken.
         """
-        held = () if self.params.logprobs is None else self._untold_logprobs()
+        held = () if self.params.logprobs is None else self._undelivered_logprobs()
         self._before = self.metrics, self._num_shown, held
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
@@ -357,7 +357,7 @@ class Request:
         """
         before = self._before
         if before is None or _is_behind(last, before[0]):
-            before = self.metrics, self._num_shown, self._untold_logprobs()
+            before = self.metrics, self._num_shown, self._undelivered_logprobs()
         metrics, num_shown, held = before
         self.finish_reason = reason
         self.metrics = metrics._replace(total_s=time.monotonic() - self.arrival_s)
@@ -371,7 +371,7 @@ class Request:
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         if self._before is None:
-            self._before = self.metrics, self._num_shown, self._untold_logprobs()
+            self._before = self.metrics, self._num_shown, self._undelivered_logprobs()
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         self._new_logprobs += self._held_logprobs.flush()
@@ -416,7 +416,7 @@ class Request:
         entries = self._prompt_logprobs
         return None if entries is None or len(entries) < self.prompt_len - 1 else entries
 
-    def _untold_logprobs(self) -> tuple[TokenLogprob, ...]:
+    def _undelivered_logprobs(self) -> tuple[TokenLogprob, ...]:
         """Of tokens that were told: entries are taken with their output, but for those held back."""
         return () if self.params.logprobs is None else (*self._new_logprobs, *self._held_logprobs)
 

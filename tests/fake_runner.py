@@ -13,7 +13,7 @@ from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
     Draft,
-    Place,
+    Location,
     PromptChunk,
     Release,
     RowLogprobs,
@@ -65,7 +65,7 @@ class FakeRunner:
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
     broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
     host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails, as do those of
-    the prefix cache while fails_spills.
+    the prefix cache while fails_evictions.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class FakeRunner:
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
         self.masked: set[tuple[int, int]] = set()
-        self.rows: dict[Place, Row] = {}
+        self.rows: dict[Location, Row] = {}
         # Of a tier's block, what each of its places holds.
         self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         # What goes to the host tier of the prefix cache.
         self.evictions: dict[int, tuple[Copy, int]] = {}
-        self.fails_spills = False
+        self.fails_evictions = False
         self.open_round: StepPlan | None = None
         # By slot, the launch with the last piece of its prompt.
         self.last_chunks: dict[int, StepPlan] = {}
@@ -122,7 +122,7 @@ class FakeRunner:
 
     def row(self, slot: int) -> Row:
         """The device's view of a slot."""
-        return self.rows[Place("slot", slot)]
+        return self.rows[Location("slot", slot)]
 
     def drop(self) -> None:
         """As `Runner.drop_launches` does: nothing is under way any more."""
@@ -192,7 +192,7 @@ class FakeRunner:
 
     def _evict(self, copy: Copy) -> None:
         assert copy.source.tier == "snapshot"
-        if self.fails_spills:
+        if self.fails_evictions:
             self.failed_copies.append(copy.copy_id)
             return
         if copy.has_rows:
@@ -216,7 +216,7 @@ class FakeRunner:
             if isinstance(move, Copy):
                 self._copy(move)
                 continue
-            place = Place("slot", move.slot)
+            place = Location("slot", move.slot)
             assert place not in self._busy_places(), f"{place} belongs to a copy"
             assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
             if isinstance(move, Release):
@@ -233,7 +233,7 @@ class FakeRunner:
         assert 0 not in plan.slots
         assert len(set(plan.slots)) == len(plan.slots)
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             assert row.generation in (None, generation)
             row.generation = generation
 
@@ -248,7 +248,7 @@ class FakeRunner:
 
     def _update(self, update: BlockUpdate) -> None:
         slot, column, block_id = update
-        row = self.rows[Place("slot", slot)]
+        row = self.rows[Location("slot", slot)]
         pool = self.scheduler.pool
         is_shared = pool._holders[block_id] > 1 or block_id in pool._kept
         others = [
@@ -300,20 +300,20 @@ class FakeRunner:
             del self.rows[copy.source]
         self.copies[copy.copy_id] = (copy, self.copy_delay)
 
-    def _open_places(self) -> set[Place]:
+    def _open_places(self) -> set[Location]:
         """The slots of the round whose accept is still to come; none if all its requests have ended."""
         if self.open_round is None:
             return set()
         owners = self.scheduler._resources.owners
         pairs = zip(self.open_round.slots, self.open_round.generations, strict=True)
         is_live = any(slot in owners and owners[slot].generation == generation for slot, generation in pairs)
-        return {Place("slot", slot) for slot in self.open_round.slots} if is_live else set()
+        return {Location("slot", slot) for slot in self.open_round.slots} if is_live else set()
 
     def _check_no_round_is_open(self) -> None:
         assert not self._open_places(), "two rounds are open"
         self.open_round = None
 
-    def _busy_places(self) -> set[Place]:
+    def _busy_places(self) -> set[Location]:
         return {place for copy, _ in self.copies.values() for place in (copy.source, copy.target)}
 
     def _busy_blocks(self) -> Iterator[int]:
@@ -351,7 +351,7 @@ class FakeRunner:
             prompt_chunk.next_ids for prompt_chunk in plan.prompt_chunks
         )
         assert sum(prompt_chunk.snapshot_offset > 0 for prompt_chunk in plan.prompt_chunks) <= 1
-        self.rows.pop(Place("slot", limits.max_batch + 1), None)
+        self.rows.pop(Location("slot", limits.max_batch + 1), None)
         for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=True):
             self._process(slot, prompt_chunk, plan.shape.chain if prompt_chunk.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
@@ -359,7 +359,7 @@ class FakeRunner:
         return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
 
     def _process(self, slot: int, prompt_chunk: PromptChunk, chain: int) -> None:
-        row, end = self.rows[Place("slot", slot)], prompt_chunk.start + len(prompt_chunk.token_ids)
+        row, end = self.rows[Location("slot", slot)], prompt_chunk.start + len(prompt_chunk.token_ids)
         request = self.scheduler._resources.owners[slot].request
         assert row.prompt == request.prompt_token_ids[: prompt_chunk.start], "another prompt's state"
         assert prompt_chunk.start == len(row.prompt)
@@ -371,7 +371,7 @@ class FakeRunner:
             assert prompt_chunk.snapshot_offset % self.scheduler.limits.resume_step == 0
             assert 0 < prompt_chunk.snapshot_offset < len(prompt_chunk.token_ids)
             marked = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
-            place = Place("slot", self.scheduler.limits.max_batch + 1)
+            place = Location("slot", self.scheduler.limits.max_batch + 1)
             self.rows[place] = Row(None, None, marked, len(marked))
         self._read(row, prompt_chunk.start)
         self._write(row, prompt_chunk.start, end - 1 + chain)
@@ -384,7 +384,7 @@ class FakeRunner:
         since = self.plans[self.plans.index(chunk) + 1 : -1]
         assert {one.kind for one in since} <= {"first"}, "a launch came between a prompt and its first token"
         assert plan.generations == chunk.generations[at : at + 1]
-        row = self.rows[Place("slot", slot)]
+        row = self.rows[Location("slot", slot)]
         assert row.pos == chunk.prompt_chunks[at].prompt_len == len(row.prompt)
         self._write(row, row.pos, row.pos - 1 + plan.shape.chain)
         return self._emit(plan, [0])
@@ -413,7 +413,7 @@ class FakeRunner:
 
     def _verify_rows(self, plan: StepPlan) -> None:
         for slot in plan.slots:
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             row.num_deferred = 0 if plan.catches_up else row.num_deferred
             assert row.num_deferred <= (0 if plan.shape.verify else self.scheduler.limits.mtp_step)
             self._read(row, row.pos)
@@ -422,7 +422,7 @@ class FakeRunner:
     def _emit_round(self, plan: StepPlan) -> StepResult:
         counts = []
         for slot in plan.slots:
-            row, most = self.rows[Place("slot", slot)], plan.shape.verify
+            row, most = self.rows[Location("slot", slot)], plan.shape.verify
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
             done = row.pos - len(row.prompt) + 1
             right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
@@ -439,7 +439,7 @@ class FakeRunner:
         token_ids: list[list[int]] = []
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             if plan.prompt_chunks and not plan.prompt_chunks[index].is_last:
                 token_ids.append([])
                 continue
@@ -461,7 +461,7 @@ class FakeRunner:
         return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
-        return [self.rows[Place("slot", slot)].drafts[: plan.shape.chain] for slot in plan.slots]
+        return [self.rows[Location("slot", slot)].drafts[: plan.shape.chain] for slot in plan.slots]
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:

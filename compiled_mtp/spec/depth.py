@@ -113,7 +113,7 @@ def first_depth(depths: Iterable[int]) -> int:
     return drafting[len(drafting) // 2]
 
 
-def _waiting_queue(times: Iterable[tuple[int, float, int]], usual: float) -> tuple[float, float]:
+def _fit_line(times: Iterable[tuple[int, float, int]], usual: float) -> tuple[float, float]:
     """Seconds at depth 0 and of one more draft, by the straight line nearest to the times, by their weights.
 
     times: depths, their seconds and weights, at least one. usual: what a draft adds to a round without
@@ -303,7 +303,7 @@ class DepthController:
         times = times or self._nearest((bucket, context))
         if not times:
             return dict.fromkeys(self.depths, 0.0)
-        base, slope = _waiting_queue(times, self._usual_slope)
+        base, slope = _fit_line(times, self._usual_slope)
         if len(times) > 1:
             self._usual_slope = slope / base
         speeds = {}

@@ -40,10 +40,10 @@ class DepthPolicy:
         self._launched_s: dict[int, float] = {}
         # The number of the last launch that was no round.
         self._other_step_id = -1
-        # When a result was read last, and whether late; of a round whose first half was, when that began, and
-        # who is replayed.
+        # When a result was read last, and whether late; of a round whose first opened was, when that began,
+        # and who is replayed.
         self._last_s, self._is_late = 0.0, False
-        self._half: tuple[int, float, frozenset[int]] | None = None
+        self._open_verify: tuple[int, float, frozenset[int]] | None = None
 
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
@@ -78,19 +78,24 @@ class DepthPolicy:
         begin_s = self._launched_s.pop(plan.step_id, now_s)
         if begin_s < self._last_s and not (self._is_late and (plan.kind == "verify" or not result.is_late)):
             begin_s = self._last_s
-        half, self._half, self._last_s, self._is_late = self._half, None, now_s, result.is_late
+        opened, self._open_verify, self._last_s, self._is_late = (
+            self._open_verify,
+            None,
+            now_s,
+            result.is_late,
+        )
         if result.error is not None:
             return
         replayed = _replayed(plan) if plan.moves else _NOBODY
         # The usual kind is asked for first.
         if plan.kind != "decode":
             if plan.kind == "verify":
-                self._half = (plan.step_id + 1, begin_s, replayed)
+                self._open_verify = (plan.step_id + 1, begin_s, replayed)
             if plan.kind != "accept":
                 return
             # With a chunk between the halves the time is not the round's.
-            is_next = half is not None and half[0] == plan.step_id
-            begin_s, replayed = half[1:] if half is not None and is_next else (now_s, replayed)
+            is_next = opened is not None and opened[0] == plan.step_id
+            begin_s, replayed = opened[1:] if opened is not None and is_next else (now_s, replayed)
         token_ids = result.token_ids
         if replayed:
             rows = zip(plan.slots, token_ids, strict=True)
@@ -107,7 +112,7 @@ class DepthPolicy:
     def forget_launches(self) -> None:
         """Launches were dropped: their results will not come."""
         self._launched_s.clear()
-        self._half = None
+        self._open_verify = None
 
     def rounds(self) -> Mapping[int, Mapping[Reason, int]]:
         """Rounds by depth and reason."""

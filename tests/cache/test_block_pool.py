@@ -76,5 +76,5 @@ def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
     pool.free(new)
     with pytest.raises(AssertionError, match="a block is kept that has no holder"):
         pool.keep(new)
-    with pytest.raises(AssertionError, match=f"block {new[0]} holds nothing"):
+    with pytest.raises(AssertionError, match=f"block {new[0]} is neither held nor kept"):
         pool.share(new)

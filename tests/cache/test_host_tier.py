@@ -57,7 +57,7 @@ def test_beside_a_gpu_memory_is_ready_before_it_is_needed(monkeypatch: pytest.Mo
     own = [size for size, name in makers if name == "MainThread"]
     assert own == [*row, segment]
     assert sorted(size for size, _ in makers) == sorted([*row * 4, *[segment] * 3])
-    assert {piece.numel() for record in range(4) for piece in tier.pieces(record)} == set(row)
+    assert {buffer.numel() for record in range(4) for buffer in tier.buffers(record)} == set(row)
 
 
 def test_what_cannot_be_made_ready_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,5 @@ def test_one_copy_takes_what_is_said_at_most() -> None:
         tier = HostTier(row_bytes, 1000, 2, 5, torch.device("cpu"))
         tier.reserve(0, range(5))
         (run,) = tier.runs(range(5))
-        assert max(run.memory.numel(), *(piece.numel() for piece in tier.pieces(0))) == most
+        assert max(run.memory.numel(), *(buffer.numel() for buffer in tier.buffers(0))) == most
         assert tier.most_bytes_at_once == most

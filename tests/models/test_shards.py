@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from compiled_mtp.model_config import ModelConfig, share
+from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
@@ -166,7 +166,7 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
     assert (part.linear_num_key_heads, part.linear_num_value_heads, part.head_vocab_size) == (1, 1, 64)
     assert (part.hidden_size, part.vocab_size) == (config.hidden_size, config.vocab_size)
     # Query heads 2i and 2i + 1 read KV head i.
-    assert [share(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [rank_range(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(

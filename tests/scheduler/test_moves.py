@@ -191,7 +191,7 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
 
 
 def test_a_depth_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"depth must lie in 0\.\.3 \(mtp_step\), got 4; choose another"):
+    with pytest.raises(ValueError, match=r"depth must be 0 to 3 \(mtp_step\), got 4; choose another"):
         make_scheduler(depth=lambda *_: 4)
 
 
@@ -293,5 +293,5 @@ def test_what_is_owned_twice_is_found() -> None:
         scheduler.check_integrity()
     other.block_ids[0] = saved
     one.phase = RequestPhase.OFFLOADED
-    with pytest.raises(AssertionError, match="agrees with no place"):
+    with pytest.raises(AssertionError, match="disagrees with the location"):
         scheduler.check_integrity()

@@ -372,9 +372,9 @@ class PrefixMachine(SchedulerMachine):
 
     @rule()
     def refuse_host_memory(self) -> None:
-        self.runner.fails_spills = True
+        self.runner.fails_evictions = True
         self.step()
-        self.runner.fails_spills = False
+        self.runner.fails_evictions = False
 
     @rule()
     def break_next(self) -> None:
@@ -439,7 +439,7 @@ def test_finish_all_leaves_no_trail() -> None:
     assert scheduler._resources.prefix._pending == {}
 
 
-def spills_of(plan: StepPlan) -> list[Copy]:
+def evictions_of(plan: StepPlan) -> list[Copy]:
     return [move for move in plan.moves if isinstance(move, Copy) and move.target.tier == "prefix_host"]
 
 
@@ -486,9 +486,9 @@ def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost
         runner.copy_delay = 1000
         run(scheduler, runner, make_request("a", 30, 2, 1))
         scheduler.add(request_of("b", [5] * 20, 2, 2))
-        while not (runner.plans and spills_of(runner.plans[-1])):
+        while not (runner.plans and evictions_of(runner.plans[-1])):
             plan = scheduler.schedule()
-            runner.fail_next = is_lost and plan is not None and bool(spills_of(plan))
+            runner.fail_next = is_lost and plan is not None and bool(evictions_of(plan))
             scheduler.update(runner.run(plan))
             scheduler.check_integrity()
         assert scheduler.prefix.prefix_host.num_records_used == (not is_lost)
@@ -500,12 +500,12 @@ def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost
 
 def test_a_host_without_memory_makes_the_shelf_smaller() -> None:
     scheduler, runner = make(1, num_snapshots=1, **PREFIX_HOST)
-    runner.fails_spills = True
+    runner.fails_evictions = True
     for name in "abc":
         run(scheduler, runner, request_of(name, [ord(name)] * 20, 2, ord(name)))
     prefix_host = scheduler.prefix.prefix_host
     assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
-    runner.fails_spills = False
+    runner.fails_evictions = False
     run(scheduler, runner, request_of("d", [7] * 20, 2, 4), request_of("e", [8] * 20, 2, 5))
     assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
 

@@ -359,7 +359,7 @@ def test_a_token_that_does_not_come_again_ends_its_request_by_name() -> None:
     assert output.finish_reason == "error"
     assert output.error is not None
     assert output.error.startswith(
-        f"a replayed token must be what it was, got {known[10] - 1} for {known[10]}"
+        f"a replayed token must equal the original, got {known[10] - 1} for {known[10]}"
     )
     assert "at output token 10;" in output.error
     assert {log.last[name].finish_reason for name in "012" if name != output.request_id} == {"length"}

@@ -97,7 +97,7 @@ class Traffic:
                 break
             self.befall()
             self.take(self.step())
-            self.runner.fails_spills = False
+            self.runner.fails_evictions = False
             self.runner.plans = self.runner.plans[-8:]
         assert self.reasons.keys() == self.requests.keys(), "the requests do not end"
         while self.runner.copies:  # Of requests that were aborted on their way.
@@ -153,7 +153,7 @@ class Traffic:
             scheduler.abort(rng.choice(live))
             scheduler.check_integrity()
         if live and rng.random() < traffic["fault_rate"]:
-            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_spills", "broken"])
+            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_evictions", "broken"])
             if fault == "recover":
                 self.runner.drop()
                 scheduler.recover("interrupted")

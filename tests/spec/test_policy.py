@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.plan import Copy, Draft, Place, StepPlan, StepResult
+from compiled_mtp.plan import Copy, Draft, Location, StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
 
@@ -82,7 +82,7 @@ def test_halves_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None
 
 
 def test_what_something_else_slowed_down_is_not_timed(rig: Rig) -> None:
-    copy = Copy(0, Place("slot", 1), Place("slot", 2))
+    copy = Copy(0, Location("slot", 1), Location("slot", 2))
     rig.read(rig.plan(0, moves=(copy,)), after_s=0.02)
     rig.read(rig.plan(1, catches_up=True), after_s=0.02)
     rig.read(rig.plan(2), after_s=0.02, error="the device is on fire")
