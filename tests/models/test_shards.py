@@ -184,9 +184,9 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
         ({"intermediate_size": 191}, 0, 2, "intermediate_size must be a multiple of 2 ranks, got 191"),
         ({"moe_intermediate_size": 7}, 0, 2, "moe_intermediate_size must be a multiple of 2 ranks, got 7"),
         ({"vocab_size": 511}, 0, 2, "vocab_size must be a multiple of 2 ranks, got 511; use another"),
-        ({}, 2, 2, "rank must lie in 0..1, got 2; pass the rank's own number"),
+        ({}, 2, 2, "rank must be 0 to 1, got 2; pass the rank's own number"),
         ({}, 0, 0, "world must be at least 1, got 0; pass the number of ranks"),
-        ({"world": 2}, 0, 2, "shard must be taken of a whole model, got one of 2 ranks"),
+        ({"world": 2}, 0, 2, "shard must start from a whole model, got one rank of 2"),
     ],
 )
 def test_refused_by_name(

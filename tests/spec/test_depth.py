@@ -124,7 +124,7 @@ def test_a_depth_that_becomes_ready_is_used() -> None:
 
 @pytest.mark.parametrize("depths", [(), (-1, 2)])
 def test_refuses(depths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="depths must be numbers from 0 on"):
+    with pytest.raises(ValueError, match="depths must be numbers of at least 0"):
         DepthController(depths)
 
 
