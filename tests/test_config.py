@@ -413,7 +413,7 @@ def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
 )
 def test_a_bool_is_no_number(name: str) -> None:
     for value in (True, [True]) if name == "batch_sizes" else (True,):
-        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; write out what"):
+        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; give its value"):
             EngineConfig(**{name: value})
 
 
@@ -429,7 +429,7 @@ def test_an_engine_takes_the_settings_as_they_are() -> None:
         (
             config,
             {"mtp_step": 3},
-            r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC",
+            r"mtp_step must be a field of the EngineConfig, got it beside one; write EngineC",
         ),
         (path, {"model": "x"}, "model must be given once, got somewhere and x; leave one out"),
         (None, {"mtp_stepp": 3}, "config must name settings only, got mtp_stepp; known are"),

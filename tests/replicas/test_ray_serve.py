@@ -171,7 +171,7 @@ def test_settings_that_do_nothing_are_named(
     monkeypatch.setenv("COMPILED_MTP_SERVER_WRITE_TIMEOUT_S", "3")
     ray_serve.Ingress(None, {}, {"max_open": 3}, {}, has_keys=False)
     assert [one.getMessage() for one in caplog.records] == [
-        "write_timeout_s: given in the environment, and of no effect on Ray"
+        "write_timeout_s: set in the environment, without effect on Ray"
     ]
 
 
