@@ -1,4 +1,4 @@
-"""A request that moves goes on as if it had stayed; whatever is registered moves with it."""
+"""A request that is offloaded and resumed continues unchanged; all registered rows move with it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_a_test_registers_is_admitted_and_moved(snapshot: Path) -> None:
     assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [-1] * 5, [-1] * 5]
 
 
-def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(snapshot: Path) -> None:
+def test_a_snapshot_brings_what_the_next_chunk_reads_to_another_slot(snapshot: Path) -> None:
     driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
     for name, is_in_snapshot in (("kept", True), ("left", False)):
@@ -152,11 +152,11 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Pa
                 moves.carry_out(StepPlan(0, "move", moves=(copy,)))
             counts[-1][name] = len(launches.names)
     assert counts[0] == counts[1]
-    # Five kinds of GDN state, the other rows together (one launch a dtype on their way back), and the blocks.
+    # Five kinds of GDN state, the other rows together (one launch per dtype on the way back), and the blocks.
     assert counts[0] == {"save": 3, "resume": 3, "out": 7, "in": 10}
 
 
-def test_blocks_that_lie_apart_and_in_any_order_come_back(snapshot: Path) -> None:
+def test_scattered_blocks_in_any_order_come_back(snapshot: Path) -> None:
     moves = make_runner(snapshot).moves
     (pages,) = moves._block_layout._spread
     for block in range(33):
@@ -198,7 +198,7 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(snapshot: Path) -> None:
     assert int(slots.last_token[3]) == 0
 
 
-def test_a_place_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
+def test_a_location_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
     runner, bare = make_runner(snapshot), make_runner(snapshot, offload_gb=0, prefix_cache=False)
     runner.moves.allocate_host(2, 2 * BLOCKS_EACH)
     slot, record = Location("slot", 1), Location("host", 0)
@@ -275,11 +275,11 @@ def _refuse(*_: object) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
+def test_moves_that_are_dropped_without_close_wait_for_their_copies(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is freed a device gives to others at once."""
-    gc.collect()  # Others' runners wait for theirs.
+    """The allocator reuses freed device memory at once."""
+    gc.collect()  # Runners of other tests wait for their copies too.
     runner = make_runner(snapshot)
     caches = (runner.step.kv_cache, runner.step.slots)
     memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]

@@ -190,7 +190,7 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
         )
 
 
-def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
+def test_the_plan_counts_what_snapshots_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
     taken, memory = engine.runner.moves.snapshots.nbytes, engine.runner.memory
     assert taken == memory.num_snapshots * memory.snapshot_bytes > 0
