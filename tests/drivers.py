@@ -19,8 +19,8 @@ from compiled_mtp.plan import (
     Admit,
     BlockUpdate,
     Copy,
+    Location,
     Move,
-    Place,
     PlanKind,
     PromptChunk,
     Release,
@@ -192,7 +192,7 @@ class Driver:
         """Move a request to host memory; what it leaves is poisoned once the copy is done."""
         source, old = self.slots.pop(name), self.blocks.pop(name)
         pairs = tuple((block, record * BLOCKS_EACH + index) for index, block in enumerate(old))
-        copy = Copy(next(self.copy_ids), Place("slot", source), Place("host", record), pairs)
+        copy = Copy(next(self.copy_ids), Location("slot", source), Location("host", record), pairs)
         self.leaving[copy.copy_id] = (source, old, record)
         self.run("move", moves=(copy, Release(source)))
 
@@ -203,7 +203,7 @@ class Driver:
         self.slots[name] = slot
         own = self.blocks[name]
         pairs = tuple((record * BLOCKS_EACH + index, block) for index, block in enumerate(own))
-        copy = Copy(next(self.copy_ids), Place("host", record), Place("slot", slot), pairs)
+        copy = Copy(next(self.copy_ids), Location("host", record), Location("slot", slot), pairs)
         self.coming[copy.copy_id] = name
         self.run("move", moves=(copy,), block_updates=self.updates(name))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from compiled_mtp.errors import check, fail
-from compiled_mtp.model_config import ModelConfig, share
+from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.layout import Layout, Stored, WeightShard
 from compiled_mtp.models.weight_format import PLAIN, Formats
 from compiled_mtp.ops import int4
@@ -76,13 +76,13 @@ class Cutter:
         """The rank's rows of consecutive parts, each (number of units, rows per unit)."""
         ranges, first = [], 0
         for count, size in parts:
-            begin, end = share(count, self.rank, self.world)
+            begin, end = rank_range(count, self.rank, self.world)
             ranges.append((first + begin * size, first + end * size))
             first += count * size
         return Cut(rows=tuple(ranges))
 
     def _columns(self, part: tuple[int, int]) -> Cut:
-        begin, end = share(part[0], self.rank, self.world)
+        begin, end = rank_range(part[0], self.rank, self.world)
         return Cut(columns=(begin * part[1], end * part[1]))
 
 
@@ -121,7 +121,7 @@ def shard_layout(
                 cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
             pieces += _cut_shard(piece, cuts[piece.parameter])
             if prompt_rows and cuts[piece.parameter].columns:
-                own = share(stored.shape[-2], rank, world)
+                own = rank_range(stored.shape[-2], rank, world)
                 pieces += _cut_shard(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
         sharded[name] = replace(stored, pieces=tuple(pieces))
         for piece in pieces:

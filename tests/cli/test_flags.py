@@ -147,5 +147,5 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
 
 def test_help_tells_defaults_as_they_are_written_behind_a_flag() -> None:
     text = " ".join(run.make_parser().format_help().split())
-    assert "0 is plain decode; default: auto, which follows the text with mtp_depths" in text
-    assert "sizes the buffers (default: 0,1,2,3,5); repeat the flag for more" in text
+    assert "0 is plain decode; default: auto, which chooses among mtp_depths as the text goes" in text
+    assert "sets the size of buffers (default: 0,1,2,3,5); repeat the flag for more" in text

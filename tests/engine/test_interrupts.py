@@ -441,7 +441,7 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         "drop_launches",
         "forget_batches",
         "reset",
-        "forget_place",
+        "reset_progress",
         "_last_output",
     }
     targets = [one for one in watch.targets() if one.function in inside and one.time == 1]

@@ -106,7 +106,7 @@ def test_a_request_is_fitted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
     with Engine(checkpoint, **SMALL | {"mtp_step": 3}) as engine:
         assert engine.config == EngineConfig(model=checkpoint, **SMALL | {"mtp_step": 3})
-    with pytest.raises(ValueError, match=r"^mtp_step must stand in the EngineConfig"):
+    with pytest.raises(ValueError, match=r"^mtp_step must be a field of the EngineConfig"):
         Engine(EngineConfig(model=checkpoint), mtp_step=3)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from compiled_mtp.model_config import ModelConfig, share
+from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
@@ -166,7 +166,7 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
     assert (part.linear_num_key_heads, part.linear_num_value_heads, part.head_vocab_size) == (1, 1, 64)
     assert (part.hidden_size, part.vocab_size) == (config.hidden_size, config.vocab_size)
     # Query heads 2i and 2i + 1 read KV head i.
-    assert [share(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [rank_range(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
         ({"intermediate_size": 191}, 0, 2, "intermediate_size must be a multiple of 2 ranks, got 191"),
         ({"moe_intermediate_size": 7}, 0, 2, "moe_intermediate_size must be a multiple of 2 ranks, got 7"),
         ({"vocab_size": 511}, 0, 2, "vocab_size must be a multiple of 2 ranks, got 511; use another"),
-        ({}, 2, 2, "rank must lie in 0..1, got 2; pass the rank's own number"),
+        ({}, 2, 2, "rank must be 0 to 1, got 2; pass the rank's own number"),
         ({}, 0, 0, "world must be at least 1, got 0; pass the number of ranks"),
-        ({"world": 2}, 0, 2, "shard must be taken of a whole model, got one of 2 ranks"),
+        ({"world": 2}, 0, 2, "shard must start from a whole model, got one rank of 2"),
     ],
 )
 def test_refused_by_name(

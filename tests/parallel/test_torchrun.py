@@ -163,7 +163,9 @@ def test_its_processes_are_the_ranks(
 ) -> None:
     told(monkeypatch, tmp_path)
     assert EngineConfig(tensor_parallel=2).tensor_parallel == 2
-    message = "^tensor_parallel must be 2, the processes that torchrun has started, got {}; give --nproc"
+    message = (
+        "^tensor_parallel must be 2, the number of processes that torchrun started, got {}; give --nproc"
+    )
     with pytest.raises(ValueError, match=message.format(4)):
         EngineConfig(tensor_parallel=4)
     # Engines of a script's own, one a process, are its own affair.

@@ -109,15 +109,15 @@ def test_names_of_other_hosts_need_a_key(tmp_path: Path) -> None:
 
 
 def test_what_decides_tokens_is_the_same_for_all_replicas() -> None:
-    engine, gpus = ray_serve._place(ReplicaConfig(gpus=0, cpus=1), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(gpus=0, cpus=1), EngineConfig())
     assert (engine.device, engine.num_threads, gpus) == ("cpu", 1, 0)
     assert engine.model.is_absolute()
-    engine, gpus = ray_serve._place(ReplicaConfig(gpus=2), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(gpus=2), EngineConfig())
     assert (engine.device, engine.num_threads, gpus) == ("cuda", None, 2)
     with pytest.raises(ValueError, match="gpus must be above 0 with device=cuda, got 0"):
-        ray_serve._place(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
+        ray_serve._choose_devices(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
     with pytest.raises(ValueError, match="gpus must be 0 with device=cpu, got 1"):
-        ray_serve._place(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
+        ray_serve._choose_devices(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (8, "cuda")])
@@ -126,12 +126,12 @@ def test_a_gpu_each_where_the_cluster_has_some(
 ) -> None:
     ray = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"GPU": num_gpus})
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
-    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
     # Every rank of an engine has a GPU of its own.
-    _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
+    _, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig(tensor_parallel=2))
     assert gpus == 2 * min(1, num_gpus)
-    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig(device="cpu"))
     assert (engine.device, gpus) == ("cpu", 0)
 
 
@@ -171,7 +171,7 @@ def test_settings_that_do_nothing_are_named(
     monkeypatch.setenv("COMPILED_MTP_SERVER_WRITE_TIMEOUT_S", "3")
     ray_serve.Ingress(None, {}, {"max_open": 3}, {}, has_keys=False)
     assert [one.getMessage() for one in caplog.records] == [
-        "write_timeout_s: given in the environment, and of no effect on Ray"
+        "write_timeout_s: set in the environment, without effect on Ray"
     ]
 
 
@@ -193,7 +193,7 @@ def test_looking_at_replicas_goes_on_whatever_they_say(caplog: pytest.LogCapture
     async def run() -> None:
         engine: Any = SimpleNamespace(num_unrouted=5)
         with pytest.raises(asyncio.CancelledError):
-            await ray_serve._look_at_replicas(ask, metrics, engine, 0.0)
+            await ray_serve._poll_replicas(ask, metrics, engine, 0.0)
 
     asyncio.run(run())
     assert len(shown) == 5
@@ -208,11 +208,11 @@ def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def run() -> None:
         ingress = ray_serve.Ingress(None, {}, {}, {}, has_keys=False)
-        ingress._looking = asyncio.create_task(asyncio.sleep(60))
-        looking = ingress._looking
+        ingress._watchers = asyncio.create_task(asyncio.sleep(60))
+        watchers = ingress._watchers
         ingress.__del__()
         with pytest.raises(asyncio.CancelledError):
-            await looking
+            await watchers
         assert ingress._gauges._is_closed.is_set()
 
     asyncio.run(run())
@@ -518,7 +518,7 @@ def test_rays_metrics_follow_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         metrics.count((output,))
         metrics.on_failover()
-        gauges.tell()
+        gauges.report()
     assert made["compiled_mtp_output_tokens"].values == {(): 4.0}
     assert made["compiled_mtp_failovers"].values == {(): 2.0}
     assert made["compiled_mtp_requests_finished"].values == {("stop",): 2.0}

@@ -186,10 +186,10 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         full = plan_host_memory(spec_of(block_size=64, **given), plan, 40 * gib)
         assert full.num_blocks == plan.num_blocks
         host_bytes = full.host_records * plan.state_row_bytes + full.host_blocks * plan.block_bytes
-        shelf_sum = (
+        prefix_host_sum = (
             full.prefix_host_records * plan.snapshot_bytes + full.prefix_host_blocks * plan.block_bytes
         )
-        return [host_bytes / gib, shelf_sum / gib]
+        return [host_bytes / gib, prefix_host_sum / gib]
 
     with caplog.at_level("INFO"):
         assert sizes() == [4, 4]
