@@ -90,7 +90,7 @@ def make(frontend: RequestProcessor, prompt: str | None = "a", **fields: Any) ->
         ({"chat_template_kwargs": {}}, r"^chat_template_kwargs must come with messages, got {}; "),
         (
             {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": []}},
-            r"^chat_template_kwargs must not hold tools, got \[\]; give tools by that name",
+            r"^chat_template_kwargs must not hold tools, got \[\]; pass tools as a field of its own",
         ),
         (
             {

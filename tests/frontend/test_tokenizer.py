@@ -158,7 +158,7 @@ def test_text_parts_are_joined_and_images_are_refused_by_name(tokenizer: Tokeniz
     assert "user\nab<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])
     parts.append({"type": "image_url", "image_url": {"url": "data:"}})
     with pytest.raises(
-        ValueError, match=r"messages\[0\].content\[2\] must be of type text, got 'image_url'; images"
+        ValueError, match=r"messages\[0\].content\[2\] must be of type text, got 'image_url'; send text"
     ):
         tokenizer.apply_chat_template([{"role": "user", "content": parts}])
 
