@@ -1,4 +1,4 @@
-"""A repository's name in the place of a directory, with a cache and a Hub that are made here."""
+"""A repository's name as the model, with a cache and a Hub that the tests make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Hub:
-    """A Hub without a network: what is asked of it, and what it answers."""
+    """A Hub without a network: records requests and answers them."""
 
     def __init__(self, cache: Path, files: Path) -> None:
         self.cache, self.files = cache, files
@@ -126,7 +126,7 @@ def test_offline_does_without_a_tokenizer(hub: Hub) -> None:
     ],
 )
 def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], remedy: str) -> None:
-    # Those of the Hub want a response, of which nothing is read here.
+    # `__new__`: the Hub's errors require a response, which the code does not read.
     hub.error = kind.__new__(kind)
     hub.error.args = ("no\nway",)
     with pytest.raises(ValueError, match=remedy) as error:
@@ -136,7 +136,7 @@ def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], 
 
 @pytest.fixture
 def gguf_hub(hub: Hub, tmp_path: Path) -> Hub:
-    """A repository of GGUF files alone: one whole, one in two parts in a folder."""
+    """A repository with only GGUF files: one single file, and one in two parts in a folder."""
     hub.files = tmp_path / "gguf"
     (hub.files / "BF16").mkdir(parents=True)
     for name in ("Tiny-Q4_K_M.gguf", "BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"):

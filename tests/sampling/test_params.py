@@ -1,4 +1,4 @@
-"""Sampling parameters: one form for what is right, one line for what is wrong."""
+"""Sampling parameters: right values get one normal form, wrong ones an error of one line."""
 
 from __future__ import annotations
 
