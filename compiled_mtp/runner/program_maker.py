@@ -163,7 +163,7 @@ class ProgramMaker:
             saved = self._save_to
         if saved is not None:
             program = load_program(saved / shape.name, self.step)
-            return program if self._communicator is None else self._communicator.calls(program)
+            return program if self._communicator is None else self._communicator.bind(program)
         return compile_program(partial(shape.function, self.step), shape.name, self.graph_mode)
 
     def _save_shape(self, shape: Shape, directory: Path) -> None:
@@ -171,5 +171,5 @@ class ProgramMaker:
         layout = directory / _LAYOUT_NAME
         if not layout.exists():
             layout.write_text(json.dumps(self.layout()))
-        with nullcontext() if self._communicator is None else self._communicator.left_open():
+        with nullcontext() if self._communicator is None else self._communicator.unbound():
             save_program(shape.function, self.step, shape.inputs, directory / shape.name)

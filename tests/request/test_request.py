@@ -83,7 +83,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"guided_regex": 5}, r"^guided_regex must be a valid string, got 5; "),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            r"^guided_regex must be left out beside response_format, got both; ",
+            r"^guided_regex must be left out with response_format, got both; ",
         ),
         ({"tools": {"a": 1}}, r"^tools must be a valid list, got "),
         ({"tool_choice": 5}, r"^tool_choice.str must be a valid string, got 5; "),

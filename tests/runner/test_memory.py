@@ -31,7 +31,7 @@ from compiled_mtp.runner.memory import (
 )
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import thread_communicators
 from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
@@ -203,7 +203,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
     spec, part = spec_of(block_size=64, offload_gb=12), spec_of(block_size=64, offload_gb=6)
-    of_two = replace(spec, communicator=exchanges(2)[1])
+    of_two = replace(spec, communicator=thread_communicators(2)[1])
     assert plan_host_memory(of_two, plan, 20 * gib) == plan_host_memory(part, plan, 20 * gib)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
