@@ -1,4 +1,4 @@
-"""The prefix cache through real engines: hits resume into slots full of NaN and give the same tokens."""
+"""The prefix cache in real engines: hits resume in slots full of NaN and give the same tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, seed=11, ignore_eos=True
 PARAMS = {
     "sampled": SAMPLED,
     "greedy": SAMPLED.model_copy(update={"temperature": 0.0, "seed": 12}),
-    # What counts tokens of the prompt counts those of its cached part.
+    # Counts of the prompt's tokens include its cached part.
     "penalties": SAMPLED.model_copy(update={"repetition_penalty": 1.9, "presence_penalty": 1.0}),
-    # Its first token is a launch of its own.
+    # Log probabilities give the first token a launch of its own.
     "listed": SAMPLED.model_copy(update={"logprobs": 3, "seed": 13}),
 }
 
@@ -43,7 +43,7 @@ def engine_of(directory: Path, mtp_step: int, max_in_flight: int = 0, **options:
 
 @cache
 def alone(directory: Path, prompt: tuple[int, ...], name: str) -> RequestOutput:
-    """What a request gives without drafts, company and cache."""
+    """Return a request's output without drafts, other requests and cache."""
     engine = engine_of(directory, 0, prefix_cache=False)
     output = engine.generate([list(prompt)], PARAMS[name])[0]
     assert output.metrics.cached_tokens == 0
@@ -59,8 +59,8 @@ def check(directory: Path, prompt: Sequence[int], name: str, output: RequestOutp
 @pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 1), (1, 0), (3, 1)])
 def test_hits_give_the_tokens_of_a_request_alone(checkpoint: Path, mtp_step: int, max_in_flight: int) -> None:
     engine = engine_of(checkpoint, mtp_step, max_in_flight)
-    # The whole prompt again, one that goes on, ones that part in a chunk and between two, one that is a
-    # prefix, and one of whole chunks.
+    # The whole prompt again, a longer prompt, prompts that diverge in a chunk and between two, a prefix, and
+    # one of whole chunks.
     prompts = [
         PROMPT,
         PROMPT + prompt_of(40, 6, VOCAB),
@@ -100,13 +100,13 @@ def test_rounds_by_accepted_count_are_the_same_with_and_without_a_hit(checkpoint
     first, again = (engine.generate([PROMPT], params)[0] for _ in range(2))
     assert (first.metrics.cached_tokens, again.metrics.cached_tokens) == (0, 192)
     assert first.new_token_ids == again.new_token_ids
-    # The draft's keys and values are part of the prefix: a hole in them would cost acceptance.
+    # The draft's keys and values are part of the prefix: without them, acceptance would fall.
     assert first.metrics.rounds_by_accepted == again.metrics.rounds_by_accepted
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])
-def test_pages_and_states_behind_a_hit_are_those_of_a_prefill(checkpoint: Path, mtp_step: int) -> None:
-    """To the bit, of target and draft: all that the next chunk and the rounds will read."""
+def test_pages_and_states_after_a_hit_are_those_of_a_prefill(checkpoint: Path, mtp_step: int) -> None:
+    """The bits of target and draft are equal: all that the next chunk and the rounds read."""
     left = []
     for has_cache in (False, True):
         engine = make_engine(checkpoint, mtp_step=mtp_step, prefix_cache=has_cache)
@@ -125,7 +125,7 @@ def test_pages_and_states_behind_a_hit_are_those_of_a_prefill(checkpoint: Path, 
 
 
 def state_of(engine: Engine, slot: int) -> dict[str, torch.Tensor]:
-    """What a prompt has left in a slot and its blocks."""
+    """Return the state that a prompt left in a slot and its blocks."""
     step = engine.runner.step
     blocks = step.slots.block_table[slot, : -(-len(PROMPT) // engine.config.block_size)].long()
     names = ("state", "last_hidden")
@@ -135,7 +135,7 @@ def state_of(engine: Engine, slot: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) -> None:
+def test_a_small_pool_evicts_from_the_cache(checkpoint: Path) -> None:
     engine = make_engine(
         checkpoint, mtp_step=2, max_in_flight=1, max_model_len=256, num_blocks=17, max_batch=2
     )
@@ -149,7 +149,7 @@ def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) ->
 
 @pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 0), (3, 1)])
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
-def test_what_comes_back_from_host_memory_gives_the_same(
+def test_hits_in_the_host_tier_give_the_same_tokens(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int, kv_dtype: str
 ) -> None:
     monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
@@ -178,7 +178,7 @@ def test_what_comes_back_from_host_memory_gives_the_same(
     assert 0 < stats.prefix_host_bytes <= engine.runner.moves.host_bytes
 
 
-def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) -> None:
+def test_without_the_cache_nothing_is_copied_or_kept(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=0, prefix_cache=False)
     for _ in range(2):
         check(checkpoint, PROMPT, "sampled", engine.generate([PROMPT], SAMPLED)[0])
@@ -190,7 +190,7 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
         )
 
 
-def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
+def test_the_memory_plan_counts_state_snapshots(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
     taken, memory = engine.runner.moves.snapshots.nbytes, engine.runner.memory
     assert taken == memory.num_snapshots * memory.snapshot_bytes > 0
@@ -199,7 +199,7 @@ def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
     assert engine.stats().prefix_bytes == kept
 
 
-def test_a_prefix_cache_takes_what_it_is_given(checkpoint: Path) -> None:
+def test_a_prefix_cache_takes_the_memory_it_is_given(checkpoint: Path) -> None:
     each = engine_of(checkpoint, 0).runner.memory.snapshot_bytes
     engine = make_engine(checkpoint, mtp_step=0, prefix_cache_gb=3.5 * each / 2**30)
     assert engine.runner.memory.num_snapshots == 3
@@ -211,7 +211,7 @@ def test_a_prefix_cache_takes_what_it_is_given(checkpoint: Path) -> None:
 def test_chunks_of_any_length_and_hits_between_them_change_no_token(
     checkpoint: Path, prefill_chunk: int
 ) -> None:
-    """`alone` has chunks of 64 tokens; here they are longer, and what comes again resumes within one."""
+    """`alone` has chunks of 64 tokens; here chunks are longer, and a repeated prompt resumes within one."""
     engine = engine_of(checkpoint, 3, 1, prefill_chunk=prefill_chunk)
     prompts = [PROMPT, PROMPT, PROMPT[:150] + prompt_of(30, 7, VOCAB), PROMPT[:130], PROMPT]
     for name in PARAMS:

@@ -21,7 +21,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
 from tests.ops.gdn_cases import Shape
 from tests.ops.harness import assert_same_bits, poisoned_allocations
-from tests.ops.piece_cases import check_attention, check_conv, check_gdn
+from tests.ops.prompt_chunk_cases import check_attention, check_conv, check_gdn
 from tests.step.test_prompt_chunks import left_by
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What a rank computes of its heads and experts, held against the same of the whole: to the bit."""
+"""Compares a rank's heads with the same heads computed by one process for all: equal to the bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_SIZE = 64
 
 
 def heads_of(x: torch.Tensor, rank: int, world: int, dim: int = 1) -> torch.Tensor:
-    """The heads of `rank`; ranks that outnumber them share one."""
+    """Return the heads of `rank`; if there are fewer heads than ranks, ranks share one."""
     begin, end = share(x.shape[dim], rank, world)
     return x.narrow(dim, begin, end - begin).contiguous()
 
@@ -22,7 +22,10 @@ def heads_of(x: torch.Tensor, rank: int, world: int, dim: int = 1) -> torch.Tens
 def check_attention_heads(
     attend: Operator, heads: tuple[int, int, int], dtype: torch.dtype, device: str, *, window: int, world: int
 ) -> None:
-    """Rows of 3 requests, `window` each; above 8 they are a prompt's. heads: query heads, KV heads, size."""
+    """Check rows of 3 requests, `window` rows each; above 8 they are prompt chunks.
+
+    heads: query heads, KV heads, head size.
+    """
     hq, hkv, size = heads
     rng = torch.Generator().manual_seed(window)
     lengths = torch.tensor([70, 9, 150])
@@ -43,7 +46,7 @@ def check_attention_heads(
 def check_gdn_prefill_heads(
     prefill: Operator, heads: tuple[int, int, int], dtype: torch.dtype, device: str, *, rows: int, world: int
 ) -> None:
-    """A prompt's state and outputs; heads: key heads and value heads, and the size of either."""
+    """Check a prompt's state and outputs; heads: key heads, value heads, head size."""
     hk, hv, size = heads
     rng = torch.Generator().manual_seed(rows)
     q, k = torch.nn.functional.normalize(torch.randn(2, rows, hk, size, generator=rng), dim=-1).to(device)
@@ -53,14 +56,14 @@ def check_gdn_prefill_heads(
     z = torch.randn(rows, hv * size, generator=rng).to(device, dtype)
     norm_weight = (torch.rand(size, generator=rng) + 0.5).to(device)
     before = torch.randn(2, hv, size, size, generator=rng).to(device)
-    place = (torch.tensor([1], dtype=torch.int32, device=device),)
-    place += tuple(torch.tensor([n], device=device) for n in (64, rows, 0))
+    cursors = (torch.tensor([1], dtype=torch.int32, device=device),)
+    cursors += tuple(torch.tensor([n], device=device) for n in (64, rows, 0))
 
     def run(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         state = heads_of(before, rank, world).clone()
         parts = [heads_of(x, rank, world) for x in (q, k, v, g, beta)]
         own_z = heads_of(z.view(rows, hv, size), rank, world).view(rows, -1)
-        y = prefill(*parts, own_z, norm_weight, state, *place, 1e-6, "silu", None)
+        y = prefill(*parts, own_z, norm_weight, state, *cursors, 1e-6, "silu", None)
         return y.view(rows, -1, size), state
 
     whole, state = run(0, 1)
