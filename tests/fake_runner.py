@@ -1,4 +1,4 @@
-"""A runner in pure Python that knows what every launch writes and reads, and when its result is read."""
+"""A runner in pure Python that checks what every launch writes and reads, and when its result is read."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FIRST_DRAFT = 1000
 
 
 def token_at(seed: int, index: int) -> int:
-    """The index-th output token of the request with this seed; one in 15 is an eos."""
+    """Return the index-th output token of the request with this seed; one in 15 is an eos."""
     return random.Random(f"{seed} {index}").randrange(EOS, EOS + 15)
 
 
 @dataclass
 class Row:
-    """The device's view of a slot, of a host record or of a checkpoint, which has no seed.
+    """The device's view of a slot, of a host record or of a state snapshot (which has no seed).
 
-    The generation is that of its first launch; drafts are those that its next round would verify. What the
-    draft model makes is no token, and says where it stands. num_deferred: rounds without drafts whose inputs
-    the draft model has still to read.
+    generation: of its first launch. drafts: those that its next round would verify; the fake draft model's
+    are no tokens and name their position. num_deferred: rounds without drafts whose inputs the draft model
+    has still to read.
     """
 
     seed: int | None
@@ -49,23 +49,23 @@ class Row:
     pos: int = 0
     num_deferred: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
-    marks: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
-    def snapshot_offset(self, position: int) -> int:
-        """What a launch of this row writes at a position: of a prompt it depends on all up to there."""
-        for token_id in self.prompt[len(self.marks) :]:
-            self.marks.append(hash((self.marks[-1] if self.marks else None, token_id)))
-        return self.marks[position] if position < len(self.marks) else hash((self.seed, position))
+    def content_at(self, position: int) -> int:
+        """Return what a launch writes at a position; within a prompt it depends on all tokens up to there."""
+        for token_id in self.prompt[len(self.hashes) :]:
+            self.hashes.append(hash((self.hashes[-1] if self.hashes else None, token_id)))
+        return self.hashes[position] if position < len(self.hashes) else hash((self.seed, position))
 
 
 class FakeRunner:
-    """Executes plans at once and hands their results out `delay` launches late, as a device would.
+    """Executes plans at once and returns their results `delay` launches late, as a device would.
 
-    Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
-    broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
-    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails, as do those of
-    the prefix cache while fails_spills.
+    Copies are reported `copy_delay` results after their own; until then no launch may touch their source or
+    target. broken: (seed, index) of output tokens whose logits are not finite; masked: of those with no legal
+    id. host_blocks: the most blocks that host memory has; a copy beyond them fails. While fails_evictions is
+    set, the prefix cache's evictions to the host fail too.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FakeRunner:
         self.copy_delay = copy_delay
         self.host_blocks = host_blocks
         self.num_uploaded = 0
-        # By step_id and seed: the tokens done before that round, and its drafts.
+        # By step_id and seed: the number of tokens before that round, and its drafts.
         self.verified: dict[tuple[int, int], tuple[int, list[int]]] = {}
         self.checks_uploads = True
         self.failed_copies: list[int] = []
@@ -91,14 +91,14 @@ class FakeRunner:
         self.broken: set[tuple[int, int]] = set()
         self.masked: set[tuple[int, int]] = set()
         self.rows: dict[Place, Row] = {}
-        # Of a tier's block, what each of its places holds.
+        # By (tier, block): what each of its positions holds.
         self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
-        # What goes to the host tier of the prefix cache.
+        # Copies to the host tier of the prefix cache.
         self.evictions: dict[int, tuple[Copy, int]] = {}
-        self.fails_spills = False
+        self.fails_evictions = False
         self.open_round: StepPlan | None = None
-        # By slot, the launch with the last piece of its prompt.
+        # By slot, the launch with the last chunk of its prompt.
         self.last_chunks: dict[int, StepPlan] = {}
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
@@ -108,7 +108,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         if plan is not None and self.lose_next:
-            # As a launch that raises: nothing of it happens, and its error comes before its turn.
+            # Like a launch that raises: the plan has no effect, and its error comes before earlier results.
             self.lose_next, self.has_failed = False, True
             self.plans.append(plan)
             self._forget_round(plan)
@@ -121,11 +121,11 @@ class FakeRunner:
         return self._with_copies(self.results.popleft()) if self.results else None
 
     def row(self, slot: int) -> Row:
-        """The device's view of a slot."""
+        """Return the device's view of a slot."""
         return self.rows[Place("slot", slot)]
 
     def drop(self) -> None:
-        """As `Runner.drop_launches` does: nothing is under way any more."""
+        """Forget all launches and copies, as `Runner.drop_launches` does."""
         self.results.clear()
         self.copies.clear()
         self.evictions.clear()
@@ -161,7 +161,7 @@ class FakeRunner:
             self.open_round = None
 
     def _with_copies(self, result: StepResult) -> StepResult:
-        """The result, and which copies are complete by then."""
+        """Return the result with the copies that are complete by then."""
         done = []
         for waiting in (self.copies, self.evictions):
             for copy_id, (copy, wait) in list(waiting.items()):
@@ -175,7 +175,7 @@ class FakeRunner:
 
     def _save(self, copy: Copy) -> None:
         row = self.rows[copy.source]
-        assert row.pos == len(row.prompt), "a checkpoint is of another position than its slot"
+        assert row.pos == len(row.prompt), "a snapshot must have its slot's position"
         assert copy.target.tier == "snapshot"
         self.rows[copy.target] = Row(None, None, list(row.prompt), row.pos)
 
@@ -192,7 +192,7 @@ class FakeRunner:
 
     def _evict(self, copy: Copy) -> None:
         assert copy.source.tier == "snapshot"
-        if self.fails_spills:
+        if self.fails_evictions:
             self.failed_copies.append(copy.copy_id)
             return
         if copy.has_rows:
@@ -238,7 +238,7 @@ class FakeRunner:
             row.generation = generation
 
     def _upload(self, row: Row, move: Draft, verify: int) -> None:
-        """Own tokens that are computed again."""
+        """Upload tokens that the request computes again, as drafts."""
         done, count = row.pos - len(row.prompt) + 1, len(move.token_ids)
         assert 0 < count <= verify
         expected = tuple(token_at(row.seed, done + k) for k in range(count))
@@ -271,7 +271,7 @@ class FakeRunner:
         busy = self._busy_places()
         assert copy.source not in busy
         assert copy.target not in busy
-        # Nobody is told that a record is free.
+        # The scheduler does not report a freed record, so delete free ones here.
         free = self.scheduler._resources._free_records
         for place in [place for place in self.rows if place.tier == "host" and place.number in free]:
             del self.rows[place]
@@ -279,7 +279,7 @@ class FakeRunner:
         is_own = [one.transfer.target for one in holders if one.transfer].count(copy.target) == 1
         if copy.target.tier == "host" and is_own:
             self.rows.pop(copy.target, None)
-        assert copy.target not in self.rows, "a copy goes to a place that somebody has"
+        assert copy.target not in self.rows, "a copy's target is in use"
         source = self.rows[copy.source]
         if copy.target.tier == "host" and self.host_blocks is not None:
             kept = [row for place, row in self.rows.items() if place.tier == "host"]
@@ -301,7 +301,8 @@ class FakeRunner:
         self.copies[copy.copy_id] = (copy, self.copy_delay)
 
     def _open_places(self) -> set[Place]:
-        """The slots of the round whose accept is still to come; none if all its requests have ended."""
+        """Return the slots of the round whose accept is still to come, or none if all its requests have
+        ended."""
         if self.open_round is None:
             return set()
         owners = self.scheduler._resources.owners
@@ -323,7 +324,7 @@ class FakeRunner:
 
     def _write(self, row: Row, first: int, last: int) -> None:
         busy, block_size = set(self._busy_blocks()), self.scheduler.limits.block_size
-        # At the time of its launch; whoever shares them came later.
+        # Blocks shared at the time of the launch; requests that share them later do no harm.
         pool = self.scheduler.pool
         shared = {block for block in row.blocks.values() if pool._holders[block] > 1 or block in pool._kept}
         for position in range(first, min(last, self.scheduler.limits.longest - 1) + 1):
@@ -331,14 +332,14 @@ class FakeRunner:
             assert block > 0, f"{position} is not reserved"
             assert block not in busy, f"block {block} belongs to a copy"
             assert block not in shared, f"block {block} is written, and others read it"
-            self.kv.setdefault(("slot", block), {})[position % block_size] = row.snapshot_offset(position)
+            self.kv.setdefault(("slot", block), {})[position % block_size] = row.content_at(position)
 
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
         # A launch in flight may go beyond the end of a request; nothing is written there.
         for position in range(min(end, self.scheduler.limits.longest)):
             block = self.kv[("slot", row.blocks[position // block_size])]
-            assert block[position % block_size] == row.snapshot_offset(position), f"{position} was lost"
+            assert block[position % block_size] == row.content_at(position), f"{position} was lost"
 
     def _prefill(self, plan: StepPlan) -> StepResult:
         limits = self.scheduler.limits
@@ -370,9 +371,9 @@ class FakeRunner:
         if prompt_chunk.snapshot_offset:
             assert prompt_chunk.snapshot_offset % self.scheduler.limits.resume_step == 0
             assert 0 < prompt_chunk.snapshot_offset < len(prompt_chunk.token_ids)
-            marked = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
+            snapshot_prompt = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
             place = Place("slot", self.scheduler.limits.max_batch + 1)
-            self.rows[place] = Row(None, None, marked, len(marked))
+            self.rows[place] = Row(None, None, snapshot_prompt, len(snapshot_prompt))
         self._read(row, prompt_chunk.start)
         self._write(row, prompt_chunk.start, end - 1 + chain)
         row.pos = end
@@ -403,7 +404,7 @@ class FakeRunner:
     def _accept(self, plan: StepPlan) -> StepResult:
         opened = self.open_round
         if opened is None:
-            # Planned before the error of its first half was read; the real one refuses it too.
+            # The plan was made before the error of its first phase was read; the real runner refuses it too.
             assert self.has_failed
             return StepResult(plan, error="nothing was verified")
         self.open_round = None
@@ -435,7 +436,7 @@ class FakeRunner:
         return self._emit(plan, counts)
 
     def _emit(self, plan: StepPlan, accepted: list[int]) -> StepResult:
-        """Each row's next tokens, up to the first whose logits are not finite."""
+        """Emit each row's next tokens, up to the first whose logits are not finite."""
         token_ids: list[list[int]] = []
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
@@ -465,7 +466,7 @@ class FakeRunner:
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:
-    """Of token i the log probability -i, and a list of one: itself."""
+    """Give token i the log probability -i, and a list of one: the token itself."""
     values = [-float(token_id) for token_id in token_ids]
     ranks, tops = [1] * len(values), [[token_id] for token_id in token_ids]
     return RowLogprobs(values, ranks, tops, [[value] for value in values])
@@ -476,7 +477,7 @@ def _copies(plan: StepPlan) -> list[Copy]:
 
 
 class FittingScheduler(Scheduler):
-    """Fits requests as the engine does before it queues them."""
+    """Fits requests before it queues them, as the engine does."""
 
     def add(self, *choices: Request) -> None:
         for request in choices:
@@ -503,7 +504,8 @@ def make_scheduler(
 
 
 def split_rounds(scheduler: Scheduler, is_two_phase: Callable[[], bool]) -> None:
-    """Let rounds run as two halves as if a request needed it, whenever `is_two_phase`, asked once a round."""
+    """Plan two-phase rounds whenever `is_two_phase` says so, asked once per round, as if a request needed
+    them."""
     planner = scheduler._planner
     plan_round = planner._plan_round
 
@@ -533,7 +535,7 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
-    """One step, with every invariant checked after each of its operations."""
+    """Take one step and check every invariant after each of its operations."""
     plan = scheduler.schedule()
     scheduler.check_integrity()
     scheduler.update(runner.run(plan))
@@ -541,8 +543,9 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
     return scheduler.take_outputs()
 
 
-def send_away(scheduler: Scheduler, name: str) -> bool:
-    """As where blocks run short: a request leaves, to the host if there is room; False where none would."""
+def preempt(scheduler: Scheduler, name: str) -> bool:
+    """Preempt a request as when blocks run short, to the host if there is room; return False if that is
+    impossible."""
     planner, choices = scheduler._planner, scheduler._live.get(name, [])
     leaving = [one for one in choices if one in scheduler._resources.staying() and one.transfer is None]
     if planner._open_round is not None or not leaving:
@@ -554,7 +557,7 @@ def send_away(scheduler: Scheduler, name: str) -> bool:
 
 
 def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[RequestOutput]]:
-    """Step to the end; the outputs by request."""
+    """Step to the end; return the outputs by request."""
     outputs: dict[str, list[RequestOutput]] = {}
     for output in stream(scheduler, runner):
         outputs.setdefault(output.request_id, []).append(output)
@@ -562,7 +565,7 @@ def finish_all(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[Reque
 
 
 def stream(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
-    """Step to the end; the outputs as they come."""
+    """Step to the end; return the outputs in their order."""
     outputs: list[RequestOutput] = []
     for _ in range(5000):
         if not scheduler.has_unfinished():

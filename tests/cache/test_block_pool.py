@@ -1,4 +1,4 @@
-"""Blocks are handed out once and taken back once."""
+"""Blocks are handed out once and freed once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_block_is_owned_by_one(num_blocks: int, data: st.DataObject) -> No
         assert pool.num_free == num_blocks - 1 - len(owned)
 
 
-def test_a_bug_of_ours_is_an_assertion() -> None:
+def test_a_wrong_free_is_an_assertion() -> None:
     pool = BlockPool(4)
     (first, *_) = pool.allocate(3)
     with pytest.raises(AssertionError, match="1 blocks asked for, 0 are free"):
@@ -43,7 +43,7 @@ def test_a_pool_needs_a_block() -> None:
         BlockPool(1)
 
 
-def test_a_block_is_free_when_its_last_holder_has_left() -> None:
+def test_a_block_is_free_when_its_last_holder_releases_it() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(3)
     pool.share(blocks[:2])
@@ -56,7 +56,7 @@ def test_a_block_is_free_when_its_last_holder_has_left() -> None:
     assert (pool.num_used, pool.num_free, pool.num_empty) == (0, 5, 5)
 
 
-def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
+def test_kept_blocks_are_evicted_when_blocks_are_needed() -> None:
     pool, asked = BlockPool(5), []
     blocks = pool.allocate(4)
     pool.keep(blocks)

@@ -1,4 +1,4 @@
-"""A request that moves goes on as if it had stayed; whatever is registered moves with it."""
+"""A request that moves continues as if it had stayed; every registered tensor moves with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(directory: Path, **options: object) -> Driver:
-    """Two requests with a few tokens each."""
+    """Return a driver with two requests that have a few tokens each."""
     driver = Driver(make_runner(directory, **options))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
         driver.start(name, slot, prompt)
@@ -83,7 +83,7 @@ def test_a_request_goes_to_host_memory_and_comes_back(
     assert all(result.plan.kind == "move" for result in driver.results if result.copies_done)
 
 
-def test_what_a_test_registers_is_admitted_and_moved(snapshot: Path) -> None:
+def test_a_registered_tensor_is_admitted_and_moved(snapshot: Path) -> None:
     driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
     dummy = torch.full((5, 5), -1, dtype=torch.int32)
@@ -98,20 +98,20 @@ def test_what_a_test_registers_is_admitted_and_moved(snapshot: Path) -> None:
     assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [-1] * 5, [-1] * 5]
 
 
-def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(snapshot: Path) -> None:
+def test_a_snapshot_copies_the_rows_that_a_later_chunk_reads_to_another_slot(snapshot: Path) -> None:
     driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
     for name, is_in_snapshot in (("kept", True), ("left", False)):
         tensor = torch.zeros((5, 5), dtype=torch.int32)
         moves.slot_tensors.register(SlotTensor(name, tensor, is_in_snapshot=is_in_snapshot))
     moves.allocate_snapshots(2)
-    slot, place, other = Place("slot", 1), Place("snapshot", 1), Place("slot", 2)
+    slot, snapshot_place, other = Place("slot", 1), Place("snapshot", 1), Place("slot", 2)
     for entry in moves.slot_tensors:
         entry.tensor[1], entry.tensor[2] = 1, 0
-    moves.save(StepPlan(0, "move", saves=(Copy(0, slot, place),)))
+    moves.save(StepPlan(0, "move", saves=(Copy(0, slot, snapshot_place),)))
     for entry in moves.slot_tensors:
         entry.tensor[1] = 0
-    moves.carry_out(StepPlan(1, "move", moves=(Copy(1, place, other),)))
+    moves.carry_out(StepPlan(1, "move", moves=(Copy(1, snapshot_place, other),)))
     found = {entry.name.rpartition(".")[2]: entry.tensor[2].unique().tolist() for entry in moves.slot_tensors}
     taken = {name for name, values in found.items() if values == [1]}
     assert taken == {"state", "conv_ring", "last_hidden", "kept"}
@@ -132,7 +132,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Path, tmp_path: Path) -> None:
+def test_a_slot_moves_in_a_few_copies_for_any_number_of_layers(snapshot: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, num_layers=24, **SIZES)
     slot, record = Place("slot", 1), Place("host", 0)
     pairs = tuple((block, block - 1) for block in range(1, BLOCKS_EACH + 1))
@@ -152,11 +152,12 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Pa
                 moves.carry_out(StepPlan(0, "move", moves=(copy,)))
             counts[-1][name] = len(launches.names)
     assert counts[0] == counts[1]
-    # Five kinds of GDN state, the other rows together (one launch a dtype on their way back), and the blocks.
+    # Five kinds of GDN state, the other rows together (one launch per dtype on their way back), and the
+    # blocks.
     assert counts[0] == {"save": 3, "resume": 3, "out": 7, "in": 10}
 
 
-def test_blocks_that_lie_apart_and_in_any_order_come_back(snapshot: Path) -> None:
+def test_scattered_blocks_in_any_order_come_back(snapshot: Path) -> None:
     moves = make_runner(snapshot).moves
     (pages,) = moves._block_layout._spread
     for block in range(33):
@@ -198,7 +199,7 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(snapshot: Path) -> None:
     assert int(slots.last_token[3]) == 0
 
 
-def test_a_place_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
+def test_a_missing_tier_or_row_is_an_error_of_its_plan(snapshot: Path) -> None:
     runner, bare = make_runner(snapshot), make_runner(snapshot, offload_gb=0, prefix_cache=False)
     runner.moves.allocate_host(2, 2 * BLOCKS_EACH)
     slot, record = Place("slot", 1), Place("host", 0)
@@ -251,11 +252,11 @@ def _refuse(*_: object) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
+def test_a_runner_that_is_dropped_without_close_waits_for_its_copies(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is freed a device gives to others at once."""
-    gc.collect()  # Others' runners wait for theirs.
+    """The device gives freed memory to other tensors at once."""
+    gc.collect()  # Runners of other tests wait for their copies.
     runner = make_runner(snapshot)
     caches = (runner.step.kv_cache, runner.step.slots)
     memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]

@@ -1,4 +1,4 @@
-"""Lost launches, errors, interrupts: the scheduler goes on, and what was lost is said again."""
+"""After lost launches, errors and interrupts the scheduler goes on and sends lost changes again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_sc
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_an_error_ends_the_requests_of_its_launch_alone(delay: int) -> None:
+def test_an_error_ends_only_the_requests_of_its_launch(delay: int) -> None:
     scheduler = make_scheduler(max_in_flight=delay)
     runner = FakeRunner(scheduler, delay)
     for name, prompt_len in (("a", 5), ("b", 20)):
@@ -46,10 +46,10 @@ def owners_of(scheduler: Scheduler) -> dict[int, str]:
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=2, max_size=6),
     seed=st.integers(0, 1000),
 )
-def test_launches_that_are_lost_end_their_own_requests_alone(
+def test_lost_launches_end_only_their_own_requests(
     delay: int, lost: set[int], lengths: list[tuple[int, int]], seed: int
 ) -> None:
-    """Whatever a lost plan would have installed for the others reaches the device with a later one."""
+    """Changes for other requests in a lost plan reach the device with a later plan."""
     scheduler = make_scheduler(max_in_flight=delay, num_blocks=101, max_model_len=100, block_size=1)
     runner = FakeRunner(scheduler, delay, seed)
     requests = {
@@ -92,7 +92,7 @@ def test_launches_that_are_lost_end_their_own_requests_alone(
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("steps", range(1, 12))
-def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) -> None:
+def test_after_an_interrupted_step_waiting_requests_go_on(delay: int, steps: int) -> None:
     scheduler = make_scheduler(max_in_flight=delay, max_batch=2)
     runner = FakeRunner(scheduler, delay)
     requests = {name: make_request(name, 12, 9, seed=5, ignore_eos=True) for name in "abcd"}
@@ -117,7 +117,7 @@ def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> None:
-    """Every request that had begun is told so once, and those who wait go on."""
+    """Every request that had begun is told once that it ended; waiting requests go on."""
     files = ("scheduler", "cache", "request.py")
 
     def down(aim: Aim, steps: int) -> None:

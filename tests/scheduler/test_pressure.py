@@ -1,4 +1,4 @@
-"""Blocks run short: requests leave and come back, or are replayed; tokens, order and ownership stay."""
+"""Blocks run short: requests are offloaded or replayed; tokens, order and ownership do not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.fake_runner import (
 
 
 class Recorder:
-    """A grammar that takes every token, each once in the order of the output."""
+    """A grammar that takes every token and checks that each comes once, in the order of the output."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -46,7 +46,8 @@ class Recorder:
 
 
 def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> None:
-    """When masks are made, grammars have taken what the device has, and drafts are those of the round."""
+    """Check before masks are made that grammars have the device's tokens, and that the drafts are the
+    round's."""
     for window in scheduler.windows(plan):
         row = runner.row(plan.slots[window.row // (plan.shape.verify + 1)])
         assert isinstance(window.guide, Recorder)
@@ -56,7 +57,7 @@ def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> N
 
 
 def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
-    """`step`, with a look at what masks would be made of."""
+    """Take a `step` and check the inputs of masks."""
     plan = scheduler.schedule()
     scheduler.check_integrity()
     if plan is not None and plan.is_guided:
@@ -71,7 +72,8 @@ def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]
 
 
 def check_drafts(runner: FakeRunner, plan: StepPlan, outputs: list[RequestOutput]) -> None:
-    """Whoever asks is told what the round of these tokens had verified, but for what was known before."""
+    """Check that reported drafts are those that the round of these tokens verified, without tokens known
+    before."""
     for output in outputs:
         if output.drafts is None or plan.kind not in ("decode", "accept") or not output.new_token_ids:
             assert not output.drafts
@@ -86,7 +88,7 @@ def check_drafts(runner: FakeRunner, plan: StepPlan, outputs: list[RequestOutput
 
 
 class Log:
-    """What the callers of requests were given."""
+    """The outputs that callers received."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -125,7 +127,7 @@ class Log:
             else:
                 assert not self.drafts[name]
             kept = sum(n * count for n, count in enumerate(history.rounds_by_accepted))
-            # A round gives its bonus token too, but for one that a stop has cut.
+            # A round also gives its bonus token, unless a stop cut it.
             assert len(expected) - 1 - history.rounds <= kept <= max(len(expected) - 1, 0)
 
 
@@ -151,7 +153,7 @@ TRAFFIC = st.fixed_dictionaries(
 
 
 def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
-    """Random requests on a tiny pool, each checked against what it gives alone."""
+    """Run random requests on a tiny pool, and compare each with the tokens that it gives alone."""
     rng = random.Random(traffic["seed"])
     mtp_step = traffic["mtp_step"]
     policies: dict[str, Any] = {
@@ -165,7 +167,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
         **{name: traffic[name] for name in sizes},
         **(policies if traffic["has_policies"] else {}),
     )
-    # With fewer than are meant to be free, requests come and go all the time.
+    # With fewer free blocks than the reserve, requests are preempted and resumed all the time.
     scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
     runner = FakeRunner(
         scheduler,
@@ -227,7 +229,8 @@ def test_random_traffic_on_a_tiny_pool_gives_the_tokens_of_each_request_alone(
 
 
 def start(num_blocks: int, sizes: Sequence[tuple[int, int]], **numbers: Any) -> tuple[Scheduler, FakeRunner]:
-    """A scheduler of few blocks of 16 tokens, and requests "0", "1", ... of (prompt_len, max_tokens)."""
+    """Return a scheduler of few blocks of 16 tokens; its requests "0", "1", ... have (prompt_len,
+    max_tokens)."""
     defaults = {"block_size": 16, "max_model_len": 2000, "max_batch": 8, "prefill_chunk": 64}
     scheduler = make_scheduler(**(defaults | {"num_blocks": num_blocks} | numbers))
     runner = FakeRunner(scheduler, scheduler.limits.max_in_flight)
@@ -258,12 +261,12 @@ def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_their_order(
     assert (scheduler.num_recomputed > 0) == (host_records == 0)
     if host_records == 0 and mtp_step:
         assert runner.num_uploaded > 0
-    # At most one move for 64 tokens that were gained.
+    # At most one move per 64 tokens that were generated.
     assert scheduler.num_offloaded + scheduler.num_recomputed <= 8 * 200 / 64
 
 
-def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -> None:
-    # The second takes all that is free, and the first soon needs a block.
+def test_a_request_without_output_waits_again_and_replays_no_token() -> None:
+    # The second request takes all free blocks, and the first soon needs another.
     chunks = {"prefill_chunk": 16, "num_snapshots": 2}
     scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
     scheduler._planner._admission.tokens_ahead = -200
@@ -276,12 +279,12 @@ def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -
     log.take(stream(scheduler, runner))
     assert [len(log.tokens[name]) for name in "01"] == [len(log.tokens["0"]), 5]
     assert runner.num_uploaded == 0
-    # The prefix cache counts it once.
+    # The prefix cache counts the second request's look-up once.
     assert (scheduler.num_recomputed, scheduler.prefix.num_lookups) == (1, 2)
 
 
-def test_many_that_ask_for_much_and_need_little_run_together() -> None:
-    # The pool holds the worst case of eight.
+def test_many_requests_that_need_less_than_they_may_run_together() -> None:
+    # The pool holds the worst case of eight requests.
     scheduler, runner = start(257, [(20, 480)] * 32, max_batch=32, max_in_flight=1)
     most = 0
     for _ in range(80):
@@ -290,14 +293,14 @@ def test_many_that_ask_for_much_and_need_little_run_together() -> None:
     assert most > 20
 
 
-def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
+def test_a_lower_priority_is_sooner_and_no_request_waits_for_ever() -> None:
     scheduler, runner = start(200, [], max_batch=1, max_in_flight=0, mtp_step=0)
     for index in range(40):
         request = make_request(str(index), 3, 2, seed=index, ignore_eos=True)
         request.priority = 5 if index == 0 else -index % 3
         scheduler.add(request)
     ended = list(run_all(scheduler, runner).last)
-    # The eighth place is that of whoever has waited longest, whatever its priority.
+    # Every eighth admission is of the request that waited longest, whatever its priority.
     assert ended.index("0") == 7
     others = [name for name in ended if name != "0"]
     sooner = [name for name in others if int(name) % 3 == 0]
@@ -305,9 +308,9 @@ def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
     assert ended[:7] == sooner[:7]
 
 
-def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nobody has room that is asked at every step; the answer is that of a look at everybody."""
-    line, rng, looks = WaitingQueue(), random.Random(3), [0]
+def test_the_longest_waiting_request_is_found_without_a_full_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room, the scheduler asks at every step; the answer must be that of a search through all."""
+    queue, rng, looks = WaitingQueue(), random.Random(3), [0]
     waiting = list[ScheduledRequest]()
 
     def look(self: WaitingQueue) -> Iterator[ScheduledRequest]:
@@ -319,18 +322,18 @@ def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: 
         scheduled = ScheduledRequest(make_request(str(index), 3, 2), arrival=index)
         scheduled.request.priority = rng.randrange(3)
         waiting.append(scheduled)
-        line.add(scheduled)
+        queue.add(scheduled)
         if rng.random() < 0.2:
-            line.discard(gone := waiting.pop(rng.randrange(len(waiting))))
+            queue.discard(gone := waiting.pop(rng.randrange(len(waiting))))
             if rng.random() < 0.5:
                 waiting.append(gone)
-                line.add(gone)
-        line._num_taken = 7
-        assert all(line.first() is min(waiting, key=lambda one: one.arrival) for _ in range(3))
+                queue.add(gone)
+        queue._num_taken = 7
+        assert all(queue.first() is min(waiting, key=lambda one: one.arrival) for _ in range(3))
     assert looks[0] < 100
 
 
-def test_whoever_got_its_place_after_its_wait_is_not_sent_away_for_others() -> None:
+def test_a_request_admitted_after_its_wait_is_not_preempted_for_others() -> None:
     scheduler, runner = start(14, [], max_batch=3, max_in_flight=0, mtp_step=0)
     scheduler._planner._admission.tokens_ahead = 0
     old = make_request("old", 10, 150, seed=99, ignore_eos=True)
@@ -365,7 +368,7 @@ def test_a_token_that_does_not_come_again_ends_its_request_by_name() -> None:
     assert {log.last[name].finish_reason for name in "012" if name != output.request_id} == {"length"}
 
 
-def test_what_the_pool_alone_cannot_hold_ends_with_length_and_says_so() -> None:
+def test_a_request_longer_than_the_pool_ends_with_length_and_says_so() -> None:
     scheduler, runner = start(4, [(20, 300), (20, 10)], max_in_flight=1)
     log = run_all(scheduler, runner)
     ends = [(len(log.tokens[name]), log.last[name].finish_reason, log.last[name].error) for name in "01"]
@@ -428,8 +431,8 @@ def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
     assert scheduler.num_recomputed > 0
 
 
-def test_whoever_is_replayed_comes_back_when_what_it_had_fits() -> None:
-    """Else it would be sent away again before it has gained a token."""
+def test_a_replayed_request_comes_back_when_its_tokens_fit() -> None:
+    """Otherwise it would be preempted again before it has generated a token."""
     scheduler, runner = start(131, [(20, 900)] * 3, max_in_flight=1, block_size=8, max_batch=4)
     runner.accept = 1
     run_all(scheduler, runner)

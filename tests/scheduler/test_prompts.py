@@ -1,4 +1,4 @@
-"""Who shares a launch of prompts: as many as fit, in order, as long as nobody waits for another's part."""
+"""Prompts that share a launch: as many as fit, in order, as long as none waits for another's prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def make(delay: int = 1, **numbers: Any) -> tuple[Scheduler, FakeRunner]:
 
 
 def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[list[tuple[str, int]]]:
-    """Decode these; of each launch of prompts whose piece it had, and of how many tokens."""
+    """Decode the requests; return for each launch of prompts whose chunks it had, and how many tokens of
+    each."""
     told = len(runner.plans)
     for request in requests:
         scheduler.add(request)
@@ -43,7 +44,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[li
 
 
 def requests_of(**lengths: int) -> list[Request]:
-    """Prompts that have nothing in common."""
+    """Return requests whose prompts have no common prefix."""
     return [
         request_of(name, [1000 * number + i for i in range(length)], 4, number)
         for number, (name, length) in enumerate(lengths.items(), start=1)
@@ -51,15 +52,16 @@ def requests_of(**lengths: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_prompts_share_a_launch_in_their_order_and_none_is_cut_for_it(delay: int) -> None:
+def test_prompts_share_a_launch_in_order_and_none_is_cut_to_fit(delay: int) -> None:
     scheduler, runner = make(delay)
     found = run(scheduler, runner, *requests_of(a=3, b=9, c=20, d=1, e=2, f=50, g=8, h=8))
-    # Rows of 8 begin a piece: 8 + 16 and 16 left. Four at most. Of f no part; nobody passes it.
+    # A chunk begins at a multiple of 8 rows: a and b take 8 + 16 rows, and 16 are left. At most four chunks
+    # share a launch. f is not cut to fit the second launch, and g does not overtake it.
     assert found[0] == [("a", 3), ("b", 9)]
     assert found[1:] == [[("c", 20), ("d", 1), ("e", 2)], [("f", 40)], [("f", 10), ("g", 8), ("h", 8)]]
 
 
-def test_launches_are_shared_no_more_than_they_may_be() -> None:
+def test_launches_hold_at_most_the_allowed_number_of_chunks() -> None:
     scheduler, runner = make()
     scheduler.share_launches(1)
     assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [
@@ -73,7 +75,7 @@ def test_launches_are_shared_no_more_than_they_may_be() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> None:
+def test_while_rounds_wait_all_chunks_of_a_launch_are_short_together(delay: int) -> None:
     scheduler, runner = make(delay, busy_chunk=16)
     scheduler.add(make_request("old", 3, 60, ignore_eos=True))
     while not any(plan.kind == "decode" for plan in runner.plans):
@@ -88,7 +90,8 @@ def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> Non
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
-    """What wants masks or log probabilities shares a launch; a prompt's own log probabilities do not."""
+    """Prompts that need masks or log probabilities share a launch; those with prompt log probabilities do
+    not."""
     scheduler, runner = make(delay)
     prompts = [[1000 * n] * 3 for n in range(5)]
     fields: list[dict[str, Any]] = [{"logprobs": 1}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}, {}]
@@ -103,7 +106,8 @@ def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
 
 
 def test_prompts_that_begin_alike_wait_for_one_another() -> None:
-    """The second learns where they part, the third begins there; others go beside the first."""
+    """The second prompt shows where they diverge, and the third resumes there; other prompts share the
+    first's launch."""
     scheduler, runner = make(num_snapshots=8, prefix_step=8)
     prompts = {"a": [*range(8), 50, 51], "other": [9] * 7, "b": [*range(8), 60], "c": [*range(8), 70, 71]}
     found = run(
@@ -118,8 +122,9 @@ def test_prompts_that_begin_alike_wait_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: int) -> None:
-    """Of the only place: the first prompt takes it, the second brings its state from the host into it."""
+def test_a_snapshot_reused_in_a_launch_is_not_overwritten_after_it(delay: int) -> None:
+    """The only snapshot: the first prompt saves to it, then the second restores its state from the host into
+    it."""
     host = {"prefix_host_records": 8, "prefix_host_blocks": 40}
     scheduler, runner = make(delay, num_snapshots=1, **host)
     known, *others = requests_of(a=19, b=19, c=17)
@@ -133,7 +138,7 @@ def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_an_error_ends_everybody_in_the_launch_and_nobody_else(delay: int) -> None:
+def test_an_error_ends_only_the_requests_of_the_launch(delay: int) -> None:
     scheduler, runner = make(delay)
     for request in requests_of(a=3, b=3, c=40):
         scheduler.add(request)

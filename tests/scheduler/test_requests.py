@@ -14,7 +14,7 @@ from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_sc
 
 
 class Recorder:
-    """A grammar that takes what it is told to and remembers it; broken or ended after `limit` tokens."""
+    """A grammar that takes and records all tokens; it breaks or ends after `limit` tokens."""
 
     def __init__(self, limit: int = 1000, is_broken: bool = False) -> None:
         self.limit, self.is_broken = limit, is_broken
@@ -45,7 +45,7 @@ def guided(name: str, prompt_len: int, max_tokens: int, seed: int, guide: Record
 def drive(
     scheduler: Scheduler, runner: FakeRunner, requests: list[Request], seed: int
 ) -> list[RequestOutput]:
-    """Add the requests at random times and step to the end, masks made as the engine makes them."""
+    """Add the requests at random times and step to the end; masks are made as in the engine."""
     rng, waiting, outputs = random.Random(seed), list(requests), []
     for _ in range(3000):
         while waiting and (rng.random() < 0.4 or not scheduler.has_unfinished()):
@@ -63,7 +63,7 @@ def drive(
 
 
 def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> None:
-    """Every token that the device has accepted is known when masks are made, and the drafts are its own."""
+    """Check before masks are made that each accepted token is known and that the drafts are the device's."""
     windows = {window.row: window for window in scheduler.windows(plan)}
     for index, (slot, generation) in enumerate(zip(plan.slots, plan.generations, strict=True)):
         scheduled = scheduler._resources.owners.get(slot)
@@ -110,7 +110,7 @@ def test_grammars_know_every_token_when_masks_are_made_and_tokens_do_not_change(
             assert [entry.logprob for entry in entries] == [-float(token) for token in tokens]
 
 
-def test_rounds_are_halved_only_while_a_request_needs_it() -> None:
+def test_rounds_have_two_phases_only_while_a_request_needs_them() -> None:
     scheduler = make_scheduler(max_in_flight=0)
     runner = FakeRunner(scheduler, 0, accept=0)
     scheduler.add(make_request("plain", 3, 30, ignore_eos=True))
@@ -131,7 +131,7 @@ def test_rounds_are_halved_only_while_a_request_needs_it() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("is_broken", "reason"), [(False, "stop"), (True, "error")])
-def test_a_grammar_ends_its_request_and_no_other(delay: int, is_broken: bool, reason: str) -> None:
+def test_a_grammar_ends_only_its_own_request(delay: int, is_broken: bool, reason: str) -> None:
     scheduler = make_scheduler(max_in_flight=delay)
     runner = FakeRunner(scheduler, delay, accept=3)
     requests = [
@@ -175,7 +175,7 @@ def choices_of(name: str, n: int, max_tokens: int = 9) -> list[Request]:
     return found
 
 
-def test_choices_run_on_their_own_and_end_together_at_an_abort() -> None:
+def test_choices_run_separately_and_end_together_at_an_abort() -> None:
     scheduler = make_scheduler(max_in_flight=1, num_blocks=60)
     runner = FakeRunner(scheduler, 1)
     choices = choices_of("n", 5)
@@ -205,7 +205,7 @@ def test_choices_run_on_their_own_and_end_together_at_an_abort() -> None:
     assert not scheduler.has_unfinished()
 
 
-def test_after_an_interrupt_the_choices_that_wait_go_on() -> None:
+def test_after_an_interrupt_waiting_choices_go_on() -> None:
     scheduler = make_scheduler(max_in_flight=0, max_batch=2, num_blocks=60)
     runner = FakeRunner(scheduler, 0)
     scheduler.add(*choices_of("n", 4))

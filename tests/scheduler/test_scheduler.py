@@ -1,4 +1,4 @@
-"""The scheduler against a runner in pure Python that knows what every launch writes and when it is read."""
+"""The scheduler against a runner in pure Python that checks what every launch writes and when it is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fake_runner import (
     finish_all,
     make_request,
     make_scheduler,
-    send_away,
+    preempt,
     step,
     stream,
 )
@@ -72,7 +72,7 @@ def test_a_long_prompt_delays_running_requests_by_one_chunk(delay: int) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_no_round_is_launched_that_is_certainly_useless(delay: int) -> None:
+def test_no_useless_round_is_launched(delay: int) -> None:
     scheduler = make_scheduler(mtp_step=0, max_in_flight=delay)
     runner = FakeRunner(scheduler, delay)
     for name, max_tokens in (("a", 6), ("b", 1)):
@@ -91,7 +91,7 @@ def test_requests_run_first_come_first_served_and_a_big_one_is_not_overtaken() -
     assert ended == ["first", "big", "small"]
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     scheduler = make_scheduler(num_blocks=6)
     scheduler.add(make_request("same", 3, 4))
     with pytest.raises(ValueError, match="request_id must be unused, got 'same'"):
@@ -105,7 +105,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         make_scheduler(prefill_chunk=0)
 
 
-def test_a_full_house_runs_a_request_of_max_model_len() -> None:
+def test_a_full_batch_runs_a_request_of_max_model_len() -> None:
     scheduler = make_scheduler(num_blocks=11, max_batch=1)
     runner = FakeRunner(scheduler, 1, accept=3)
     scheduler.add(make_request("a", 20, 100, ignore_eos=True))
@@ -118,7 +118,7 @@ def test_a_full_house_runs_a_request_of_max_model_len() -> None:
 @pytest.mark.parametrize("mtp_step", [0, 1, 3])
 @pytest.mark.parametrize("max_tokens", [3, 4, 9])
 def test_the_worst_case_is_reached_and_never_exceeded(delay: int, mtp_step: int, max_tokens: int) -> None:
-    # With nothing accepted and blocks of one token every position of the worst case is reserved in the end.
+    # With no draft accepted and blocks of one token, every position of the worst case is reserved in the end.
     prompt_len = 5
     blocks = prompt_len + max_tokens - 1 + (delay + 2) * mtp_step
     scheduler = make_scheduler(num_blocks=99, block_size=1, mtp_step=mtp_step, max_in_flight=delay)
@@ -166,7 +166,7 @@ def test_abort_at_any_time_frees_everything_once_and_leaves_the_others(steps: in
     assert scheduler.pool.num_used == 0
 
 
-def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_it_was_told() -> None:
+def test_a_forgotten_request_has_no_output_and_an_aborted_id_is_used_until_its_output() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner(scheduler, 0)
     for name in "abc":
@@ -193,7 +193,7 @@ def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_
     seed=st.integers(0, 1000),
     accepts_all=st.booleans(),
 )
-def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
+def test_rounds_planned_without_a_look_equal_those_planned_with_one(
     mtp_step: int,
     delay: int,
     max_batch: int,
@@ -224,7 +224,7 @@ def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
     assert run(False) == run(True)
 
 
-def test_a_batch_that_does_not_change_is_looked_at_seldom() -> None:
+def test_an_unchanged_batch_is_looked_at_seldom() -> None:
     scheduler = make_scheduler(block_size=16, num_blocks=200, max_model_len=1000)
     runner = FakeRunner(scheduler, 1, accept=3)
     for name in "abc":
@@ -238,7 +238,7 @@ def test_a_batch_that_does_not_change_is_looked_at_seldom() -> None:
     scheduler._planner._look_ahead = counted  # type: ignore[method-assign]
     stream(scheduler, runner)
     rounds = [plan for plan in runner.plans if plan.kind == "decode"]
-    # Eight blocks hold 32 whole windows; more looks where requests come and go.
+    # Eight blocks hold 32 whole windows; requests that come and go cause more looks.
     assert len(rounds) > 220
     assert looks[0] < 20
     assert sum(bool(plan.block_updates) for plan in rounds) < 10
@@ -250,7 +250,7 @@ def test_the_scheduler_needs_no_torch() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come and go at random; nothing is lost, nothing is owned twice."""
+    """Requests come and go at random; no request is lost, and no block or slot has two owners."""
 
     @initialize(
         mtp_step=st.integers(0, 4),
@@ -324,8 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def send_away(self, data: st.DataObject) -> None:
-        send_away(self.scheduler, data.draw(st.sampled_from(sorted(self.requests))))
+    def preempt(self, data: st.DataObject) -> None:
+        preempt(self.scheduler, data.draw(st.sampled_from(sorted(self.requests))))
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -1,4 +1,4 @@
-"""Everything at once: shared prompts, growing chats, priorities, aborts and faults on pools far too small."""
+"""Mixed traffic: shared prompts, growing chats, priorities, aborts and faults on pools far too small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, send_away
+from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, preempt
 from tests.scheduler.test_prefix import request_of
 from tests.scheduler.test_pressure import Recorder, check_windows
 
@@ -60,8 +60,11 @@ _SIZES = (
 
 
 class Traffic:
-    """Random requests, of which many begin like others, and what may befall them; each operation is followed
-    by a look at who owns what, and each launch by one at what it reads and writes (`FakeRunner`)."""
+    """Random requests, of which many begin alike, with random aborts and faults.
+
+    Each operation is followed by a check of owners, and each launch by one of all that it reads and writes
+    (`FakeRunner`).
+    """
 
     def __init__(self, traffic: dict[str, Any]) -> None:
         self.traffic = traffic
@@ -87,7 +90,7 @@ class Traffic:
         self.chats: list[list[int]] = [[100, 101] * 10, [100] * 17]
 
     def run(self, num_requests: int) -> Scheduler:
-        """All of them to their ends."""
+        """Run all requests to their ends."""
         traffic, scheduler, rng, waiting = self.traffic, self.scheduler, self.rng, num_requests
         for _ in range(600 * num_requests):
             while waiting and (rng.random() < traffic["arrival_rate"] or not scheduler.has_unfinished()):
@@ -95,18 +98,18 @@ class Traffic:
                 self.add()
             if not (waiting or scheduler.has_unfinished()):
                 break
-            self.befall()
+            self.disturb()
             self.take(self.step())
-            self.runner.fails_spills = False
+            self.runner.fails_evictions = False
             self.runner.plans = self.runner.plans[-8:]
         assert self.reasons.keys() == self.requests.keys(), "the requests do not end"
-        while self.runner.copies:  # Of requests that were aborted on their way.
+        while self.runner.copies:  # These copies belong to requests that were aborted during the copy.
             self.step()
         assert scheduler.pool.num_used == scheduler.num_running == scheduler.num_waiting == 0
         return scheduler
 
     def step(self) -> list[RequestOutput]:
-        """One step, and what grammars make of it."""
+        """Take one step, and let grammars make masks."""
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None and plan.is_guided:
@@ -116,7 +119,7 @@ class Traffic:
         return self.scheduler.take_outputs()
 
     def add(self) -> None:
-        """A request that goes on from what others began with, or from nothing."""
+        """Add a request that continues another's prompt, or has a new one."""
         rng, name = self.rng, str(len(self.requests))
         chat = rng.choice([[], *self.chats])
         kept = len(chat) if rng.random() < 0.7 else rng.randint(0, len(chat))
@@ -144,8 +147,8 @@ class Traffic:
         for request in choices:
             self.requests[request.key], self.tokens[request.key] = request, []
 
-    def befall(self) -> None:
-        """What callers and machines do."""
+    def disturb(self) -> None:
+        """Cause one random event of a caller or a machine."""
         traffic, rng, scheduler = self.traffic, self.rng, self.scheduler
         live = sorted({name for name, _ in self.requests.keys() - self.reasons.keys()})
         live = [name for name in live if scheduler.is_live(name)]
@@ -153,7 +156,7 @@ class Traffic:
             scheduler.abort(rng.choice(live))
             scheduler.check_integrity()
         if live and rng.random() < traffic["fault_rate"]:
-            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_spills", "broken"])
+            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_evictions", "broken"])
             if fault == "recover":
                 self.runner.drop()
                 scheduler.recover("interrupted")
@@ -163,10 +166,10 @@ class Traffic:
             else:
                 setattr(self.runner, fault, True)
         if live and rng.random() < traffic["move_rate"]:
-            send_away(scheduler, rng.choice(live))
+            preempt(scheduler, rng.choice(live))
 
     def take(self, outputs: list[RequestOutput]) -> None:
-        """What callers are told is what they would be told alone."""
+        """Check that callers receive the outputs that they would receive alone."""
         for output in outputs:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
@@ -188,5 +191,5 @@ class Traffic:
 
 @given(traffic=TRAFFIC)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_befalls_requests_their_tokens_are_those_of_each_alone(traffic: dict[str, Any]) -> None:
+def test_aborts_and_faults_do_not_change_tokens(traffic: dict[str, Any]) -> None:
     Traffic(traffic).run(5)
