@@ -24,7 +24,7 @@ from tests import tiny
 def make_engine(
     directory: Path, progress: Progress | None = None, save_to: Path | None = None, **options: Any
 ) -> Engine:
-    """Return a CPU engine whose free slots and blocks are poisoned; by default with small blocks and chunks."""
+    """Return a CPU engine with poisoned free slots and blocks; by default blocks and chunks are small."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "mtp_step": 3,

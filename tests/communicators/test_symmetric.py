@@ -1,4 +1,5 @@
-"""The exchange of GPUs: two processes run its kernels through the interpreter; the compiler is asked too."""
+"""The communicator of GPUs: two processes run its kernels in the interpreter; the compiler's output is
+checked."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ import torch
 
 from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.ops.k_splits import add_tree
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import communicators
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS, CHUNK = 4, 16
 FIXED = {"CHANNELS": CHANNELS, "CHUNK": CHUNK, "PDL": False}
-# Fewer programs after more, so that channels have come to different epochs; and a last one that is not full.
+# Fewer programs after more, so that channels reach different epochs; the last one is partly filled.
 SIZES = (40, 16, 64, 5, 50)
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels, with signals that an interpreter can send; its stores and loads keep their order."""
+    """Return the kernels with signals that the interpreter can send; its stores and loads keep their order."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a CUDA device is present, tests/gpu runs the kernels on it")
     import triton
@@ -58,9 +59,9 @@ def memories(world: int) -> list[torch.Tensor]:
 
 
 def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> None:
-    """Gathers and sums of all sizes, alternating; what comes is told by `seen`."""
+    """Run gathers and sums of all sizes, alternating; `seen` gets whether each result is right."""
     world = len(memory)
-    place = (
+    arguments = (
         torch.tensor([each.data_ptr() for each in memory]),
         torch.zeros(CHANNELS, dtype=torch.int32),
         torch.tensor([0, 1 << 60]),
@@ -70,25 +71,27 @@ def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> 
         words = [torch.arange(size, dtype=torch.int32) * (peer + 1) + size for peer in range(world)]
         out = torch.full((world, size), -1, dtype=torch.int32)
         grid = (-(-size // CHUNK),)
-        kernels.gather_kernel[grid](words[rank], out, *place, size, 0, size, **fixed, PARTS=1)
+        kernels.gather_kernel[grid](words[rank], out, *arguments, size, 0, size, **fixed, PARTS=1)
         seen(out.equal(torch.stack(words)))
         for count in (1, 2, 4):
             parts = parts_of(world, count, size)
             gathered = torch.full((world, size), float("nan"))
-            kernels.gather_kernel[grid](parts[rank], gathered, *place, size, size, size, **fixed, PARTS=count)
+            kernels.gather_kernel[grid](
+                parts[rank], gathered, *arguments, size, size, size, **fixed, PARTS=count
+            )
             seen(gathered.equal(torch.stack([add_tree(each) for each in parts])))
         size *= world
         for count in (1, 2):
             parts = parts_of(world, count, size)
             sums = torch.full((size,), float("nan"), dtype=torch.bfloat16)
             grid = (-(-size // (CHUNK * world)),)
-            kernels.sum_kernel[grid](parts[rank], sums, *place, size, size, **fixed, PARTS=count)
-            # The norm's tree of all parts: how many each rank has changes no bit.
+            kernels.sum_kernel[grid](parts[rank], sums, *arguments, size, size, **fixed, PARTS=count)
+            # The norm's tree over all parts: the number of parts per rank changes no bit.
             seen(sums.equal(add_tree(torch.cat(parts)).bfloat16()))
 
 
 def parts_of(world: int, count: int, size: int) -> list[torch.Tensor]:
-    """Those of each rank, [count, size]."""
+    """Return each rank's parts, [count, size]."""
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(count, size, generator=generator) for _ in range(world)]
 
@@ -105,8 +108,8 @@ def test_ranks_meet_in_every_channel(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("given_up", [0, -1])
-def test_a_rank_that_never_comes_is_noted(kernels: Any, given_up: int) -> None:
-    """The kernel ends, and so does each that comes after; or as soon as the host gives up."""
+def test_a_missing_rank_is_recorded(kernels: Any, given_up: int) -> None:
+    """The kernel and all later ones end by themselves, or as soon as the host gives up."""
     memory, control = memories(2), torch.tensor([given_up, 40 if not given_up else 1 << 60])
     peers = torch.tensor([each.data_ptr() for each in memory])
     epochs, x = torch.zeros(CHANNELS, dtype=torch.int32), torch.ones(40, dtype=torch.int32)
@@ -135,11 +138,11 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
 
         def rendezvous(self, tensor: torch.Tensor, name: str) -> Memory:
             assert name == self.group[0]
-            # No signal of an earlier life is there when others come.
+            # No signal of an earlier communicator is left when other ranks meet.
             assert not tensor.any()
             from torch._C._distributed_c10d import _resolve_process_group
 
-            # What torch 2.11 meets by, and what others do.
+            # The store's keys by which torch 2.11 meets, and other keys.
             stores.extend([_resolve_process_group(name).get_group_store(), self.group[3]])
             return self
 
@@ -156,9 +159,9 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     assert communicator._peers.tolist() == [communicator._memory.data_ptr()]
     assert communicator.least(5) == 5
     assert communicator._control.tolist() == [0, 600_000_000_000]
-    # Uncompiled too: on GPUs ranks have captured all that they launch.
+    # Also without compilation: on GPUs ranks have captured all their launches.
     communicator.expect_steps()
-    # A kernel waits for a paused rank 0, until rank 0 asks it whom it misses.
+    # A kernel waits for a paused rank 0 until rank 0 asks it which rank is missing.
     assert communicator._control[1] > 10**16
     communicator.name_missing()
     assert communicator._control.tolist() == [0, 0]
@@ -167,7 +170,7 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     communicator.give_up()
     with pytest.raises(CommunicatorError, match="the exchange was given up"):
         communicator.check()
-    # As a kernel notes it; what comes later changes nothing.
+    # As a kernel records it; a later give_up changes nothing.
     communicator._control[0] = 2
     communicator.give_up()
     with pytest.raises(CommunicatorError, match="rank 1 did not come to an exchange within 7 s"):
@@ -176,7 +179,7 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     def fail(device: torch.device) -> None:
         raise RuntimeError("the device failed")
 
-    # Kernels of a device that failed may still read it; those of another have ended.
+    # Kernels of a failed device may still read the memory; kernels of a working device have ended.
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     communicator.release()
     assert communicator in symmetric._GIVEN_UP
@@ -185,8 +188,8 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     assert communicator not in symmetric._GIVEN_UP
 
 
-def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
-    """torch counts rendezvous in a process: in rank 0's there may have been some."""
+def test_a_later_engine_meets_new_ranks(tmp_path: Path) -> None:
+    """torch counts rendezvous per process, and rank 0's process may have had some before."""
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     from compiled_mtp.communicators.symmetric import CountedAnew
@@ -197,7 +200,7 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
     ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
     for communicator in range(2):
         for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
-            # As torch reaches it: from C++.
+            # As torch calls it: from C++.
             PrefixStore(f"CUDASymmetricMemory/{first + communicator}", store).set(
                 str(rank), bytes([rank, 255, 0])
             )
@@ -207,13 +210,13 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
         for store, first in zip(ranks, (7, 0), strict=True):
             assert store.add(f"CUDASymmetricMemory/{first + communicator}/came", 1) == 1 + (store is ranks[1])
             store.wait([f"CUDASymmetricMemory/{first + communicator}/{rank}" for rank in range(2)])
-    # What is numbered apart is counted apart.
+    # Keys with another prefix are not renumbered.
     ranks[0].set("validate/group/0/0", "as it is")
     assert FileStore(file, 2).get("validate/group/0/0") == b"as it is"
 
 
 class OnGpu:
-    """A tensor of the host that says it is on a GPU."""
+    """A host tensor that claims to be on a GPU."""
 
     is_cuda = True
 
@@ -224,8 +227,8 @@ class OnGpu:
         return getattr(self.tensor, name)
 
 
-def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It returns nothing to wait for there; the host's values go by gloo."""
+def test_nccl_gathers_on_the_stream_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gather returns nothing to wait for; the host's values go through gloo."""
     from compiled_mtp.communicators.nccl import NcclCommunicator
 
     class Group:
@@ -242,7 +245,7 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
 
         def abort(self) -> None:
             next(event for event in self.given_up if not event.is_set()).set()
-            # Until no graph is left.
+            # Wait until no graph is left.
             self.ends.wait(20)
 
     monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)
@@ -253,7 +256,7 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
     assert communicator._gather(x).equal(x.tensor[None])
     assert communicator.least(5) == 5
     group: Any = communicator._device_group
-    # Whoever tells it does not wait, and it is told once.
+    # give_up does not wait, and the group is told once.
     communicator.give_up()
     communicator.give_up()
     assert group.given_up[0].wait(20)
@@ -292,8 +295,11 @@ print(json.dumps(ptx))
 
 
 def test_the_compiler_keeps_the_order_of_signals() -> None:
-    """For sm_90: nothing is touched before the wait; signals lie behind a barrier of the stores that they
-    stand for, and are released to, and acquired from, the whole system."""
+    """On sm_90 the kernel touches no memory before the wait.
+
+    Each signal follows a barrier after the stores that it announces, and is released to and acquired from the
+    whole system.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -316,9 +322,9 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
             assert any(look > signal for look in places("ld.acquire.sys.global.b32"))
 
 
-def test_many_rows_are_added_on_their_way() -> None:
-    """Where an exchange can; the sums are those that the norm would make of the parts."""
-    communicator = exchanges(1)[0]
+def test_the_communicator_adds_partials_of_many_rows() -> None:
+    """If the communicator can add; the sums equal those that the norm would make of the partials."""
+    communicator = communicators(1)[0]
     parts = torch.randn(4, 64, 8)
     sums = add_tree(parts)[None]
     assert communicator.gather_partials(parts, torch.bfloat16).equal(sums)

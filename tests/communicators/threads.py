@@ -1,4 +1,4 @@
-"""Ranks that are threads of the test: what they compute is what processes compute, and they start at once."""
+"""Ranks as threads of the test: they compute what processes compute, and start at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE_S = 120.0
 
 
 class ThreadCommunicator(Communicator):
-    """Between threads that share `meeting` and `brought`."""
+    """A communicator between threads that share `meeting` and `brought`."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, brought: list[torch.Tensor]) -> None:
         super().__init__(rank, meeting.parties)
@@ -37,17 +37,17 @@ class ThreadCommunicator(Communicator):
         return gathered
 
 
-def exchanges(world: int) -> list[ThreadCommunicator]:
-    """One for each rank."""
+def communicators(world: int) -> list[ThreadCommunicator]:
+    """Return one communicator per rank."""
     meeting, brought = threading.Barrier(world), [torch.empty(0)] * world
     return [ThreadCommunicator(rank, meeting, brought) for rank in range(world)]
 
 
 class ThreadRunner(Runner):
-    """Rank 0's runner, with the others' in threads: `followers` once they are built."""
+    """Rank 0's runner, with the other ranks' in threads: `followers`, once they are built."""
 
     def __init__(self, spec: EngineSpec, *_: Any, save_to: Path | None = None) -> None:
-        own, *others = exchanges(spec.config.tensor_parallel)
+        own, *others = communicators(spec.config.tensor_parallel)
         self.messages: list[SimpleQueue[tuple[Any, ...]]] = [SimpleQueue() for _ in others]
         self.followers: list[Runner] = []
         self.errors: list[BaseException] = []
@@ -96,7 +96,7 @@ class ThreadRunner(Runner):
 
 @contextmanager
 def engine_of(directory: Path, world: int, **options: Any) -> Iterator[Engine]:
-    """A small CPU engine of `world` ranks."""
+    """Return a small CPU engine of `world` ranks."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "mtp_step": 3,

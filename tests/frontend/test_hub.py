@@ -1,4 +1,4 @@
-"""A repository's name in the place of a directory, with a cache and a Hub that are made here."""
+"""A repository's name instead of a directory, with a cache and a Hub made here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Hub:
-    """A Hub without a network: what is asked of it, and what it answers."""
+    """A Hub without a network: records requests and answers them."""
 
     def __init__(self, cache: Path, files: Path) -> None:
         self.cache, self.files = cache, files
@@ -72,7 +72,7 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def test_what_is_whole_in_the_cache_asks_nobody(hub: Hub) -> None:
+def test_a_complete_cache_makes_no_request(hub: Hub) -> None:
     hub.fill()
     assert find_checkpoint(Path(NAME)) == hub.snapshot
     frontend = open_frontend(EngineConfig(model=NAME, offline=True))
@@ -83,7 +83,7 @@ def test_what_is_whole_in_the_cache_asks_nobody(hub: Hub) -> None:
 @pytest.mark.parametrize(
     "left_out", ["*", "model-00002*", "model.safetensors.index.json", "tokenizer.json", "config.json"]
 )
-def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
+def test_a_missing_file_is_downloaded(hub: Hub, left_out: str) -> None:
     hub.fill(left_out)
     if left_out == "model.safetensors.index.json":
         (hub.snapshot / left_out).write_text("[")
@@ -94,14 +94,14 @@ def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
 
 
 @pytest.mark.parametrize("name", [5, "", "/etc/passwd", "../x.safetensors"])
-def test_an_index_of_other_than_files_beside_it_is_lacking(hub: Hub, name: object) -> None:
+def test_an_index_of_files_that_are_not_beside_it_is_incomplete(hub: Hub, name: object) -> None:
     hub.fill()
     (hub.snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match=r"which lacks model.safetensors.index.json there"):
         find_checkpoint(Path(NAME), is_offline=True)
 
 
-def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:
+def test_offline_names_missing_files_and_the_command(hub: Hub) -> None:
     with pytest.raises(ValueError, match=r"which lacks everything there; run `hf download Acme/Tiny-1.0`"):
         find_checkpoint(Path(NAME), is_offline=True)
     hub.fill("model-00002*")
@@ -124,7 +124,7 @@ def test_offline_does_without_a_tokenizer(hub: Hub) -> None:
     ],
 )
 def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], remedy: str) -> None:
-    # Those of the Hub want a response, of which nothing is read here.
+    # The Hub's errors take a response; nothing is read from it here.
     hub.error = kind.__new__(kind)
     hub.error.args = ("no\nway",)
     with pytest.raises(ValueError, match=remedy) as error:
@@ -134,7 +134,7 @@ def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], 
 
 @pytest.fixture
 def gguf_hub(hub: Hub, tmp_path: Path) -> Hub:
-    """A repository of GGUF files alone: one whole, one in two parts in a folder."""
+    """A repository of GGUF files alone: one single file, and one in two parts in a folder."""
     hub.files = tmp_path / "gguf"
     (hub.files / "BF16").mkdir(parents=True)
     for name in ("Tiny-Q4_K_M.gguf", "BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"):

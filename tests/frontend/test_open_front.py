@@ -1,4 +1,4 @@
-"""A front before its weights: what it refuses, what it leaves to the engine; threads of small models."""
+"""The request processor before the weights: what it refuses and what it leaves to the engine; threads."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def ask(frontend: RequestProcessor, **given: Any) -> None:
         ({"prompt": "x", "params": SamplingParams(stop_token_ids=(900,))}, "stop_token_ids must lie in 0"),
     ],
 )
-def test_what_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], message: str) -> None:
+def test_requests_that_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(open_frontend(EngineConfig(model=checkpoint, **SMALL)), **given)
 
 
-def test_an_engine_goes_on_with_the_front_and_knows_its_blocks(checkpoint: Path) -> None:
-    """What all blocks cannot hold is refused before it is queued, by whichever call asks for it."""
+def test_an_engine_takes_over_the_request_processor_and_knows_its_blocks(checkpoint: Path) -> None:
+    """A request that all blocks together cannot hold is refused before it is queued, by every call."""
     config = EngineConfig(model=checkpoint, **SMALL | {"max_model_len": 256}, num_blocks=3)
     frontend, prompt = open_frontend(config), [1] * 128
     ask(frontend, prompt_token_ids=prompt)
@@ -90,7 +90,7 @@ def test_an_engine_goes_on_with_the_front_and_knows_its_blocks(checkpoint: Path)
     assert engine.stats().waiting == 0
 
 
-def test_a_request_is_fitted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_fitted_to_the_limits_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted: list[Request] = []
     fit = Limits.fit
 
@@ -138,7 +138,7 @@ def test_small_models_run_on_one_thread(
 
 
 def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the tries that llguidance is asked for from here on."""
+    """The sizes of the tries that llguidance builds from here on."""
     llguidance = pytest.importorskip("llguidance")
     sizes: list[int] = []
     build = llguidance.LLTokenizer
@@ -152,7 +152,7 @@ def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def frontend_of(directory: Path, num_ids: int) -> RequestProcessor:
-    """A front of the checkpoint that ships, as if it had a synthetic vocabulary."""
+    """Return a request processor of the default checkpoint, as if it had a synthetic vocabulary."""
     directory.mkdir()
     write_tokenizer(directory, num_ids)
     frontend = open_frontend(EngineConfig())

@@ -1,4 +1,4 @@
-"""Where a prompt leaves off inside a reasoning part, for grammars and for the service's parser alike."""
+"""Whether a prompt ends inside a reasoning part: one answer for grammars and for the service's parser."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reasoning(tokenizer: Tokenizer) -> ReasoningTokens:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_what_is_only_mentioned_opens_nothing(
+def test_a_tag_that_is_only_mentioned_opens_no_part(
     tokenizer: Tokenizer, reasoning: ReasoningTokens, prompt: str
 ) -> None:
     assert reasoning.is_open(tokenizer.encode(prompt)) is PROMPTS[prompt]
@@ -72,6 +72,6 @@ def test_a_tokenizer_without_the_tokens_has_no_reasoning() -> None:
     assert find_reasoning(Tokenizer(MODEL)) is None
 
 
-def test_many_ids_are_looked_through_quickly(reasoning: ReasoningTokens, tokenizer: Tokenizer) -> None:
+def test_many_ids_are_searched_quickly(reasoning: ReasoningTokens, tokenizer: Tokenizer) -> None:
     assert reasoning.is_open([7] * 300_000 + tokenizer.encode("<think>"))
     assert not reasoning.is_open([7] * 300_000)

@@ -1,4 +1,4 @@
-"""What a caller sends becomes requests: parameters, choices, chats and grammars, without a model."""
+"""Callers' arguments become requests: parameters, choices, chats and grammars, without a model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_mistake_is_one_line_that_names_it(
     assert str(error.value).isprintable()
 
 
-def test_without_a_tokenizer_what_needs_one_is_refused() -> None:
+def test_without_a_tokenizer_arguments_that_need_one_are_refused() -> None:
     frontend = RequestProcessor(MODEL, CONFIG, None, MAX_MODEL_LEN)
 
     def ask(**fields: Any) -> Request:
@@ -123,7 +123,7 @@ def test_without_a_tokenizer_what_needs_one_is_refused() -> None:
     assert ask(allowed_token_ids=[7], logprobs=2).params.allowed_token_ids == (7,)
 
 
-def test_the_device_is_told_every_parameter(frontend: RequestProcessor) -> None:
+def test_the_device_gets_every_parameter(frontend: RequestProcessor) -> None:
     (request,) = make(
         frontend,
         "ab cd",
@@ -164,7 +164,7 @@ def test_the_device_is_told_every_parameter(frontend: RequestProcessor) -> None:
     )
     assert slot_sampling(request) == expected
     assert slot_sampling(make(frontend, temperature=0.5, seed=3)[0]) == SlotSampling(3, 0.5, 0, 1.0, 0.0)
-    # Without eos the others alone are delayed.
+    # Without eos, only the other stop ids are delayed.
     (request,) = make(frontend, ignore_eos=True, min_tokens=1, stop_token_ids=[8])
     assert slot_sampling(request).stop_ids == (8,)
 
@@ -184,7 +184,7 @@ def test_choices_share_an_id_and_have_seeds_and_grammars_of_their_own(frontend: 
     for _ in range(2):
         guides[0].accept([a])
     assert [guide.is_ended for guide in guides if guide] == [True, False, False]
-    # The engine's seed and arrival count requests, not choices.
+    # The engine's seeds and arrival numbers count requests, not choices.
     own = make(frontend, n=2)
     own[0].request_id = own[1].request_id = ""
     inbox.put(own)
@@ -204,7 +204,7 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProce
     added: list[Request] = []
 
     def interrupted(*choices: Request) -> None:
-        """As if a handler ran here, inside of `hand_over` and so with the lock."""
+        """As if a handler ran inside `hand_over`, which holds the lock."""
         add(*choices)
         handler()
 
@@ -212,7 +212,7 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProce
         for name in names:
             added.append(replace_id(make(frontend)[0], name))
             inbox.put([added[-1]])
-        with suppress(ValueError):  # The second time it is to end already.
+        with suppress(ValueError):  # At the second call the handler's request has been aborted.
             inbox.abort("third")
 
     scheduler.add = interrupted  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProce
         inbox.put([replace_id(make(frontend)[0], "second")])
 
 
-def test_an_abort_of_a_handlers_request_is_not_taken_for_an_older_one(frontend: RequestProcessor) -> None:
+def test_an_abort_of_a_handlers_request_does_not_end_an_older_one(frontend: RequestProcessor) -> None:
     """The handler adds and aborts an id that its thread is about to take."""
     scheduler = make_scheduler()
     inbox, has_id = Inbox(scheduler, seed=1), scheduler.has_id
@@ -320,7 +320,7 @@ def test_every_source_of_a_grammar_takes_what_it_allows(
     ids = TOKENIZER.encode(output)
     assert guide.accept(ids) == len(ids)
     assert guide.error is None
-    # Where the grammar may both end and go on an eos token ends it.
+    # Where the grammar may end or go on, an eos token ends it.
     guide.accept([IM_END])
     assert guide.is_ended
     assert guide.error is None
@@ -339,7 +339,7 @@ def test_nothing_is_forced_without_being_asked(frontend: RequestProcessor) -> No
         assert not request.is_two_phase
 
 
-def test_an_eos_that_the_tokenizer_lacks_is_no_mistake_of_a_grammar() -> None:
+def test_an_eos_that_the_tokenizer_lacks_is_no_grammar_error() -> None:
     frontend = RequestProcessor(
         MODEL, replace(CONFIG, eos_token_ids=(IM_END, 4159)), TOKENIZER, MAX_MODEL_LEN
     )

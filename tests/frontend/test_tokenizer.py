@@ -1,4 +1,4 @@
-"""Ids and text: equal to what Hugging Face's packages say, never half a character, errors by name."""
+"""Ids and text: as in Hugging Face's packages, never half a character, errors by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE with few merges, special tokens and added ones that are not special."""
+    """Write a byte-level BPE with few merges, special tokens and added tokens that are not special."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -81,35 +81,35 @@ def test_numbers(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 @given(st.text(max_size=60))
-def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     if not tokenizer.special_ids & set(ids):
         assert tokenizer.decode(ids) == text
 
 
 @given(st.lists(st.integers(0, 310), max_size=40))
-def test_pieces_of_any_ids_join_to_what_the_tokenizers_package_decodes(
+def test_texts_of_any_ids_join_to_what_the_tokenizers_package_decodes(
     folder: Path, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.add(token_id) for token_id in ids]
-    assert "".join(pieces) + detokenizer.flush() == reference.decode(ids, skip_special_tokens=True)
+    texts = [detokenizer.add(token_id) for token_id in ids]
+    assert "".join(texts) + detokenizer.flush() == reference.decode(ids, skip_special_tokens=True)
 
 
 @given(st.text("aé日😀", max_size=20), st.data())
-def test_no_piece_ends_in_half_a_character(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
-    # One id a byte: the hardest way to cut characters.
+def test_no_text_ends_in_half_a_character(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    # One id per byte: the hardest way to cut characters.
     of_byte = {
         tokenizer.token_bytes(i): i for i in range(tokenizer.num_ids) if len(tokenizer.token_bytes(i)) == 1
     }
     detokenizer = Detokenizer(tokenizer)
     shown = ""
     for count, byte in enumerate(text.encode(), start=1):
-        piece = detokenizer.add(of_byte[bytes([byte])])
-        assert "\ufffd" not in piece
-        shown += piece
-        # Held back are the bytes of one unfinished character and nothing else.
+        part = detokenizer.add(of_byte[bytes([byte])])
+        assert "\ufffd" not in part
+        shown += part
+        # Only the bytes of one unfinished character are held back.
         assert shown == text.encode()[:count].decode(errors="ignore")
     assert shown == text
     assert detokenizer.flush() == ""
@@ -176,7 +176,7 @@ def test_text_parts_are_joined_and_images_are_refused_by_name(tokenizer: Tokeniz
         ),
     ],
 )
-def test_what_is_no_chat_is_refused_by_name(tokenizer: Tokenizer, messages: list[Any], message: str) -> None:
+def test_wrong_chats_are_refused_by_name(tokenizer: Tokenizer, messages: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tokenizer.apply_chat_template(messages)
 
@@ -221,7 +221,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, tmp_path: Path
         ("{{ missing.attribute.of_it }}", "'missing' is undefined"),
     ],
 )
-def test_whatever_a_template_raises_is_named(folder: Path, tmp_path: Path, template: str, got: str) -> None:
+def test_every_error_of_a_template_is_named(folder: Path, tmp_path: Path, template: str, got: str) -> None:
     tokenizer = Tokenizer(copy(folder, tmp_path, chat_template__jinja=template))
     with pytest.raises(
         ValueError,

@@ -46,7 +46,7 @@ def load(
 def assemble(
     whole: Layout, shards: list[tuple[Layout, dict[str, Any]]], like: dict[str, Any]
 ) -> dict[str, Any]:
-    """Put the whole parameters together from shards by their layouts, which say where each stored row goes."""
+    """Put the whole parameters together from shards, by layouts that say where each stored row goes."""
     out = {name: torch.full_like(parameter, float("nan")) for name, parameter in like.items()}
     for layout, parameters in shards:
         for name, stored in layout.items():

@@ -21,7 +21,7 @@ from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.parallel import leader
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import communicators
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_a_cache_of_another_number_of_ranks_is_refused_by_name(
 
 
 def test_an_open_program_exchanges_by_its_caller() -> None:
-    one, other = exchanges(1)[0], exchanges(1)[0]
+    one, other = communicators(1)[0], communicators(1)[0]
     came: list[Communicator] = []
     for communicator in (one, other):
         communicator._gather = lambda x, communicator=communicator: came.append(communicator) or x[None]  # type: ignore

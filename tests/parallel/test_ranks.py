@@ -32,7 +32,7 @@ from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import communicators
 from tests.engines import prompt_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -225,7 +225,7 @@ class AloneRanks(Ranks):
         self._end = weakref.finalize(self, self._processes.end)
 
     def connect(self, own: Mapping[str, str]) -> Any:
-        return exchanges(1)[0]
+        return communicators(1)[0]
 
     def wait_until_ready(self) -> None:
         pass
@@ -391,7 +391,7 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
         alone._processes.counts |= counts
         assert alone.lose("CommunicatorError: timed out", 7) == Fault(rank, text)
     # What waits on a device for whoever is lost is told to end, since nobody will come.
-    communicator, told = exchanges(1)[0], list[str]()
+    communicator, told = communicators(1)[0], list[str]()
     communicator.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
     communicator.release = lambda: told.append("release")  # type: ignore[method-assign]
     alone = AloneRanks(spec_of(config_of(directory)))

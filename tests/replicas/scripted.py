@@ -1,4 +1,4 @@
-"""Replicas that say what they are told, in rounds of any size, and die when they are told to."""
+"""Scripted replicas: they give fixed outputs in rounds of any size, and die or hang at a given point."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ PROMPT = [1, 2, 3]
 
 
 def entry(token_id: int) -> TokenLogprob:
-    """A token's log probability."""
+    """Return a token's log probability."""
     return TokenLogprob(token_id, b"", -token_id / 8, 1, ())
 
 
 @dataclass
 class Truth:
-    """What a choice says in all: each output is a round whose drafts were all kept, and one more that was
-    not, -1. `shown[k]` characters of the text and `told[k]` entries are out after k
-    tokens; the rest comes with the end."""
+    """The whole output of a choice.
+
+    Each output is a round whose drafts were all accepted, with one more draft, -1, that was not. After k
+    tokens, `shown[k]` characters of the text and `told[k]` entries are out; the rest comes with the end.
+    """
 
     token_ids: list[int]
     text: str
@@ -38,7 +40,7 @@ class Truth:
     has_drafts: bool = False
 
     def output(self, index: int, start: int, end: int) -> RequestOutput:
-        """Tokens `start` to `end`; with the last one, the end."""
+        """Return tokens `start` to `end`; with the last one, the end."""
         is_last = end == len(self.token_ids)
         logprobs = None
         if self.told is not None:
@@ -63,8 +65,11 @@ class Truth:
 
 @dataclass
 class Replica:
-    """Says every choice's truth in rounds of its own sizes; after `dies_after` outputs it is dead, or, if it
-    hangs, says nothing more. Before each output it says `beats` times, `beat_s` apart, that it lives."""
+    """Gives every choice's truth in rounds of random sizes.
+
+    After `dies_after` outputs it dies, or, with `hangs`, sends no more. Before each output it sends `beats`
+    heartbeats, `beat_s` apart.
+    """
 
     name: str
     truths: Sequence[Truth]
@@ -80,7 +85,7 @@ class Replica:
     num_open: int = 0
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
-        """As EngineReplica does."""
+        """Decode like EngineReplica."""
         self.calls.append(call)
         self.num_open += 1
         try:
@@ -118,7 +123,7 @@ class Replica:
 def make_engine(
     route: Callable[[Call], Replica], metrics: ReplicaMetrics | None = None, **options: Any
 ) -> ReplicatedEngine:
-    """An engine whose calls go where `route` says."""
+    """Return an engine whose calls go where `route` says."""
     limits = RelayLimits(
         options.pop("max_failovers", 3),
         options.pop("start_timeout_s", 5.0),
@@ -137,12 +142,12 @@ def make_engine(
 
 
 def in_turn(*replicas: Replica) -> Callable[[Call], Replica]:
-    """A route: each call goes to the next replica, the last one has the rest."""
+    """Return a route: each call goes to the next replica, and the last replica gets the rest."""
     left = list(replicas)
     return lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
 async def read(engine: ReplicatedEngine, **request: Any) -> list[RequestOutput]:
-    """All outputs of a request."""
+    """Return all outputs of a request."""
     (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT, **request}])
     return [output async for output in stream]

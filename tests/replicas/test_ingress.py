@@ -1,4 +1,4 @@
-"""The service over replicas, as the ingress has it but for Ray: of two engines in one process one dies."""
+"""The service over replicas, like the ingress but without Ray: of two engines in one process, one dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scripted(chunk: int, dies_after: int | None = None) -> ScriptedEngine:
 
 
 class Replicas:
-    """Two engines in one process; calls go to the first that they do not avoid."""
+    """Two engines in one process; calls go to the first engine that they do not avoid."""
 
     def __init__(
         self, *engines: ScriptedEngine, step_timeout_s: float = 300.0, silence_timeout_s: float = 30.0
@@ -77,7 +77,7 @@ class Replicas:
 
 
 async def ask(app: Any, path: str, body: Any = None) -> tuple[int, bytes, bool]:
-    """Status and body of an answer, and whether it came to its end."""
+    """Return status and body of an answer, and whether it came to its end."""
     content, sent = json.dumps(body).encode(), []
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 
@@ -128,7 +128,7 @@ def test_a_streaming_client_does_not_notice(caplog: pytest.LogCaptureFixture) ->
         assert body.endswith(b"data: [DONE]\n\n")
         _, said, _ = await ask(app, "/metrics")
         assert b"compiled_mtp_failovers_total 1.0" in said
-        # What runs already has nothing to say in the place of an engine that is gone.
+        # No other replica can replace the closed engine.
         replicas.engines["r1"].close()
         status, body, _ = await ask(app, "/v1/completions", base)
         assert status == 503
@@ -162,7 +162,7 @@ def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.Monkey
             async for output in stream:
                 found += output.new_token_ids
         assert replicas.engines["r0"].status == "hung"
-        # It is asked no more, nor does it take what comes to it.
+        # The dead engine gets no more calls, and accepts none.
         said = [
             one async for one in decode(replicas.engines["r0"], Call([1], SamplingParams(seed=1)), "r", "")
         ]
@@ -255,7 +255,7 @@ def test_stats_are_sums() -> None:
     assert "compiled_mtp_requests_unrouted 3.0" in text
     assert "compiled_mtp_replicas 2.0" in text
     assert 'compiled_mtp_rounds_total{depth="3",why="best"} 10.0' in text
-    # None is left: nothing runs, and what waits waits here.
+    # No engine is left: no request runs, and waiting requests wait here.
     metrics.set_replicas([], num_unrouted=7)
     text = metrics.text().decode().splitlines()
     assert "compiled_mtp_replicas 0.0" in text
@@ -294,7 +294,7 @@ def test_a_connection_keeps_the_order_and_knows_when_it_is_full() -> None:
     asyncio.run(run())
 
 
-def test_a_failing_send_is_told() -> None:
+def test_a_failing_send_raises() -> None:
     async def run() -> None:
         async def send(message: Any) -> None:
             raise OSError("the client is gone")
@@ -303,7 +303,7 @@ def test_a_failing_send_is_told() -> None:
         connection.write(b"a" * 70_000)
         with pytest.raises(OSError, match="gone"):
             await connection.wait_for_room()
-        # It had taken the parts when nobody waited: whoever comes next is told.
+        # The connection had accepted data without a caller waiting: the next call raises the error.
         unseen: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
         connection = SentConnection(send)

@@ -1,4 +1,4 @@
-"""What the Ray application is made of, without Ray."""
+"""The parts of the Ray application, without Ray."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_argument_has_its_config() -> None:
     )
     assert settings.gpus == 0.5
     assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 4}
-    # What the ingress makes again of what was given.
+    # The settings that the ingress derives again from the given ones.
     again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
@@ -128,7 +128,7 @@ def test_a_gpu_each_where_the_cluster_has_some(
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
-    # Every rank of an engine has a GPU of its own.
+    # Every rank of an engine has its own GPU.
     _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
     assert gpus == 2 * min(1, num_gpus)
     engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
@@ -178,7 +178,7 @@ def test_settings_that_do_nothing_are_named(
 def test_looking_at_replicas_goes_on_whatever_they_say(caplog: pytest.LogCaptureFixture) -> None:
     metrics = ReplicaMetrics()
     stats = ray_serve.EngineReplica  # No stats at all.
-    answers: list[Any] = [OSError("nobody"), [stats], [], [ValueError("one of them")]]
+    answers: list[Any] = [OSError("no replica"), [stats], [], [ValueError("one of them")]]
     shown: list[bytes] = []
 
     async def ask() -> list[Any]:
@@ -219,7 +219,7 @@ def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def details(**deployments: Any) -> dict[str, Any]:
-    """What Ray tells of its applications, as its REST interface has it."""
+    """Return Ray's description of its applications, in the form of its REST interface."""
     return {"applications": {"other": {"deployments": {}}, "mtp": {"deployments": deployments}}}
 
 
@@ -227,7 +227,7 @@ def details(**deployments: Any) -> dict[str, Any]:
     ("engine", "most"),
     [
         ({"target_num_replicas": 2, "deployment_config": {"num_replicas": 2}}, 2),
-        # A bound, and where the scaler is within it.
+        # A limit, and the autoscaler's position within it.
         ({"target_num_replicas": 1, "deployment_config": {"autoscaling_config": {"max_replicas": 4}}}, 4),
         ({"target_num_replicas": 3, "deployment_config": {"num_replicas": 1}}, 3),
         ({"target_num_replicas": 0, "deployment_config": {"num_replicas": 0}}, 0),
@@ -265,7 +265,7 @@ def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytes
     async def run() -> None:
         with pytest.raises(asyncio.CancelledError):
             await ray_serve._keep_bounds(count, engine, prompts, 12, 0.0)
-        # At rest it takes what one replica does, for the requests that start one.
+        # With no replica running, the engine accepts as many requests as one replica: they start one.
         await engine.add_all([{"prompt_token_ids": [1]}] * 12)
         with pytest.raises(QueueFullError):
             await engine.add_all([{"prompt_token_ids": [1]}])
@@ -275,7 +275,7 @@ def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytes
 
     asyncio.run(run())
     assert shown == [12, 24, 24, 24, 36, 12]
-    # Two failures in a row are one line.
+    # Two failures in a row give one log line.
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -336,7 +336,7 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "version", missing)
         found.append(identity(config))
-    # What a caller has told torch, and with what it was built.
+    # The caller's torch settings, and torch's build.
     settings = NumericSettings.read()
     for changed in ({"mkldnn_enabled": not settings.mkldnn_enabled}, {"float32_matmul_precision": "medium"}):
         told = dataclasses.replace(settings, **changed)
@@ -346,7 +346,7 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("torch.__config__.show", lambda: "another BLAS")
         found.append(identity(config))
-    # Of a GPU's replicas one may be on a machine with more cores.
+    # Replicas of one GPU may run on machines with different numbers of cores.
     on_gpu = identity(config, num_threads=None)
     more = dataclasses.replace(settings, num_threads=settings.num_threads + 1)
     with monkeypatch.context() as patch:
@@ -375,7 +375,7 @@ def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> A
 
 
 def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Parts and buffers of sizes that no file is a multiple of.
+    # Read sizes and buffers that no file size is a multiple of.
     monkeypatch.setattr("compiled_mtp.replicas.identity._PART_BYTES", 700)
     monkeypatch.setattr("compiled_mtp.replicas.identity._BUFFER_BYTES", 96)
     sizes = {"model-1.safetensors": 2000, "model-2.safetensors": 700, "config.json": 1, "empty.json": 0}
@@ -394,7 +394,7 @@ def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.
             content[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"x"
             found.append(digest())
         content[name] = data
-    # A byte that moves from one file to the next, and two files that change names.
+    # A byte that moves from one file to the next, and two files that swap names.
     one, two = content["model-1.safetensors"], content["model-2.safetensors"]
     content |= {"model-1.safetensors": one[:-1], "model-2.safetensors": one[-1:] + two}
     found.append(digest())
@@ -414,13 +414,13 @@ def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> 
         with pytest.raises(ValueError, match=changed):
             identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
 
-    # Another file of the same size at the same place, with the old one's time, as a copy would have it.
+    # Another file of the same size at the same path, with the old file's time, as after a copy.
     other = tmp_path / "other"
     other.write_bytes(b"new")
     os.utime(other, ns=(time_ns, time_ns))
     other.rename(weights)
     check(loaded)
-    # The same file with other bytes and the old time, as a tool that syncs in place would have it.
+    # The same file with other bytes and the old time, as after an in-place sync.
     loaded = list_files(tmp_path)
     weights.write_bytes(b"odd")
     os.utime(weights, ns=(time_ns, time_ns))
@@ -488,7 +488,7 @@ def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:
 
 
 class FakeMetric:
-    """One of Ray's metrics: what was set or added, by tags."""
+    """One of Ray's metrics: values that were set or added, by tags."""
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         self.name, self.tag_keys = name, tag_keys

@@ -1,4 +1,4 @@
-"""Sampling parameters, stops, and what a request keeps of a window."""
+"""Sampling parameters, stops, and the tokens of a window that a request keeps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_bad_parameter_is_refused_by_name_in_one_line(fields: dict[str, object],
 
 @pytest.mark.parametrize("name", ["temperature", "stop_token_ids", "seed", "logit_bias", "unknown" * 10**6])
 @pytest.mark.parametrize("value", ["x" * 5_000_000, ["x" * 5_000_000] * 3, "\x1b[2J\n" * 99, 10**4000])
-def test_what_a_caller_gave_is_told_short_and_on_one_printable_line(name: str, value: object) -> None:
+def test_a_callers_value_is_quoted_short_and_on_one_printable_line(name: str, value: object) -> None:
     with pytest.raises(ValueError, match="must") as error:
         SamplingParams(**{name: value})
     assert len(str(error.value)) < 1000
@@ -126,7 +126,7 @@ def test_a_quoted_value_is_short_and_printable(value: object) -> None:
     assert escape("\x07" * 50 + "a" * 50, 60).isprintable()
 
 
-def test_the_seeds_of_requests_are_apart_and_the_first_is_the_engines() -> None:
+def test_requests_have_different_seeds_and_the_first_has_the_engines() -> None:
     seeds = [derive_seed(7, index) for index in range(1000)]
     assert seeds[0] == 7
     assert seeds == [derive_seed(7, index) for index in range(1000)]
@@ -135,7 +135,7 @@ def test_the_seeds_of_requests_are_apart_and_the_first_is_the_engines() -> None:
     assert set(seeds[1:]).isdisjoint(derive_seed(8, index) for index in range(1000))
 
 
-def test_many_long_stops_cost_little_a_token() -> None:
+def test_many_long_stops_take_little_time_per_token() -> None:
     stops = StopStrings(["a" * 200 + str(index) for index in range(64)], include_stop=False)
     looks, advance = [0], stops._advance
 
@@ -184,7 +184,7 @@ def test_min_tokens_delays_stop_ids_eos_and_stop_strings() -> None:
 
 
 def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
-    """The text and number of tokens that a request keeps of the rounds, and how it ended."""
+    """Return the text and number of tokens that a request keeps of the rounds, and its finish reason."""
     text = ""
     for tokens in rounds:
         assert request.finish_reason is None
@@ -193,7 +193,7 @@ def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
 
 
 class ScriptGuide:
-    """A grammar of one text; `is_broken`: after it nothing can be taken, else it ends there."""
+    """A grammar of one text, after which it ends, or breaks if `is_broken`."""
 
     def __init__(self, text: str, is_broken: bool = False) -> None:
         self.left, self.is_broken = text, is_broken
@@ -218,7 +218,7 @@ class ScriptGuide:
         # Whatever min_tokens and ignore_eos say.
         (ScriptGuide("abe"), {"min_tokens": 50, "ignore_eos": True}, ("ab", "ez"), ("abe", 3, "stop")),
         (ScriptGuide("abc", is_broken=True), {}, ("ab", "cde"), ("abc", 3, "error")),
-        # What comes first counts.
+        # The earlier end counts.
         (ScriptGuide("abc", is_broken=True), {"stop": ("b",)}, ("abcde",), ("a", 2, "stop")),
         (ScriptGuide("abc", is_broken=True), {"max_tokens": 3}, ("abcde",), ("abc", 3, "length")),
         (ScriptGuide("abc"), {"max_tokens": 3}, ("abcde",), ("abc", 3, "stop")),
@@ -235,7 +235,7 @@ def test_a_grammar_ends_its_request_token_by_token(
 
 
 def rows_of(tokens: str) -> RowLogprobs:
-    """Of token i the log probability -i, and the two likeliest."""
+    """Give token i the log probability -i, and list the two likeliest tokens."""
     ids = list(map(ord, tokens))
     tops = [[i, i + 1, i + 2] for i in ids]
     return RowLogprobs(
@@ -247,7 +247,7 @@ def rows_of(tokens: str) -> RowLogprobs:
     ("fields", "rounds", "held"),
     [
         ({}, ("ab", "cd"), [2, 2]),
-        # Text that may begin a stop holds its entries back.
+        # Text that may begin a stop holds back its entries too.
         ({"stop": ("bcd",)}, ("ab", "ca"), [1, 3]),
         ({"stop": ("bcd",)}, ("ab", "cd", "e"), [1, 3]),
         ({"stop": ("xbc",)}, ("axb",), [1]),
@@ -277,7 +277,7 @@ def test_an_entry_for_each_token_comes_with_its_text(
         assert (entry.logprob, entry.bytes, len(entry.top)) == (-entry.token_id, bytes([entry.token_id]), 2)
 
 
-def test_nobody_gets_log_probabilities_unasked() -> None:
+def test_log_probabilities_come_only_if_asked_for() -> None:
     request = make_request()
     request.append([65], None, 0.0)
     assert request.take_logprobs() is None
@@ -298,7 +298,7 @@ def test_request_refuses_an_empty_prompt_and_stops_without_a_tokenizer() -> None
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int] | None:
-    """The obvious way: grow the text by a character until it ends with a stop."""
+    """Find the stop the obvious way: add one character at a time until the text ends with a stop."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -323,7 +323,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
         shown, seen = shown + new, seen + piece
         if is_found:
             break
-        # What is held back may be the beginning of a stop, and nothing else is held back.
+        # Only text that may begin a stop is held back.
         tails = [n for n in range(len(seen) + 1) if any(s.startswith(seen[len(seen) - n :]) for s in stops)]
         held = max((n for n in tails if n and any(n < len(s) for s in stops)), default=0)
         assert len(seen) - len(shown) <= held
@@ -389,7 +389,7 @@ def test_stops_do_not_depend_on_the_window(
     assert request.output_token_ids == got == tokens[:kept]
 
 
-def test_abort_gives_back_the_text_that_was_held() -> None:
+def test_abort_returns_the_held_text() -> None:
     request = make_request(stop=("xyz",))
     assert request.append([ord("a"), ord("x")], num_drafts=7, now_s=0.0)[1] == "a"
     assert request.finish("abort") == "x"

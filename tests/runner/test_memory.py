@@ -1,4 +1,4 @@
-"""Bytes to blocks and state rows."""
+"""Memory sizes: bytes to blocks and state rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from compiled_mtp.runner.memory import (
 )
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import communicators
 from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
@@ -52,7 +52,7 @@ SHAPE_27B = CacheShape(
 
 
 def test_bytes_of_a_released_shape() -> None:
-    # 64 KiB a token in the trunk and 4 KiB in the MTP layer; a state of 144 MiB.
+    # 64 KiB per token in the trunk and 4 KiB in the MTP layer; a state of 144 MiB.
     assert SHAPE_27B.block_bytes(64) == 64 * 68 * 1024
     state, records = 48 * 48 * 128 * 128 * 4, 48 * 8 * (16 * 128 + 48 * 129) * 4
     assert state == 144 * 2**20
@@ -61,7 +61,7 @@ def test_bytes_of_a_released_shape() -> None:
 
 def test_bytes_of_an_fp8_cache() -> None:
     shape = replace(SHAPE_27B, kv_bytes=1, kv_scale_bytes=4)
-    # Half a bfloat16 cache's, and 4 bytes for each of the 17 * 4 heads' keys and values a token.
+    # Half a bfloat16 cache's bytes, and 4 bytes for each of the 17 * 4 heads' keys and values per token.
     assert shape.block_bytes(64) == 64 * (68 * 1024 // 2 + 17 * 4 * 2 * 4)
     assert shape.state_row_bytes() == SHAPE_27B.state_row_bytes()
 
@@ -94,7 +94,7 @@ def test_the_plan_fits_and_wastes_no_block(
 def test_given_num_blocks_is_taken_or_refused_with_the_numbers() -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
     assert plan_memory(2**33, SHAPE_27B, num_blocks=40, **numbers).num_blocks == 40
-    # Fewer than one request of max_model_len may use.
+    # Fewer blocks than one request of max_model_len may use.
     assert plan_memory(2**33, SHAPE_27B, num_blocks=16, **numbers).num_blocks == 16
     with pytest.raises(
         ValueError, match=r"must hold 662.8 MiB .* \(4 state rows of 163.6 MiB, 2 blocks .* got 100.0 MiB;"
@@ -120,8 +120,8 @@ def test_host_memory_holds_at_most_what_the_device_does() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
-def test_the_engine_takes_what_it_says(tmp_path: Path) -> None:
-    """What was touched, when everything is written that it has; and tensors to the byte, or nearly."""
+def test_the_engine_takes_the_memory_that_it_plans(tmp_path: Path) -> None:
+    """Compare the memory in use after every page was written, and tensor sizes to the byte."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     make_engine(tmp_path, mtp_step=3).generate([[1, 2, 3]])
     before = _anonymous_bytes()
@@ -165,13 +165,13 @@ def test_the_host_tier_of_the_prefix_cache_holds_chunks_with_their_blocks() -> N
 def test_the_host_tier_of_the_prefix_cache_is_bounded(options: dict[str, Any], device: str, gib: int) -> None:
     config = EngineConfig(**options)
     assert prefix_tier_bytes(config, device, 10 << 30) == gib << 30
-    # What is given is that of all ranks.
+    # The setting is for all ranks together.
     of_two = gib << 29 if options.get("prefix_cache_gb") == 6.0 else gib << 30
     assert prefix_tier_bytes(config, device, 10 << 30, 2) == of_two
 
 
 def spec_of(**given: Any) -> EngineSpec:
-    """That of the checkpoint that ships on a GPU."""
+    """Return the spec of the default checkpoint on a GPU."""
     config = EngineConfig(device="cpu", **given)
     spec = resolve(config, read_model_config(config.model), 4096)
     return replace(spec, device=torch.device("cuda", 0))
@@ -186,24 +186,24 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         full = plan_host_memory(spec_of(block_size=64, **given), plan, 40 * gib)
         assert full.num_blocks == plan.num_blocks
         host_bytes = full.host_records * plan.state_row_bytes + full.host_blocks * plan.block_bytes
-        shelf_sum = (
+        host_tier_bytes = (
             full.prefix_host_records * plan.snapshot_bytes + full.prefix_host_blocks * plan.block_bytes
         )
-        return [host_bytes / gib, shelf_sum / gib]
+        return [host_bytes / gib, host_tier_bytes / gib]
 
     with caplog.at_level("INFO"):
         assert sizes() == [4, 4]
         (message,) = caplog.messages
         assert message.startswith("up to 8192 MiB of the host's memory")
-        # All that is on the device may go there; the rest is the cache's.
+        # All rows and blocks of the device may go to the host; the rest is for the prefix cache.
         plan = replace(plan, num_blocks=10**4)
         assert sizes(offload_gb=38, prefix_cache_gb=4) == [38, 2]
         assert "free: the prefix cache gets 2048 MiB; lower offload_gb or prefix_cache_gb" in caplog.text
         assert sizes(offload_gb=38, prefix_cache=False) == [38, 0]
         assert "lower" not in caplog.text
-    # One of two ranks, with its part of what is free and of offload_gb.
+    # One of two ranks, with its share of the free memory and of offload_gb.
     spec, part = spec_of(block_size=64, offload_gb=12), spec_of(block_size=64, offload_gb=6)
-    of_two = replace(spec, communicator=exchanges(2)[1])
+    of_two = replace(spec, communicator=communicators(2)[1])
     assert plan_host_memory(of_two, plan, 20 * gib) == plan_host_memory(part, plan, 20 * gib)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
@@ -231,7 +231,7 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 600 * 128 * 24)])
 def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
-    # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
+    # 27B at 262,144 tokens, 128 rows: 1.2 GB of attention's partial sums, 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
     config = SimpleNamespace(max_batch=32, block_size=64)
     spec: Any = SimpleNamespace(config=config, part=model, device=torch.device(device))
@@ -249,7 +249,7 @@ def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{use}\n")
-    # A group of version 1 names its own share without the prefix.
+    # A group of version 1 names only its own part of the path.
     own = "active_file 1\n" if version == 1 else ""
     stat = f"{own}anon 7\n{names[2]}active_file {active}\n{names[2]}inactive_file {inactive}\n"
     (folder / "memory.stat").write_text(stat)
@@ -257,7 +257,7 @@ def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, 
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A host with 1000 MiB available and 10 MiB free, and a process in the group /a/b."""
+    """Make a host with 1000 MiB available and 10 MiB free, and a process in the group /a/b."""
     proc = tmp_path / "proc"
     (proc / "self").mkdir(parents=True)
     lines = ("MemTotal: 2048000 kB", "MemFree: 10240 kB", "MemAvailable:    1024000 kB", "Buffers: 5 kB")
@@ -283,10 +283,10 @@ def test_available_bytes_are_capped_by_every_group_above(proc: Path, tmp_path: P
     assert available_bytes(proc, groups) == 400 * MIB
     write_group(groups, str(400 * MIB), 100 * MIB, 10 * MIB, 0)
     assert available_bytes(proc, groups) == 310 * MIB
-    # Of another branch.
+    # A group of another branch.
     write_group(groups / "c", "1", 0, 0, 0)
     assert available_bytes(proc, groups) == 310 * MIB
-    # The counters are read one after the other: neither difference goes below 0.
+    # The counters are read one after another, so a difference could be negative: it must not go below 0.
     write_group(groups, str(200 * MIB), 10 * MIB, 20 * MIB, 0)
     assert available_bytes(proc, groups) == 200 * MIB
     write_group(groups, str(200 * MIB), 300 * MIB, 0, 0)
@@ -337,7 +337,7 @@ def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
     room = free - 33 * given.state_row_bytes - taken
     assert given.num_blocks == min(room // given.block_bytes, 32 * 64 + 1)
     assert given.total_bytes <= free
-    # 4 GiB unless somebody says otherwise, and an eighth of less than 32.
+    # 4 GiB by default, and an eighth of a memory below 32 GiB.
     default = plan_memory(free, shape, prefix_cache_bytes=None, **numbers)
     assert default.num_snapshots == (4 << 30) // CHECKPOINT_27B
     default = plan_memory(16 << 30, shape, prefix_cache_bytes=None, **numbers)
@@ -378,7 +378,7 @@ def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
-    """And no other: of each field of Limits the number is found in one of the two, by its name."""
+    """Each field of Limits has its number from a field of that name in one of the two records."""
     spec = spec_of(max_batch=3, max_model_len=4096, num_blocks=20)
     plan = resolve_memory(spec, free_bytes=1 << 30, host_bytes=1 << 30, draft_head_bytes=0, most_rows=24)
     limits = limits_of(spec, plan)

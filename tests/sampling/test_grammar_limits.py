@@ -1,4 +1,4 @@
-"""Limits of llguidance end a request by its own tokens alone: not by drafts, nor by requests before it."""
+"""Limits of llguidance end a request for its own tokens alone: not for drafts, nor for earlier requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_mtp.sampling.grammar_source import (
 )
 from tests.sampling.grammars import compiler, decode
 
-# Ambiguous repeats, long counts, classes that overlap, alternatives with common beginnings.
+# Ambiguous repeats, long counts, overlapping classes, alternatives with common beginnings.
 AWKWARD = (
     r"[a-z]{1,30}([-_ ][a-z0-9 ]{1,30}){0,12}",
     r"([a-z]{0,50}e[a-z ]{0,50}){30}",
@@ -60,12 +60,12 @@ AWKWARD = (
     r"[^aeiou]{0,80}([aeiou][^aeiou]{0,30}){0,60}",
     r"(?s:.{0,60}\n){1,40}",
 )
-# One mask's worth of the costlier ones: their errors, and new lexers for the others, come early.
+# The work of one mask of the costlier grammars: their errors, and new lexers for others, come early.
 FEW_STATES = 1200
 
 
 def source_of(pattern: str, is_json: bool) -> GrammarSource:
-    """As from_schema and from_regex have it, without the bound on repeats."""
+    """Build a source like from_schema and from_regex, without their bound on repeats."""
     rule = json_rule({"type": "string", "pattern": f"^{pattern}$"}) if is_json else regex_terminal(pattern)
     return GrammarSource("s", f"body: {rule}\n")
 
@@ -78,7 +78,7 @@ def filler() -> MaskFiller:
 def check_depths(
     compiled: GrammarCompiler, filler: MaskFiller, source: GrammarSource, limit: int, seed: int = 0
 ) -> str:
-    """Decode at depths 0 to 7, each with the same compiler; return how the request ended."""
+    """Decode at depths 0 to 7 with the same compiler; return how the request ended."""
     first = None
     for step in range(8):
         try:
@@ -88,7 +88,7 @@ def check_depths(
             how = "refused"
         else:
             tokens = decode(matcher, filler, seed, step, limit)
-            # The next tokens may stand behind `limit`, where only some depths have been.
+            # The next tokens may come after `limit`, which only some depths have passed.
             is_cut = len(tokens) == limit
             found = (tokens, is_cut or (matcher.is_ended, matcher.error))
             how = "cut" if is_cut else "ended" if matcher.is_ended else "error"
@@ -99,8 +99,8 @@ def check_depths(
 
 
 @pytest.mark.parametrize("is_json", [False, True])
-def test_depths_agree_where_limits_are_met(filler: MaskFiller, is_json: bool) -> None:
-    """Of few lexer states, so that some masks cannot be made and most lexers are replaced."""
+def test_depths_agree_at_limits(filler: MaskFiller, is_json: bool) -> None:
+    """With few lexer states, some masks cannot be made, and most lexers are replaced."""
     few = compiler(max_lexer_states=FEW_STATES)
     patterns = AWKWARD[is_json::5]
     hows = [check_depths(few, filler, source_of(pattern, is_json), limit=24) for pattern in patterns]
@@ -119,16 +119,16 @@ def test_depths_agree_for_all_patterns(filler: MaskFiller, is_json: bool) -> Non
     assert hows.count("cut") + hows.count("ended") >= 20
 
 
-def test_an_error_behind_drafts_counts_them(filler: MaskFiller) -> None:
-    """A mask with too many parser items ends the request in the same words, drafted up to there or not."""
+def test_an_error_after_drafts_counts_them(filler: MaskFiller) -> None:
+    """A mask with too many parser items ends the request with the same message, with drafts and without."""
     source = from_lark("start: w{2,30}\nw: A | B\nA: /[a-z]{1,20} /\nB: /[a-z0-9]{1,25} ?/\n")
     few = compiler(step_max_items=400)
     hows = [check_depths(few, filler, source, limit=80, seed=seed) for seed in (0, 2)]
     assert hows == ["error", "error"]
 
 
-def test_a_grammar_serves_again_what_it_served(filler: MaskFiller) -> None:
-    """The same costly regex, sent again to the same compiler, has the same tokens and ends as it did."""
+def test_a_repeated_grammar_gives_the_same_tokens(filler: MaskFiller) -> None:
+    """The same costly regex, sent again to the same compiler, gives the same tokens and the same end."""
     shared = compiler()
     source = source_of(AWKWARD[1], is_json=False)
     runs = []
@@ -146,8 +146,8 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
-def test_nothing_of_a_request_is_kept(filler: MaskFiller) -> None:
-    """Requests of many grammars, one after the other, leave no lexer behind."""
+def test_no_lexer_of_a_request_is_kept(filler: MaskFiller) -> None:
+    """Requests of many grammars, one after another, leave no lexer."""
     shared = compiler()
 
     def serve(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters: one form for what is right, one line for what is wrong."""
+"""Sampling parameters: valid values have one form, invalid ones give one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regexes whose masks would hold all requests of a round are refused by their text alone."""
+"""Regexes whose masks would delay all requests of a round are refused by their text alone."""
 
 from __future__ import annotations
 

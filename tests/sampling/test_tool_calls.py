@@ -1,4 +1,4 @@
-"""Forced tool calls: what the grammar lets through parses back, in each family's form, and validates."""
+"""Forced tool calls: outputs of the grammar parse back, in each family's form, and validate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def parse_json(text: str) -> list[Call]:
 
 
 def parse_xml(text: str, tools: Any = TOOLS) -> list[Call]:
-    """As the service reads it."""
+    """Parse a call as the service does."""
     schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in tools}
     parser = OutputParser(form="xml", tools=schemas)
     calls: list[tuple[str, list[str]]] = []
@@ -229,7 +229,7 @@ def test_bad_tools_are_refused_by_their_place(tools: Any, tool_choice: Any, mess
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of everything inside a JSON value, and of itself."""
+    """Yield the path of every part of a JSON value, and of the value itself."""
     yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
@@ -245,8 +245,8 @@ def replaced(value: Any, place: tuple[Any, ...], other: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["json", "xml"])
-def test_whatever_stands_where_is_a_grammar_or_one_line(form: CallForm) -> None:
-    """Every value of every type in the place of every part of a tool."""
+def test_any_value_at_any_part_of_a_tool_gives_a_grammar_or_one_line(form: CallForm) -> None:
+    """Put every value of every type at every part of a tool."""
     others: list[Any] = [
         None,
         True,
@@ -288,7 +288,7 @@ def test_every_family_has_a_form() -> None:
     assert CALL_FORMS.keys() == FAMILIES.keys()
 
 
-# A string's schema: texts that it takes, texts that it does not.
+# A string's schema: texts that it takes, texts that it does not take.
 STRINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "alternatives": ({"pattern": "^a|b$"}, ["a", "ax", "b", "xb", "ab"], ["xa", "bx", "x"]),
     "one of them free": ({"pattern": "^a$|b"}, ["a", "xbx"], ["ax", "xa"]),
@@ -383,7 +383,7 @@ def test_one_call_alone_without_parallel_calls(compiled: GrammarCompiler, form: 
         assert takes(compiled, source, f"{text}\n{text}") is is_parallel
 
 
-# A schema of strings and others: values that are read as they were written.
+# A schema of strings and other values: the values are read as they were written.
 MIXED: list[tuple[dict[str, Any], list[Any]]] = [
     ({"anyOf": [{"enum": ["a", "b"]}, {"type": "integer"}]}, ["a", 9]),
     ({"type": ["integer", "string"], "pattern": "^[0-9]{2}$"}, [25393356, 25]),
@@ -433,8 +433,9 @@ def test_listed_values_obey_the_type_beside_them(compiled: GrammarCompiler) -> N
         source_of("required", "xml", x_tool({"enum": ["long"], "maxLength": 2}))
 
 
-def test_schemas_that_say_nothing_right_are_read(filler: MaskFiller) -> None:
-    """Without a forced call a tool's schema is not checked: what is wrong in it says nothing."""
+def test_invalid_schemas_are_read(filler: MaskFiller) -> None:
+    """Without a forced call, a tool's schema is not checked: an invalid schema tells nothing of its
+    arguments."""
     loop = {"anyOf": [{"$ref": "#/$defs/y"}] * 2}
     for schema, text, expected in (
         ({"type": 5, "enum": 3}, "3", "3"),

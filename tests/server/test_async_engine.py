@@ -40,7 +40,7 @@ async def read(stream: Any) -> list[int]:
     return [i for output in [o async for o in stream] for i in output.new_token_ids]
 
 
-def test_tokens_of_the_engine_itself() -> None:
+def test_tokens_are_the_engines() -> None:
     prompts = ["def add(a, b", "import os", "class Stack:", "for i in"]
     params = [SamplingParams(max_tokens=16, seed=index) for index in range(4)]
     engine = Engine(EngineConfig(device="cpu"))
@@ -53,14 +53,14 @@ def test_tokens_of_the_engine_itself() -> None:
         async for output in async_engine.generate(prompts[0], three):
             found[output.index] += output.new_token_ids
         assert found == choices
-        # Whoever leaves ends every choice, and each of them counts as long as it is open.
+        # A closed stream ends all its choices; each counts as open until then.
         stream = async_engine.generate(prompts[0], three.model_copy(update={"max_tokens": 900}))
         await anext(stream)
         assert async_engine.num_open == 3
         await stream.aclose()  # type: ignore[attr-defined]
         while async_engine.num_open:
             await asyncio.sleep(0.01)
-        # That would never fit, whoever ends.
+        # These choices never fit, whichever requests end.
         with pytest.raises(
             ValueError, match=r"n must be at most 128 \(max_open\) .*, got 144; ask for fewer"
         ):
@@ -86,12 +86,12 @@ def test_tokens_of_the_engine_itself() -> None:
     assert asyncio.run(run()) == expected
 
 
-def test_whoever_has_an_answer_finds_it_counted(engine: ScriptedEngine) -> None:
+def test_an_output_is_counted_before_its_reader_gets_it(engine: ScriptedEngine) -> None:
     counted: list[int] = []
 
     class Slow:
         def on_step(self, outputs: Any, seconds: float, stats: Any) -> None:
-            time.sleep(0.01)  # A reader that were told before would be there first.
+            time.sleep(0.01)  # A reader that got the output first would check before the count.
             counted.extend(i for output in outputs for i in output.new_token_ids)
 
     async def run() -> None:
@@ -106,7 +106,7 @@ def test_whoever_has_an_answer_finds_it_counted(engine: ScriptedEngine) -> None:
     assert counted == engine.script
 
 
-def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
+def test_a_closed_stream_aborts_within_a_step(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 1000
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
         await asyncio.sleep(0.05)
         assert len(engine.aborted) == 2
         assert async_engine.num_open == 0
-        # One that is given up while it is added.
+        # A call that is cancelled while its request is added.
         adding = asyncio.create_task(async_engine.add(prompt_token_ids=[3]))
         await asyncio.sleep(0)
         adding.cancel()
@@ -133,10 +133,10 @@ def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_takes_long_to_prepare_delays_nobody(
+def test_a_request_that_takes_long_to_prepare_delays_no_other(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a grammar does that takes seconds to compile; whoever gives it up, or stops, waits for no one."""
+    """As with a grammar that takes seconds to compile; a cancelled call, or a stop, does not wait for it."""
     plain, may_go = engine.add_request, threading.Event()
 
     def slow(*args: Any, prompt_token_ids: Any = None, **fields: Any) -> str:
@@ -172,7 +172,7 @@ def test_a_request_that_takes_long_to_prepare_delays_nobody(
     asyncio.run(run())
 
 
-def test_an_abort_that_comes_late_ends_nobody_else_of_the_same_id(engine: ScriptedEngine) -> None:
+def test_a_late_abort_does_not_end_another_request_of_the_same_id(engine: ScriptedEngine) -> None:
     engine.step_s = 0.05
 
     async def run() -> None:
@@ -208,7 +208,7 @@ def test_requests_of_one_call_are_added_in_their_order(engine: ScriptedEngine) -
     assert [ids for ids, _ in engine.seen] == [[index + 1] for index in range(40)] + [[1]]
 
 
-def test_a_full_queue_pushes_back(engine: ScriptedEngine) -> None:
+def test_a_full_queue_refuses_requests(engine: ScriptedEngine) -> None:
     async def run() -> None:
         async_engine = AsyncEngine(engine, max_open=2)
         first = await async_engine.add(prompt_token_ids=[1])
@@ -270,7 +270,7 @@ def test_draining_waits_then_ends(engine: ScriptedEngine) -> None:
     asyncio.run(run())
 
 
-def test_death_is_told_to_all_and_logged_once(
+def test_all_streams_learn_of_the_engines_death_and_it_is_logged_once(
     engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     released = threading.Event()
@@ -292,7 +292,7 @@ def test_death_is_told_to_all_and_logged_once(
                 await read(stream)
         with pytest.raises(EngineStoppedError, match="out of luck"):
             await async_engine.add(prompt_token_ids=[1])
-        # The thread that died tells its streams before it is done with them.
+        # The dying thread reports the error to its streams before it ends.
         for _ in range(1000):
             if async_engine.status == "stopped" and async_engine.num_open == 0 and engine.is_closed:
                 break
@@ -306,7 +306,7 @@ def test_death_is_told_to_all_and_logged_once(
 
 
 class Hang:
-    """Holds a scripted engine's steps up while it is set."""
+    """Blocks a scripted engine's steps while it is set."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._may_step = threading.Event()
@@ -327,13 +327,13 @@ async def until(status: str, async_engine: AsyncEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_step_that_hangs_is_seen_and_may_still_end(engine: ScriptedEngine) -> None:
+def test_a_hanging_step_is_reported_and_may_still_end(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 5
     hang = Hang(engine)
 
     async def run() -> None:
         async_engine = AsyncEngine(engine, step_timeout_s=0.2)
-        # An engine that has nothing to step does not hang.
+        # An engine without requests does not count as hanging.
         await asyncio.sleep(0.4)
         assert (async_engine.status, async_engine.step_age_s) == ("ok", 0.0)
         stream = await async_engine.add(prompt_token_ids=[1])
@@ -368,7 +368,7 @@ def test_an_engine_that_hangs_can_be_closed(engine: ScriptedEngine, caplog: pyte
         assert found == engine.script[: len(found)]
         assert (async_engine.status, async_engine.num_open) == ("stopped", 0)
         async_engine.close()
-        # The thread that was left behind ends the engine when it can.
+        # The abandoned thread ends the engine when its step returns.
         assert not engine.is_closed
         hang.end()
         async_engine._thread.join(20)
@@ -378,7 +378,7 @@ def test_an_engine_that_hangs_can_be_closed(engine: ScriptedEngine, caplog: pyte
     assert {r.levelname for r in caplog.records if "is left behind" in r.getMessage()} == {"CRITICAL"}
 
 
-def test_what_the_stepping_thread_does_beside_steps_may_hang_too(engine: ScriptedEngine) -> None:
+def test_the_stepping_thread_may_also_hang_between_steps(engine: ScriptedEngine) -> None:
     may_abort = threading.Event()
     engine.script = engine.script * 1000
     engine.step_s = 0.001
@@ -395,7 +395,7 @@ def test_what_the_stepping_thread_does_beside_steps_may_hang_too(engine: Scripte
     asyncio.run(run())
 
 
-def test_a_loop_that_is_gone_holds_nothing_up(engine: ScriptedEngine) -> None:
+def test_a_closed_event_loop_delays_no_other_stream(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 1000
     engine.step_s = 0.001
     async_engine = AsyncEngine(engine)
@@ -421,7 +421,7 @@ def test_wrong_sizes() -> None:
 
 
 def test_only_the_service_needs_its_packages() -> None:
-    """The engine, AsyncEngine and the prompts' processes work where the extra is not installed."""
+    """The engine, AsyncEngine and the prompt pool work without the service's packages."""
     code = (
         "import sys;"
         "sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client')));"
