@@ -1,4 +1,4 @@
-"""Configuration: what is read from a checkpoint, what is refused, and every message."""
+"""Configuration: values read from a checkpoint, refusals, and every message."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_engine_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "device", "hidden_size", "chunk", "busy"),
     [
-        # 27B, 9B, 4B and the narrower ones.
+        # 27B, 9B, 4B and narrower models.
         ({}, "cuda", 5120, 2048, 512),
         ({}, "cuda", 4096, 2048, 512),
         ({}, "cuda", 2560, 4096, 512),
@@ -385,7 +385,7 @@ def test_engine_defaults() -> None:
 def test_chunks_follow_the_device_and_the_width(
     given: dict[str, int], device: str, hidden_size: int, chunk: int, busy: int
 ) -> None:
-    """Whole blocks and whole chunks of the GDN layers; those that others wait for are short on a GPU."""
+    """Whole blocks and whole chunks of the GDN layers; chunks that rounds wait for are short on a GPU."""
     config, model = EngineConfig(**given), replace(tiny_config(), hidden_size=hidden_size)
     chunks = (config.resolve_prefill_chunk(device, model), config.resolve_busy_chunk(device, model))
     assert chunks == (chunk, busy)
@@ -401,7 +401,7 @@ def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPa
     assert c.reference_ops == ("linear", "gdn_verify")
 
 
-def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
+def test_lists_are_split_at_commas_also_within_a_repeated_flag() -> None:
     c = EngineConfig(batch_sizes=["1,4", "8"], reference_ops=["linear, gdn_verify", "sample"])
     assert c.batch_sizes == (1, 4, 8)
     assert c.reference_ops == ("linear", "gdn_verify", "sample")
@@ -489,8 +489,8 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"prefix_cache_gb": math.inf}, "prefix_cache_gb must be a finite number, got inf; give a number"),
     ({"model": 5}, "model must be a valid path, got 5; give a path"),
     ({"graph_cache": []}, "graph_cache must be a valid path, got []; give a path"),
-    ({"draft_vocab": "~nobody-here/x"}, "draft_vocab must be a path, got ~nobody-here/x; Could not"),
-    ({"graph_cache": "~nobody-here/x"}, "graph_cache must be a path, got ~nobody-here/x; Could not"),
+    ({"draft_vocab": "~no-such-user/x"}, "draft_vocab must be a path, got ~no-such-user/x; Could not"),
+    ({"graph_cache": "~no-such-user/x"}, "graph_cache must be a path, got ~no-such-user/x; Could not"),
     ({"compile": "maybe"}, "compile must be 'auto', 'off' or 'on', got 'maybe'; choose one of them"),
     (
         {"graph_mode": "x"},
@@ -585,14 +585,14 @@ def test_configuration_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
-def test_a_sound_number_of_layers(directory: Path) -> None:
-    """Before anything is as long as the number says."""
+def test_a_plausible_number_of_layers(directory: Path) -> None:
+    """The number is checked before any list of that length is made."""
     edit(directory, {"num_hidden_layers": 10**9, "layer_types": None})
     with pytest.raises(ValueError, match=r"^num_hidden_layers must be at most 4096, got 1000000000; fix"):
         read_model_config(directory)
 
 
-def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
+def test_messages_are_bounded_and_printable(directory: Path) -> None:
     edit(directory, {"hidden_act": "\x1b[2J\n" + "x" * 5_000_000})
     with pytest.raises(ValueError, match="hidden_act must be") as error:
         read_model_config(directory)
@@ -609,8 +609,8 @@ def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "graph_cache", "draft_vocab"])
-def test_a_home_is_written_out_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert getattr(EngineConfig(**{name: "~/file"}), name) == Path("/home/somebody/file")
-    with pytest.raises(ValueError, match=f"{name} must be a path, got ~nobody-of-this-name/file; "):
-        EngineConfig(**{name: "~nobody-of-this-name/file"})
+def test_a_home_directory_is_expanded_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    assert getattr(EngineConfig(**{name: "~/file"}), name) == Path("/home/user/file")
+    with pytest.raises(ValueError, match=f"{name} must be a path, got ~no-such-user/file; "):
+        EngineConfig(**{name: "~no-such-user/file"})

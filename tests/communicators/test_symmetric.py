@@ -30,7 +30,7 @@ SIZES = (40, 16, 64, 5, 50)
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the kernels with signals that the interpreter can send; its stores and loads keep their order."""
+    """Return the kernels with signals that the interpreter can send; stores and loads keep their order."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a CUDA device is present, tests/gpu runs the kernels on it")
     import triton
@@ -307,19 +307,19 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
     for ptx, barriers in zip(json.loads(done.stdout.splitlines()[-1]), (1, 1, 2), strict=True):
         lines = [line.strip() for line in ptx.splitlines()]
 
-        def places(what: str, lines: list[str] = lines) -> list[int]:
+        def find(what: str, lines: list[str] = lines) -> list[int]:
             return [number for number, line in enumerate(lines) if what in line and not line.startswith("//")]
 
         assert ".local" not in ptx
-        memory = places("ld.global") + places("st.global") + places("ld.acquire") + places("st.release")
-        assert places("griddepcontrol.wait")[0] < min(memory)
-        signals = places("st.release.sys.global.b32")
+        memory = find("ld.global") + find("st.global") + find("ld.acquire") + find("st.release")
+        assert find("griddepcontrol.wait")[0] < min(memory)
+        signals = find("st.release.sys.global.b32")
         assert len(signals) == barriers
-        wide = places("st.global.v4.b32")
+        wide = find("st.global.v4.b32")
         for signal in signals:
             before = [store for store in wide if store < signal]
-            assert any(max(before) < sync < signal for sync in places("bar.sync"))
-            assert any(look > signal for look in places("ld.acquire.sys.global.b32"))
+            assert any(max(before) < sync < signal for sync in find("bar.sync"))
+            assert any(look > signal for look in find("ld.acquire.sys.global.b32"))
 
 
 def test_the_communicator_adds_partials_of_many_rows() -> None:

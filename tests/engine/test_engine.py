@@ -191,7 +191,7 @@ def test_generate_queues_nothing_when_one_prompt_is_bad(engine: Engine) -> None:
 
 def test_an_unknown_request_cannot_be_aborted(engine: Engine) -> None:
     with pytest.raises(ValueError, match="request_id must"):
-        engine.abort("nobody")
+        engine.abort("unknown")
 
 
 def test_a_checkpoint_without_an_mtp_head_decodes_plainly_and_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""On one GPU: what each of several ranks would compute has the bits of the whole."""
+"""On one GPU: the results of each of several ranks have the bits of the whole."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def stack_of(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 experts, and their factors."""
+    """Return FP8 experts and their scales."""
     pairs = [quantize_weight(random(rows, columns, scale=columns**-0.5)) for _ in range(experts)]
     return torch.stack([value for value, _ in pairs]), torch.stack([scale for _, scale in pairs])
 
 
-# (2, 2) ranks' KV heads replicated, and 35B-A3B's.
+# KV heads replicated on (2, 2) ranks, and 35B-A3B's.
 @pytest.mark.parametrize("heads", [(4, 1, 256), (16, 2, 256), (24, 4, 256)])
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_attention_of_some_heads(heads: tuple[int, int, int], window: int) -> None:
@@ -41,7 +41,7 @@ def test_attention_of_some_heads(heads: tuple[int, int, int], window: int) -> No
         check_attention_heads(paged_attention, heads, BF16, "cuda", window=window, world=world)
 
 
-# The last: one GPU has blocks of 32 value columns, a rank of 16.
+# The last: one GPU has blocks of 32 value columns, a rank has blocks of 16.
 @pytest.mark.parametrize("heads", [(1, 4, 128), (16, 48, 128), (16, 32, 128)])
 def test_gdn_prefill_of_some_heads(heads: tuple[int, int, int]) -> None:
     for world in (2, 4):
@@ -52,7 +52,7 @@ def test_gdn_prefill_of_some_heads(heads: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(("n", "k"), [(256, 1024), (256, 512), (5120, 17408), (2048, 4096)])
 @pytest.mark.parametrize("kind", ["bf16", "w8a16", "w8a8"])
 def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
-    """Parts of a round, and a prompt's rows of the weight."""
+    """Split-K partials of a round, and a prompt's rows of the weight."""
     x, weight = random(rows, k), random(n, k, scale=k**-0.5)
     values, scale = (weight, None) if kind == "bf16" else quantize_weight(weight)
     quantised = quantize_rows(x)
@@ -90,7 +90,7 @@ def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
 @pytest.mark.parametrize(("width", "inner"), [(256, 512), (2048, 512)])
-def test_experts_in_pieces(width: int, inner: int, rows: int) -> None:
+def test_shards_of_experts(width: int, inner: int, rows: int) -> None:
     weights, ids = (tensor.cuda() for tensor in routing(rows, 8, 4))
     x = random(rows, width)
     stacks: tuple[Any, ...] = (random(9, 2 * inner, width, scale=width**-0.5),)

@@ -1,5 +1,4 @@
-"""Runs a Gluon kernel's Python code on a CPU, with torch tensors behind the Gluon functions that our kernels
-use.
+"""Runs a Gluon kernel's Python code on a CPU: torch tensors stand in for Gluon's.
 
 Triton's interpreter knows no Gluon. Layouts are ignored. Copies to shared memory arrive at the wait and not
 before; until then the memory holds NaN. One program runs after another. Layouts that do not fit, and

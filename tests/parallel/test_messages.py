@@ -1,4 +1,4 @@
-"""What rank 0 sends in a guided round: no more than its masks, and whole, whatever interrupts it."""
+"""Rank 0's messages in a guided round: they hold little but masks, and arrive whole despite interrupts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.parallel.test_ranks import (
     processes_of,
 )
 
-# In a rank: from the moment that a file is there nothing is read.
+# In a rank: from the moment that a file exists, it reads no message.
 HANGING = """
 import os, time
 word = plans._Ring._word
@@ -39,7 +39,7 @@ def word_or_hang(self, line):
     return word(self, line)
 plans._Ring._word = word_or_hang
 """
-# Of a plan with one request, beside its masks.
+# The bytes of a plan with one request, without its masks.
 MOST_BYTES = 1000
 
 
@@ -51,14 +51,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class PicklingRanks(AloneRanks):
-    """Keeps the bytes of every message."""
+    """Records the size of every message."""
 
     def send(self, *message: Any) -> None:
         super().send(*message)
         self.__dict__.setdefault("sizes", []).append((message[0], len(pickle.dumps(message))))
 
 
-def test_a_guided_round_sends_its_masks_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guided_round_sends_little_but_its_masks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "Ranks", PicklingRanks)
     sent: list[int] = []
     set_masks = leader.Runner.set_masks
@@ -81,7 +81,7 @@ def test_a_guided_round_sends_its_masks_alone(directory: Path, monkeypatch: pyte
 
 @pytest.fixture
 def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message is longer than the ring, here and in the processes of ranks."""
+    """Make every message longer than the ring, here and in the processes of ranks."""
     monkeypatch.setattr(plans, "CAPACITY", 64)
     first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
     code = "import compiled_mtp.parallel.plans as plans\nplans.CAPACITY = 64\n"
@@ -89,7 +89,7 @@ def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interrupt_at(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1) -> list[int]:
-    """Send real signals amid the next message of that name; returns how many are left."""
+    """Send real signals during the next message of that name; returns how many are left."""
     writer, left = processes_of(engine).plans, [times]
     send = writer.send
 
@@ -120,7 +120,7 @@ def test_an_interrupt_amid_a_message_leaves_the_ranks_in_step(
     engine = Engine(config_of(directory))
     for name in ("set_masks", "run", "drop_launches", "settings"):
         if name == "drop_launches":
-            # It is sent for an interrupt.
+            # The engine sends this message because of an interrupt.
             interrupt_at(engine, monkeypatch, "run")
         if name == "settings":
             assert isinstance(engine.runner, LeadRunner)
@@ -132,7 +132,7 @@ def test_an_interrupt_amid_a_message_leaves_the_ranks_in_step(
         monkeypatch.setattr(plans, "CAPACITY", 64)
         assert left == [0], name
         assert decode(engine) == wanted, name
-    # A second Ctrl-C does not wait, and the engine says what that did.
+    # A second Ctrl-C does not wait, and the engine reports its effect.
     interrupt_at(engine, monkeypatch, "set_masks", 2)
     with pytest.raises(KeyboardInterrupt):
         decode(engine)
@@ -146,7 +146,7 @@ def test_an_interrupt_amid_a_message_leaves_the_ranks_in_step(
 def test_a_rank_that_reads_no_message_is_given_up(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Engine], object]
 ) -> None:
-    """It reports that it lives, and no exchange waits for it."""
+    """The rank reports that it lives, and no collective waits for it."""
     hang, limit = tmp_path / "hang", 2
     first, import_main, rest = ranks._CODE.rpartition("from compiled_mtp")
     monkeypatch.setattr(ranks, "_CODE", f"{first}{HANGING.format(hang=str(hang))}{import_main}{rest}")

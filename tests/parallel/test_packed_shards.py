@@ -1,4 +1,4 @@
-"""Ranks pack a weight all or not at all, as one rank does that has the whole."""
+"""Ranks pack a weight all or not at all, like one rank that has the whole weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def packed_model(communicator: ThreadCommunicator) -> TargetModel:
-    """Rank 0's down of layer 1 is not exact in half precision, rank 1's out_proj of layer 0 is larger."""
+    """Return a model: rank 0's down of layer 1 is inexact in half precision, rank 1's out_proj of layer 0 too
+    large."""
     config = tiny.tiny_config(tie_word_embeddings=True, vocab_size=96)
     target = TargetModel(config.shard(communicator.rank, 2), torch.float32, CPU, NO_FORMATS, communicator)
     generator = torch.Generator().manual_seed(communicator.rank)
@@ -37,7 +38,7 @@ def packed_model(communicator: ThreadCommunicator) -> TargetModel:
 @pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no fbgemm")
 def test_ranks_pack_the_same_weights_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict(TargetModel(tiny.tiny_config(vocab_size=96), torch.float32, CPU).named_parameters())
-    # The whole one's size counts: a rank's piece alone is too small.
+    # The whole weight's size counts: a rank's shard alone is too small.
     least = whole["layers.0.ffn.down.weight"].numel()
     monkeypatch.setattr(packed_weight, "LEAST_ELEMENTS", least)
     with ThreadPoolExecutor(2) as threads:

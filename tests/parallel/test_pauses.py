@@ -1,4 +1,4 @@
-"""Pauses of rank 0 and of all ranks, longer than the limits, lose nothing; a rank that hangs is named."""
+"""Pauses of rank 0 and of all ranks, longer than the limits, lose no token; a rank that hangs is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.parallel.test_ranks import MOST_S, PARAMS, config_of, processes_of
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, PAUSE_S = 1.4, 2.0
 LONG = PARAMS.model_copy(update={"max_tokens": 40})
-# In a rank: small limits, and from the moment that a file is there no launch, while it reports.
+# In a rank: small limits, and from the moment that a file exists no launch, though the rank reports.
 SMALL = """
 import os, time
 import compiled_mtp.communicators.gloo as gloo
@@ -41,7 +41,7 @@ def run_or_hang(self, plan):
     return run(self, plan)
 runner.Runner.run = run_or_hang
 """
-# Rank 0 in a process that may be stopped.
+# Rank 0 in a process that the test can stop.
 PAUSED = """
 import json, sys
 from pathlib import Path
@@ -61,14 +61,14 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, hang: Path, limit: float = LIMIT
     code = SMALL.format(limit=limit, hang=str(hang))
     monkeypatch.setattr(ranks, "_CODE", f"{first}\n{code}\n{import_main}{call}")
     monkeypatch.setattr(ranks, "SILENCE_S", limit)
-    # Most looks hear nothing, as with the limits of the product.
+    # Most polls find no message, as with the product's limits.
     monkeypatch.setattr(ranks, "_POLL_S", 0.02)
     monkeypatch.setattr(ranks, "STEP_S", limit)
     monkeypatch.setattr(gloo, "STEP_S", limit)
 
 
 def serve(directory: Path) -> None:
-    """Print the processes of ranks, then the tokens of the same request again and again."""
+    """Print the process ids of ranks, then the tokens of the same request again and again."""
     with Engine(config_of(directory)) as engine:
         print(json.dumps([each.pid for each in processes_of(engine)._by_rank.values()]), flush=True)
         while True:
@@ -124,7 +124,7 @@ def hold_interpreter() -> None:
     ctypes.PyDLL(None).usleep(int(PAUSE_S * 1e6))
 
 
-def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
+def test_a_held_interpreter_counts_as_alive_and_a_hang_is_named(
     directory: Path, wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, tmp_path / "hang")
@@ -132,7 +132,7 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         engine.add_request(prompt_token_ids=prompt_of(5, 6, 300), params=LONG)
         outputs = engine.step()
         hold_interpreter()
-        # Once between steps, and once within one: the other rank waits in an exchange.
+        # Once between steps, and once within a step: the other rank waits in a collective.
         threading.Thread(target=hold_interpreter, daemon=True).start()
         while not any(output.finish_reason for output in outputs):
             outputs = engine.step()
@@ -145,7 +145,7 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         assert time.monotonic() - begin < MOST_S
 
 
-def test_a_pause_counts_as_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_counts_as_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
     clock = patience.RunningClock()

@@ -1,4 +1,4 @@
-"""Graph caches of ranks: every rank finds its own programs, and compiles nothing, without a compiler even."""
+"""Graph caches of ranks: every rank finds its own programs, and compiles none, even without a compiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPE: dict[str, Any] = {
 }
 PROMPT = list(range(70))
 PARAMS: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 1, "ignore_eos": True}
-# Rounds alone get kernels of their own, each of which takes a compiler seconds; with the fewest instructions.
+# Rounds alone get their own kernels, each of which takes a compiler seconds; with the fewest instructions.
 QUICKLY = """
 import gc
 gc.disable()
@@ -59,7 +59,7 @@ first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
 ranks._CODE = first + quickly + import_main + call
 sys.exit(main(sys.argv[1:]))
 """
-# It imports what it needs while the first one works. A rank that had to compile would find no compiler.
+# It imports its modules while the first process works. A rank that had to compile would find no compiler.
 SECOND_PROCESS = """
 import gc, json, sys
 gc.disable()
@@ -128,7 +128,7 @@ def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory / "graphs.zip"
 
 
-def test_ranks_compile_nothing_and_decode_what_one_does_uncompiled(
+def test_ranks_compile_nothing_and_decode_like_one_uncompiled_rank(
     checkpoint: Path, second_process: subprocess.Popen[str], graph_cache: Path
 ) -> None:
     key = read_key(graph_cache)
@@ -154,7 +154,7 @@ def test_a_cache_of_another_number_of_ranks_is_refused_by_name(
         Engine(EngineConfig(**given))
 
 
-def test_an_open_program_exchanges_by_its_caller() -> None:
+def test_a_loaded_program_uses_its_callers_communicator() -> None:
     one, other = communicators(1)[0], communicators(1)[0]
     came: list[Communicator] = []
     for communicator in (one, other):

@@ -1,4 +1,4 @@
-"""Processes of ranks: they serve, and what ends one ends all, in seconds, with one error that names it."""
+"""Processes of ranks: they serve; the end of one ends all, in seconds, with one error that names it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.communicators.threads import communicators
 from tests.engines import prompt_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-# What is due after a rank is lost.
+# Seconds for the steps after the loss of a rank.
 MOST_S = 10.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
 GUIDED = SamplingParams(max_tokens=8, temperature=0.8, seed=4, guided_regex="[ab]{12}")
@@ -82,7 +82,7 @@ def check_gone(pids: list[int]) -> None:
 
 
 def ends_with(engine: Engine, message: str, lose: Callable[[int], None]) -> None:
-    """Lose rank 1 while a request is decoded."""
+    """Lose rank 1 while it decodes a request, and expect this error."""
     processes = processes_of(engine)
     pids = pids_of(processes)
     engine.add_request(prompt_token_ids=prompt_of(5, 5, 300), params=PARAMS)
@@ -102,7 +102,7 @@ def ends_with(engine: Engine, message: str, lose: Callable[[int], None]) -> None
 def test_ranks_serve_until_one_is_killed(directory: Path) -> None:
     with Engine(config_of(directory, 1)) as engine:
         wanted = decode(engine)
-    # With a launch in flight, as on GPUs: the others then answer later too.
+    # With a launch in flight, as on GPUs: the other ranks then answer later too.
     engine = Engine(config_of(directory, max_in_flight=1))
     assert decode(engine) == wanted
     message = r"^tensor_parallel=2 must keep its ranks, got rank 1: process \d+ was ended by SIGKILL.*; cr"
@@ -184,7 +184,7 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     while not alone._processes.hellos:
         alone.check()
         time.sleep(0.01)
-    # As when rank 0 is killed: nobody closes anything, and what it has written to ends.
+    # As when rank 0 is killed: no object is closed, and the messages that it wrote end.
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(MOST_S) == 1
@@ -194,8 +194,8 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     alone.end()
 
 
-def test_weights_may_be_made_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As benchmarks do: by a function that ranks import, each for what it holds."""
+def test_a_function_may_fill_the_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in benchmarks: every rank imports the function and fills its own shards."""
     monkeypatch.setenv("PYTHONPATH", str(TOOLS))
     monkeypatch.syspath_prepend(TOOLS)
     fill = importlib.import_module("bench_step").fill_random
@@ -204,7 +204,7 @@ def test_weights_may_be_made_up(directory: Path, monkeypatch: pytest.MonkeyPatch
     assert len(output.new_token_ids) == PARAMS.max_tokens
 
 
-def test_other_files_have_another_fingerprint(directory: Path, tmp_path: Path) -> None:
+def test_changed_files_have_another_fingerprint(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", intermediate_size=128, tokenizer=True)
     one, two = leader.fingerprint(directory, has_files=True), leader.fingerprint(other, has_files=True)
     assert [name for name in one if one[name] != two[name]] == ["checkpoint"]
@@ -216,7 +216,7 @@ def spec_of(config: EngineConfig, model: ModelConfig | None = None) -> EngineSpe
 
 
 class AloneRanks(Ranks):
-    """Rank 0 without others: what it tells them is kept."""
+    """Rank 0 without other ranks: it records its messages to them."""
 
     def __init__(self, spec: EngineSpec, *_: Any) -> None:
         self.world = spec.config.tensor_parallel
@@ -235,7 +235,7 @@ class AloneRanks(Ranks):
         self.told.append(message[0])
 
 
-def test_what_is_told_and_what_ends_the_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_messages_to_ranks_and_their_end(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "Ranks", AloneRanks)
     engine = Engine(config_of(directory))
     runner = engine.runner
@@ -291,7 +291,7 @@ def test_an_interrupt_while_ranks_start_stays_one(directory: Path, monkeypatch: 
     assert not started[0]._processes.folder.exists()
 
 
-def test_what_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a token is taken from the step."""
     monkeypatch.setattr(leader, "Ranks", AloneRanks)
     monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
@@ -310,7 +310,7 @@ def test_what_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytes
 
 
 def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange that was given up on the device ends, and says nothing: NCCL's."""
+    """A collective that was given up on the device ends without an error, as NCCL's."""
     monkeypatch.setattr(leader, "Ranks", AloneRanks)
     engine = Engine(config_of(directory))
     runner = engine.runner
@@ -329,7 +329,7 @@ def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: 
 
 
 class NeverReady:
-    """The event of a launch whose kernels wait for a rank until the exchange is given up: NCCL's."""
+    """The event of a launch whose kernels wait for a rank until the communicator gives up, as NCCL's."""
 
     def __init__(self) -> None:
         self.given_up = threading.Event()
@@ -351,10 +351,10 @@ class NeverReady:
         (1, "got rank 0: its device was not done within 0 s, though every rank has launched the plan; cr"),
     ],
 )
-def test_a_step_that_a_device_never_ends_is_given_up(
+def test_the_engine_gives_up_a_step_that_never_ends_on_its_device(
     directory: Path, monkeypatch: pytest.MonkeyPatch, launched: int, message: str
 ) -> None:
-    """Who is behind is known by what each rank said last."""
+    """The last message of each rank tells which rank is late."""
     monkeypatch.setattr(leader, "Ranks", AloneRanks)
     monkeypatch.setattr(ranks, "DEVICE_S", 0.1)
     engine = Engine(config_of(directory))
@@ -363,7 +363,7 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     processes, made = runner._ranks._processes, runner._make_buffer
     processes.communicator, processes.launched[1] = runner._communicator, launched
     runner._communicator.give_up = ready.given_up.set  # type: ignore[method-assign]
-    # As NCCL's.
+    # Like NCCL's communicator.
     runner._communicator.waits_for_graphs = True
     monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(made(shape), ready=ready))
     listener = threading.Thread(target=processes._listen, daemon=True)
@@ -378,10 +378,10 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     listener.join()
 
 
-def test_the_cause_of_a_failed_exchange_lies_elsewhere(
+def test_a_failed_collective_blames_the_rank_that_is_late(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the rank that has come less often than the others."""
+    """That rank took part in fewer collectives than the others."""
     monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
     for counts, rank, text in (
         ({1: 7, 2: 6, 3: 7}, 2, "it did not come to an exchange within 7 s"),
@@ -390,7 +390,7 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
         alone = AloneRanks(spec_of(config_of(directory, 4)))
         alone._processes.counts |= counts
         assert alone.lose("CommunicatorError: timed out", 7) == Fault(rank, text)
-    # What waits on a device for whoever is lost is told to end, since nobody will come.
+    # The communicator is told to end all waits on the device: the lost rank will not come.
     communicator, told = communicators(1)[0], list[str]()
     communicator.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
     communicator.release = lambda: told.append("release")  # type: ignore[method-assign]
@@ -405,7 +405,7 @@ def test_the_cause_of_a_failed_exchange_lies_elsewhere(
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Signals that came through."""
+    """The signals that reached the handler."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     yield came
@@ -422,7 +422,7 @@ def test_a_second_interrupt_does_not_wait(handled: list[int]) -> None:
     with _interrupts_wait():
         pass
     assert handled == [signal.SIGINT] * 2
-    # Where signals do not arrive nothing is changed.
+    # On systems where signals do not arrive, no handler is changed.
     other = threading.Thread(target=lambda: _interrupts_wait().__enter__())
     other.start()
     other.join()
@@ -449,7 +449,7 @@ def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: 
         ({"world": 4}, "^num_q_heads must be a multiple of 4 ranks, got 2; use another number of ranks"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_before_any_starts(
+def test_settings_that_ranks_do_not_support_are_refused_before_any_starts(
     directory: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.delattr(leader, "Ranks")
@@ -483,7 +483,7 @@ def test_cut_groups_are_refused_before_any_starts(
     options: dict[str, Any],
     message: str,
 ) -> None:
-    """A group of 128 columns has one factor of each row."""
+    """A group of 128 columns has one scale per row."""
     monkeypatch.delattr(leader, "Ranks")
     heads = {"num_q_heads": 4, "num_value_heads": 4}
     directory = write_checkpoint(tmp_path, **(dict(FP8_FAMILIES)[family] | heads | sizes))
@@ -491,7 +491,7 @@ def test_cut_groups_are_refused_before_any_starts(
         Engine(config_of(directory, **options))
 
 
-# What two GPUs can hold.
+# A model that two GPUs can hold.
 FITS = {
     "num_q_heads": 8,
     "head_dim": 64,
@@ -530,7 +530,7 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
         ({}, {}, "^intermediate_size must be summed in 2 shares at least, got 1 of 192 columns; use fewer"),
     ],
 )
-def test_what_ranks_on_gpus_cannot_do_is_refused(
+def test_settings_that_ranks_on_gpus_do_not_support_are_refused(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
@@ -545,13 +545,13 @@ def test_what_ranks_on_gpus_cannot_do_is_refused(
 
 
 def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start captures all of them, on every rank."""
+    """The start captures all depths on every rank."""
     have_gpus(monkeypatch)
     model = replace(read_model_config(directory), **FITS)
     check_ranks(spec_of(config_of(directory, device="cuda", mtp_step="auto", compile="on"), model), None)
 
 
-def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_communicator_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
         Engine(config_of(directory, exchange="nccl"))
@@ -565,7 +565,7 @@ def test_fills_that_ranks_cannot_import_are_refused(directory: Path, monkeypatch
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):
         Engine(config_of(directory), fill=lambda parameters: None)
-    # As one of a script: it can be pickled, but only the script finds it.
+    # Like a function of a script: it can be pickled, but only the script can import it.
     monkeypatch.setattr(fill_nothing, "__module__", "__main__")
     monkeypatch.setattr("__main__.fill_nothing", fill_nothing, raising=False)
     with pytest.raises(ValueError, match=r"^fill must be a function that ranks can import, got <function"):

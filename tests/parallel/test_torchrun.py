@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts: rank 0 alone speaks, the tokens are those of one process, all end together."""
+"""Ranks started by torchrun: only rank 0 prints, tokens are those of one process, all end together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compiled_mtp.terminal.console import start_engine
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is due after a rank is lost.
+# Seconds for the steps after the loss of a rank.
 MOST_S = 10.0
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -62,16 +62,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(directory: Path) -> list[list[int]]:
-    """What one process decodes."""
+    """The tokens that one process decodes."""
     with Engine(EngineConfig(model=directory, **OPTIONS)) as engine:
-        # As the command gives them out.
+        # In the command's output form.
         seeds = [derive_seed(PARAMS["seed"], index) for index in range(len(PROMPTS))]
         outputs = engine.generate(PROMPTS, [SamplingParams(**PARAMS | {"seed": seed}) for seed in seeds])
     return [output.new_token_ids for output in outputs]
 
 
 def start(folder: Path, world: int, *command: str) -> subprocess.Popen[str]:
-    """torchrun, with a port that was free and a temporary folder of its own."""
+    """Start torchrun with a free port and its own temporary folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -90,10 +90,10 @@ def flags(given: dict[str, Any]) -> list[str]:
     return [names[name] if value is True else f"{names[name]}={value}" for name, value in given.items()]
 
 
-def test_a_command_speaks_once_and_decodes_what_one_process_does(
+def test_a_command_prints_once_and_decodes_like_one_process(
     directory: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
-    """--compare has a second engine."""
+    """--compare makes a second engine."""
     out = tmp_path / "results.jsonl"
     words = [*flags(OPTIONS | PARAMS | {"tensor_parallel": 2, "model": directory, "output": out})]
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
@@ -105,7 +105,7 @@ def test_a_command_speaks_once_and_decodes_what_one_process_does(
     assert not list(tmp_path.glob("compiled_mtp*"))
 
 
-def test_a_long_temporary_folder_has_an_address(tmp_path: Path) -> None:
+def test_a_long_temporary_folder_has_a_socket_address(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     listener, connection = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
@@ -121,7 +121,7 @@ def test_a_long_temporary_folder_has_an_address(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_ends_a_script(directory: Path, wanted: list[list[int]], tmp_path: Path) -> None:
-    """Which has had two engines before."""
+    """The script has had two engines before."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     config = OPTIONS | {"tensor_parallel": 2, "model": str(directory)}
@@ -149,8 +149,8 @@ def test_a_killed_rank_ends_a_script(directory: Path, wanted: list[list[int]], t
             os.kill(pid, 0)
 
 
-def told(monkeypatch: pytest.MonkeyPatch, folder: Path, **names: Any) -> Torchrun:
-    """This process as torchrun would have started it."""
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, folder: Path, **names: Any) -> Torchrun:
+    """Set the environment of a process that torchrun has started."""
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     given = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     for name, value in (given | names).items():
@@ -161,12 +161,12 @@ def told(monkeypatch: pytest.MonkeyPatch, folder: Path, **names: Any) -> Torchru
 def test_its_processes_are_the_ranks(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told(monkeypatch, tmp_path)
+    started_by_torchrun(monkeypatch, tmp_path)
     assert EngineConfig(tensor_parallel=2).tensor_parallel == 2
     message = "^tensor_parallel must be 2, the processes that torchrun has started, got {}; give --nproc"
     with pytest.raises(ValueError, match=message.format(4)):
         EngineConfig(tensor_parallel=4)
-    # Engines of a script's own, one a process, are its own affair.
+    # A script's own engines, one per process, are independent of torchrun's ranks.
     alone = EngineConfig(model=directory)
     with pytest.raises(ValueError, match=message.format(1)):
         start_engine(alone)
@@ -177,7 +177,7 @@ def test_its_processes_are_the_ranks(
         ValueError, match=r"^LOCAL_WORLD_SIZE must be 2, so that all ranks share a machine, got"
     ):
         EngineConfig(tensor_parallel=2)
-    # Of other starters nothing is known, and their names may mean something else.
+    # Variables of other launchers may mean something else.
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setenv("RANK", "first")
     assert not Torchrun().has_others
@@ -187,12 +187,12 @@ def test_its_processes_are_the_ranks(
         EngineConfig(tensor_parallel=2)
 
 
-def test_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "MEET_S", 0.1)
-    told(monkeypatch, tmp_path, RANK=1)
+    started_by_torchrun(monkeypatch, tmp_path, RANK=1)
     with pytest.raises(ValueError, match=r"^rank 0 must create an engine within 0 s, got none; let every"):
         follower.follow_rank_0()
-    launch = told(monkeypatch, tmp_path)
+    launch = started_by_torchrun(monkeypatch, tmp_path)
     follower.follow_rank_0()
     meeting = torchrun.Meeting(launch)
     order: Any = None
@@ -207,7 +207,7 @@ def test_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Order:
-    """As much of one as is sent."""
+    """The part of an order that is sent."""
 
     plans, wake, report = 0, 1, 2
 
@@ -231,8 +231,8 @@ def test_a_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rank.wait(5), process.wait(5)) == (1, -signal.SIGKILL)
 
 
-def test_a_rank_that_is_told_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one whose engine has ended in the meantime."""
+def test_a_rank_that_gets_the_end_message_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a rank whose engine has ended in the meantime."""
     code = "end.send(b'.'); reads = iter(lambda: end.recv(4096), b''); sum(1 for _ in reads)"
     rank, process = joined(monkeypatch, code)
     assert rank.wait(20) == 0

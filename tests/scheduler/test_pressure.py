@@ -300,7 +300,7 @@ def test_a_lower_priority_is_sooner_and_no_request_waits_for_ever() -> None:
         request.priority = 5 if index == 0 else -index % 3
         scheduler.add(request)
     ended = list(run_all(scheduler, runner).last)
-    # Every eighth admission is of the request that waited longest, whatever its priority.
+    # Every eighth admission goes to the request that waited longest, whatever its priority.
     assert ended.index("0") == 7
     others = [name for name in ended if name != "0"]
     sooner = [name for name in others if int(name) % 3 == 0]

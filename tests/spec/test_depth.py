@@ -1,4 +1,4 @@
-"""The depth controller alone, told of rounds of known acceptance and known times."""
+"""The depth controller alone, given rounds of known acceptance and known times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.spec.machine import DEPTHS, MACHINES, rate_for
 
 
 def knowing(times: dict[int, float]) -> DepthController:
-    """A controller that has measured rounds of these milliseconds often, of a batch of 1."""
+    """Return a controller that has often measured rounds of these milliseconds, of a batch of 1."""
     controller = DepthController(times)
     for depth, ms in times.items():
         time_rounds(controller, depth, ms)
@@ -23,7 +23,7 @@ def knowing(times: dict[int, float]) -> DepthController:
 
 
 def time_rounds(controller: DepthController, depth: int, ms: float) -> None:
-    """Six measurements, each of three times, while another depth is in use."""
+    """Make six measurements of three times each while another depth is in use."""
     in_use, controller.depth = controller.depth, -1
     for _ in range(18):
         controller.record_time(depth, 1, 0, ms / 1e3)
@@ -31,7 +31,7 @@ def time_rounds(controller: DepthController, depth: int, ms: float) -> None:
 
 
 @pytest.mark.parametrize(("mean_new_tokens", "least"), [(1.1, 0.94), (2.6, 0.95)])
-def test_neighbours_that_hold_up_a_quarter_of_the_rounds_cost_little(
+def test_neighbours_that_delay_a_quarter_of_the_rounds_cost_little(
     mean_new_tokens: float, least: float
 ) -> None:
     times, p = {depth: MACHINES["4b"][1][depth] for depth in DEPTHS}, rate_for(mean_new_tokens)
@@ -46,15 +46,17 @@ def test_neighbours_that_hold_up_a_quarter_of_the_rounds_cost_little(
             held_up = 1 + chance.expovariate(0.3) if chance.random() < 0.25 else 1.0
             controller.record_time(depth, 1, 0, times[depth] * held_up * (1 + 0.05 * chance.gauss(0, 1)))
             if number >= 64:
-                # What it would have without neighbours.
+                # The throughput without neighbours.
                 total_ms += times[depth]
                 tokens += speeds[depth] * times[depth]
     assert tokens / total_ms >= least * max(speeds.values())
 
 
 def test_a_text_that_repeats_in_step_with_its_rounds_does_not_mislead_it() -> None:
-    """Depths 3 and 5 give as many tokens, and 5 takes longer; by the drafts' numbers alone each looks worse
-    than the other while it is run."""
+    """Depths 3 and 5 give as many tokens, and 5 takes longer.
+
+    By the acceptance of single drafts, each looks worse than the other while it runs.
+    """
     times, text = {0: 20.0, 1: 24.5, 2: 29.0, 3: 32.5, 5: 46.0}, [0] + [5] * 6
     total_ms = tokens = 0.0
     for seed in range(6):
@@ -84,15 +86,15 @@ def test_a_depth_that_has_become_slow_is_left() -> None:
     assert controller.choose(1, 0) == 0
 
 
-def test_what_is_known_of_one_context_serves_another() -> None:
+def test_measurements_of_one_context_serve_another() -> None:
     controller = knowing({0: 1.0, 3: 2.0})
     controller.record_time(0, 1, 5, 0.003)
-    # Depth 3 was never timed there: it is taken to slow down as depth 0 has.
+    # Depth 3 was never timed there: it is assumed to slow down as depth 0 did.
     known, told = controller.speeds(1, 0)[3], controller.speeds(1, 5)[3]
     assert told / known == pytest.approx(1 / 3, rel=0.2)
 
 
-def test_one_time_beyond_reason_moves_little() -> None:
+def test_one_absurd_time_changes_little() -> None:
     controller = knowing({0: 1.0, 1: 1.2})
     controller.choose(1, 0)
     before = controller.speeds(1, 0)[0]
@@ -137,7 +139,7 @@ def test_refuses(depths: tuple[int, ...]) -> None:
 def test_no_more_than_a_hundredth_of_the_rounds_are_probes(
     depths: set[int], seed: int, most_kept: int
 ) -> None:
-    """Whatever is kept and however long rounds take."""
+    """For any acceptance and any round times."""
     chance = random.Random(seed)
     controller = DepthController(depths)
     for number in range(1, 400):
@@ -163,7 +165,7 @@ def test_with_bad_text_it_probes_in_pairs_of_rounds() -> None:
 
 
 def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
-    """A line through a slow depth 3 and a true depth 2 would say that depth 0 takes less than no time."""
+    """A line through a slow depth 3 and a true depth 2 would give depth 0 a negative time."""
     controller = DepthController((0, 1, 2, 3, 5))
     for _ in range(3):
         controller.record_time(3, 8, 0, 0.040)
@@ -181,7 +183,7 @@ def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
 
 @pytest.mark.parametrize("worst_ms", [3.0, 9.0])
 def test_a_time_that_was_measured_wrongly_is_measured_again(worst_ms: float) -> None:
-    """Depth 2 promises most, but every time of the first measurement was held up."""
+    """Depth 2 promises most, but every time of its first measurement was delayed."""
     times = {1: 1.0, 2: 1.05}
     controller, reasons = knowing({1: 1.0, 2: worst_ms}), []
     for _ in range(400):
@@ -196,7 +198,7 @@ def test_a_time_that_was_measured_wrongly_is_measured_again(worst_ms: float) -> 
 
 
 def test_a_time_far_too_short_misleads_until_the_next_retry_alone() -> None:
-    """What is found out about the depth that was thought to be fast says nothing of the others."""
+    """A finding about the depth that seemed fast says nothing of the other depths."""
     times, p = {1: 22.0, 2: 24.1, 3: 26.0, 5: 30.6}, rate_for(2.6)
     for seed in range(4):
         chance, rounds = random.Random(seed), dict.fromkeys(times, 0)
@@ -254,15 +256,15 @@ def test_retries_lose_at_most_a_hundredth_and_a_round(
         depth = controller.choose(1, 0)
         if controller.reason == "retry":
             lost += min(1 - 10.0 / slow_ms, 0.5)
-        # What it believes to lose is a little less at first.
+        # Its own estimate of the loss is a little lower at first.
         assert lost <= 1.5 * (1 + 0.01 * number)
         controller.record_round(depth, [[0] * 2])
         controller.record_time(depth, 1, 0, {1: 10.0, 3: slow_ms}[depth] / 1e3)
     assert lost > 8
 
 
-def test_a_depth_whose_rounds_cannot_be_timed_is_hoped_of_for_a_while_only() -> None:
-    """Prompts between all rounds: the hope that an untried depth is faster than estimated ends."""
+def test_a_depth_whose_rounds_cannot_be_timed_is_tried_for_a_while_only() -> None:
+    """Prompts come between all rounds: the policy stops expecting an untried depth to beat its estimate."""
     controller = DepthController((0, 1))
     time_rounds(controller, 0, 10.0)
     untimed = [controller.choose(1, 0) for _ in range(40)]
@@ -280,5 +282,5 @@ def test_fewer_drafts_are_never_taken_to_be_slower() -> None:
     controller.record_round(3, [[0]] * 60)
     controller.choose(1, 0)
     speeds = controller.speeds(1, 0)
-    # As long at most as depth 3 takes, for nearly as many tokens.
+    # It takes at most as long as depth 3, for nearly as many tokens.
     assert speeds[1] > 0.8 * speeds[3]
