@@ -353,7 +353,7 @@ def test_depths_phases_and_moves(directories: dict[str, Path], graph_mode: str, 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
 def test_phases_become_graphs_after_their_first_run(graph_mode: str) -> None:
-    """Grammars and log probabilities, among other requests and alone, give the tokens of uncompiled rounds."""
+    """Grammars and log probabilities give the tokens of uncompiled rounds, alone and in batches."""
     params = [
         SamplingParams(max_tokens=COUNT, temperature=0.8, seed=1, guided_regex="([a-z]+ = [0-9]+\n){99}"),
         SamplingParams(max_tokens=COUNT, temperature=0.8, seed=2, ignore_eos=True, logprobs=3),
