@@ -142,7 +142,7 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
             assert not tensor.any()
             from torch._C._distributed_c10d import _resolve_process_group
 
-            # The store's keys by which torch 2.11 meets, and other keys.
+            # The store by which torch 2.11 meets, and the store of other versions.
             stores.extend([_resolve_process_group(name).get_group_store(), self.group[3]])
             return self
 
@@ -245,7 +245,7 @@ def test_nccl_gathers_on_the_stream_of_the_step(tmp_path: Path, monkeypatch: pyt
 
         def abort(self) -> None:
             next(event for event in self.given_up if not event.is_set()).set()
-            # Wait until no graph is left.
+            # NCCL's abort waits until no graph is left.
             self.ends.wait(20)
 
     monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)

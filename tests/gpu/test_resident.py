@@ -52,7 +52,7 @@ def test_resident_products_have_the_bits_of_the_others(
         got = multiply(x, weight, kind, resident=True)
         assert len(launched) == before + 1
         assert torch.equal(got, wanted)
-        # As a part of more rows, of which no weight is resident.
+        # The same rows among more than 16, with which no weight is resident.
         many = torch.cat((x, torch.randn(20, k, device="cuda").bfloat16()))
         assert torch.equal(multiply(many, weight, kind, resident=True)[..., :rows, :], wanted)
     assert len(launched) == before + 1

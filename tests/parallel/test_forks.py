@@ -17,7 +17,7 @@ from tests.checkpoints import write_checkpoint
 from tests.parallel.test_torchrun import OPTIONS, start
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds for the steps after the loss of a rank.
+# Seconds within which all processes must end after a rank is lost.
 MOST_S = 10.0
 # Its children: one exits like a script, through every `finally` and `with`, and one goes on.
 SCRIPT = """

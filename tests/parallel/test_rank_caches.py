@@ -48,7 +48,7 @@ def save_quickly(function, *rest):
         save(function, *rest)
 program_maker.save_program = save_quickly
 """
-# Every rank does it.
+# Every rank saves its programs this way.
 FIRST_PROCESS = f"""
 import sys
 from compiled_mtp.cli.export import main

@@ -36,7 +36,7 @@ from tests.communicators.threads import communicators
 from tests.engines import prompt_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-# Seconds for the steps after the loss of a rank.
+# Seconds within which all processes must end after a rank is lost.
 MOST_S = 10.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
 GUIDED = SamplingParams(max_tokens=8, temperature=0.8, seed=4, guided_regex="[ab]{12}")
@@ -184,7 +184,7 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     while not alone._processes.hellos:
         alone.check()
         time.sleep(0.01)
-    # As when rank 0 is killed: no object is closed, and the messages that it wrote end.
+    # As when rank 0 is killed: no object is closed, and its pipes end.
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(MOST_S) == 1

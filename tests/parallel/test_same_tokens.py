@@ -186,7 +186,7 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         runner = engine.runner
         assert isinstance(runner, ThreadRunner)
     assert offloads > 0
-    # Of their shared memory.
+    # Each rank gets half of prefix_cache_gb.
     assert shares == [1 << 28] * 2
     assert runner.moves._copy_streams["host"] not in held
     # To the host and back.

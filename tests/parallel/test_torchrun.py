@@ -23,7 +23,7 @@ from compiled_mtp.terminal.console import start_engine
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds for the steps after the loss of a rank.
+# Seconds within which all processes must end after a rank is lost.
 MOST_S = 10.0
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -64,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(directory: Path) -> list[list[int]]:
     """The tokens that one process decodes."""
     with Engine(EngineConfig(model=directory, **OPTIONS)) as engine:
-        # In the command's output form.
+        # The command derives these seeds.
         seeds = [derive_seed(PARAMS["seed"], index) for index in range(len(PROMPTS))]
         outputs = engine.generate(PROMPTS, [SamplingParams(**PARAMS | {"seed": seed}) for seed in seeds])
     return [output.new_token_ids for output in outputs]

@@ -162,7 +162,7 @@ def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.Monkey
             async for output in stream:
                 found += output.new_token_ids
         assert replicas.engines["r0"].status == "hung"
-        # The dead engine gets no more calls, and accepts none.
+        # The hung engine gets no more calls, and accepts none.
         said = [
             one async for one in decode(replicas.engines["r0"], Call([1], SamplingParams(seed=1)), "r", "")
         ]

@@ -64,7 +64,7 @@ def test_each_argument_has_its_config() -> None:
     )
     assert settings.gpus == 0.5
     assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 4}
-    # The settings that the ingress derives again from the given ones.
+    # The ingress makes the settings again from the given fields.
     again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)

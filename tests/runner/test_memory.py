@@ -121,7 +121,7 @@ def test_host_memory_holds_at_most_what_the_device_does() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
 def test_the_engine_takes_the_memory_that_it_plans(tmp_path: Path) -> None:
-    """Compare the memory in use after every page was written, and tensor sizes to the byte."""
+    """Compare the plan with the memory in use once all is written, and with the sizes of tensors."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     make_engine(tmp_path, mtp_step=3).generate([[1, 2, 3]])
     before = _anonymous_bytes()
@@ -249,7 +249,7 @@ def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{use}\n")
-    # A group of version 1 names only its own part of the path.
+    # In version 1 the file also lists the group's own share, without the prefix.
     own = "active_file 1\n" if version == 1 else ""
     stat = f"{own}anon 7\n{names[2]}active_file {active}\n{names[2]}inactive_file {inactive}\n"
     (folder / "memory.stat").write_text(stat)

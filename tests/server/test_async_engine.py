@@ -395,7 +395,7 @@ def test_the_stepping_thread_may_also_hang_between_steps(engine: ScriptedEngine)
     asyncio.run(run())
 
 
-def test_a_closed_event_loop_delays_no_other_stream(engine: ScriptedEngine) -> None:
+def test_a_closed_event_loop_leaves_no_request_open(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 1000
     engine.step_s = 0.001
     async_engine = AsyncEngine(engine)

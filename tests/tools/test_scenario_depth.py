@@ -70,7 +70,7 @@ def test_cases_end_in_one_line(
     for at in range(3, len(begun), 3):
         assert {way for _, way, _ in begun[at : at + 3]} == {"auto", "0", "1"}
         assert all(prompts == begun[at][2] for _, _, prompts in begun[at : at + 3])
-    # Depth 0 takes a round per token; depth 1 takes fewer rounds by a factor of 2.6.
+    # Depth 0 takes a round per token; depth 1, at a rate of 2.6, takes fewer rounds.
     steps = dict(rounds[-3:])
     assert steps["1"] < steps["0"]
 
